@@ -1,0 +1,114 @@
+# Everything sets itself up: `make demo` or `make test` in an empty clone is enough.
+#
+#   PYTHON=python3.12   which Python makes the .venv (3.11 or newer; the first that works otherwise)
+#   TORCH=torch==2.12   which torch goes into it (no GPU: 2.13.0; GPU: whatever torch that Python already has, else the newest)
+#   PYTEST_ARGS="-k x"  handed on to pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+# A name on the PATH proves nothing (version managers leave shims that only print an error), so each is tried.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
+
+.PHONY: help setup demo test test-ops lint format bench gpu-check gpu-wheels wheel clean
+
+help:
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# ---- set-up -----------------------------------------------------------------------------------------------------
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@# With a GPU the torch that is there fits the driver: use it rather than fetch several GB.
+	@if [ -n "$(GPU)" ] && $(PYTHON) -c 'import torch' 2>/dev/null; \
+	  then $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+	  else $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $@
+
+# torch and the build tools first: the package is then built against them, without an isolated second copy.
+$(VENV)/.requirements: $(VENV)/.python pyproject.toml
+	$(PY) -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.11" "cmake>=3.18" ninja
+ifdef TORCH
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+else ifeq ($(GPU),)
+	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+else
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11"
+endif
+	@touch $@
+
+# The editable install finds Python sources where they lie; only the native half has to be built again.
+$(VENV)/.installed: $(VENV)/.requirements $(wildcard allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,demo,dev]"
+	@touch $@
+
+setup: $(VENV)/.installed ## make .venv with everything in it
+
+# ---- what people run ----------------------------------------------------------------------------------------------
+
+demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits
+	$(PY) -P -m memmgr.tools.cli demo $(DEMO_ARGS)
+
+test: setup ## the test suite (a fixed share of the operator database included)
+	$(VENV)/bin/pytest -m "not slow" $(PYTEST_ARGS)
+
+test-ops: setup ## all of PyTorch's operator database
+	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)
+
+bench: setup ## the figures of the README, measured side by side
+	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS); done
+
+# mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
+lint: setup ## ruff, clang-format, mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	@rm -rf build/typed && mkdir -p build/typed/memmgr
+	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/; done
+	@ln -s ../../../policies ../../../tools build/typed/memmgr/
+	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
+
+format: setup ## let the formatters write
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
+
+wheel: setup ## one wheel for every Python >= 3.11 on this platform
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+clean: ## remove what make made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# ---- a bare GPU machine without a network --------------------------------------------------------------------------
+# `make gpu-wheels` where there is a network, carry the tree with .whl/ over, then `make gpu-check`. It installs into a
+# folder of its own (build/gpu), with the machine's own torch, and leaves that Python as it was.
+
+GPU_PYTHON ?= python3
+GPU_SITE := build/gpu
+GPU_PLATFORMS := 2_28 2_27 2_26 2_24 2_17 2_12 2_5
+GPU_WHEELS := scikit-build-core pathspec packaging ninja cmake nvidia-ml-py psutil
+
+gpu-wheels: setup ## fetch the wheels that gpu-check needs into .whl/ (Python 3.12, x86-64)
+	rm -rf .whl
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp $(foreach p,$(GPU_PLATFORMS),--platform manylinux_$(p)_x86_64) --platform manylinux2014_x86_64 \
+	  --platform manylinux2010_x86_64 --platform manylinux1_x86_64 -d .whl $(GPU_WHEELS)
+	@test "$$(du -sm .whl | cut -f1)" -lt 60 || { echo "the wheels pass 60 MiB" >&2; exit 1; }
+	@du -sh .whl
+
+gpu-check: ## exactness, peak, overlap and timings on this machine's GPU, into docs/reports/
+	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
+	@if ls .whl/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index \
+	  --no-deps --no-compile --target $(GPU_SITE) .whl/*.whl; fi
+	PYTHONPATH=$(CURDIR)/$(GPU_SITE) PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH" $(GPU_PYTHON) -m pip install --quiet \
+	  --disable-pip-version-check --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
+	@# -P: the folder ./memmgr must not shadow the installed package.
+	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -P -m memmgr.tools.cli gpu-check $(GPU_ARGS)

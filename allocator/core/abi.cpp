@@ -1,0 +1,127 @@
+// The C ABI: casts, and nothing that C++ throws gets past it.
+#include <errno.h>
+#include <stdio.h>
+
+#include <exception>
+#include <new>
+#include <string>
+
+#include "arena.h"
+#include "file_tier.h"
+
+namespace {
+
+memmgr::Arena* Of(mm_arena* arena) { return reinterpret_cast<memmgr::Arena*>(arena); }
+memmgr::FileTier* Of(mm_tier* tier) { return reinterpret_cast<memmgr::FileTier*>(tier); }
+
+void Say(const std::string& text, char* err, size_t err_len) {
+  if (err != nullptr && err_len > 0) snprintf(err, err_len, "%s", text.c_str());
+}
+
+// Our own bookkeeping found no memory: the same answer to the caller as when the managed memory has ended.
+template <typename Result, typename Body>
+Result Guarded(Result when_out_of_memory, Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return when_out_of_memory;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int mm_abi_version(void) { return MM_ABI_VERSION; }
+
+// ---- arena -----------------------------------------------------------------------------------------------------
+
+mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len) {
+  std::string wrong = "out of memory";
+  auto* arena = Guarded<memmgr::Arena*>(
+      nullptr, [&] { return memmgr::Arena::Create(memmgr::HostPages(), budget_bytes, reserve_bytes, &wrong); });
+  if (arena == nullptr) Say(wrong, err, err_len);
+  return reinterpret_cast<mm_arena*>(arena);
+}
+
+int mm_arena_destroy(mm_arena* arena) {
+  if (arena == nullptr) return 0;
+  if (Of(arena)->forked() || !Of(arena)->Idle()) return -1;
+  delete Of(arena);
+  return 0;
+}
+
+void mm_arena_set_reclaim(mm_arena* arena, mm_reclaim_fn reclaim, void* user) { Of(arena)->SetReclaim(reclaim, user); }
+void mm_arena_set_budget(mm_arena* arena, uint64_t budget_bytes) { Of(arena)->SetBudget(budget_bytes); }
+void mm_arena_set_outside(mm_arena* arena, uint64_t outside_bytes) { Of(arena)->SetOutside(outside_bytes); }
+void mm_arena_add_outside(mm_arena* arena, int64_t delta) { Of(arena)->AddOutside(delta); }
+
+void* mm_arena_alloc(mm_arena* arena, size_t bytes) {
+  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes); });
+}
+
+void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
+  return Guarded<void*>(nullptr, [&] { return Of(arena)->TryAlloc(bytes, keep_free); });
+}
+
+size_t mm_arena_block_bytes(mm_arena* arena, const void* p) { return Of(arena)->BlockBytes(p); }
+int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
+void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }
+uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)->Trim(keep_bytes); }
+void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild(); }
+void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
+void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
+void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
+uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
+uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
+
+void mm_arena_walk(mm_arena* arena, mm_block_fn visit, void* user) {
+  Guarded(0, [&] { return Of(arena)->Walk(visit, user), 0; });
+}
+
+int mm_arena_check(mm_arena* arena, char* err, size_t err_len) {
+  const std::string wrong = Guarded<std::string>("", [&] { return Of(arena)->Check(); });
+  Say(wrong, err, err_len);
+  return wrong.empty() ? 0 : -1;
+}
+
+// ---- file tier -------------------------------------------------------------------------------------------------
+
+mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
+                      size_t err_len) {
+  std::string wrong = "out of memory";
+  auto* tier = Guarded<memmgr::FileTier*>(
+      nullptr, [&] { return memmgr::FileTier::Open(folder, capacity_bytes, bytes_per_second, workers, &wrong); });
+  if (tier == nullptr) Say(wrong, err, err_len);
+  return reinterpret_cast<mm_tier*>(tier);
+}
+
+void mm_tier_close(mm_tier* tier) {
+  if (tier != nullptr) memmgr::FileTier::Close(Of(tier));
+}
+
+mm_slot mm_tier_write(mm_tier* tier, const void* src, uint64_t bytes) {
+  return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, memmgr::Urgency::kQueued); });
+}
+
+mm_slot mm_tier_write_now(mm_tier* tier, const void* src, uint64_t bytes) {
+  return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, memmgr::Urgency::kNow); });
+}
+
+int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) { return Of(tier)->Read(slot, dst, memmgr::Urgency::kQueued); }
+
+int mm_tier_read_now(mm_tier* tier, mm_slot slot, void* dst) {
+  return Of(tier)->Read(slot, dst, memmgr::Urgency::kNow);
+}
+int mm_tier_poll(mm_tier* tier, mm_slot slot) { return Of(tier)->Poll(slot); }
+int mm_tier_wait(mm_tier* tier, mm_slot slot) { return Of(tier)->Wait(slot); }
+void mm_tier_free(mm_tier* tier, mm_slot slot) {
+  Guarded(0, [&] { return Of(tier)->Free(slot), 0; });
+}
+void mm_tier_stats_get(mm_tier* tier, mm_tier_stats* out) { Of(tier)->Stats(out); }
+
+void mm_tier_inject(mm_tier* tier, int write_errno, int after_writes, int read_errno, int after_reads) {
+  Of(tier)->Inject(write_errno, after_writes, read_errno, after_reads);
+}
+
+}  // extern "C"

@@ -1,0 +1,381 @@
+#include "arena.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+namespace memmgr {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kGiB = uint64_t{1} << 30;
+constexpr uint64_t kSmallLimit = 8192;
+constexpr int kSmallUnitShift = 6;
+constexpr int kLargeUnitShift = 9;
+constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; keeps the sums from overflowing
+// Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
+// it says, or others take all that it frees.
+constexpr int kPatience = 1024;
+
+uint64_t RoundUp(uint64_t bytes, uint64_t to) { return (bytes + to - 1) & ~(to - 1); }
+uint64_t RoundUpTo(uint64_t bytes, int shift) { return RoundUp(bytes, uint64_t{1} << shift); }
+
+// A callback may itself allocate; if that fell short it would call the callback again, without end. The arenas in whose
+// callback this thread is, innermost first.
+struct ReclaimFrame {
+  const Arena* arena;
+  ReclaimFrame* outer;
+};
+thread_local ReclaimFrame* reclaim_frames = nullptr;
+
+bool InReclaimOf(const Arena* arena) {
+  for (ReclaimFrame* frame = reclaim_frames; frame != nullptr; frame = frame->outer) {
+    if (frame->arena == arena) return true;
+  }
+  return false;
+}
+
+uint64_t PhysicalBytes() {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace
+
+// ---- life ------------------------------------------------------------------------------------------------------
+
+Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong) {
+  uint64_t large = reserve_bytes;
+  uint64_t least = large;
+  if (reserve_bytes == 0) {
+    large = std::max(64 * kGiB, 4 * PhysicalBytes());
+    least = kGiB;
+    if (budget_bytes < kAbsurdBytes) {
+      large = std::max(large, 2 * budget_bytes);
+      least = std::max(least, budget_bytes);
+    }
+  }
+  if (large > kAbsurdBytes) {
+    *wrong = "the address range is too long";
+    return nullptr;
+  }
+  // Under `ulimit -v` there may be fewer addresses than we like; the budget's length is what cannot be done without.
+  for (;; large /= 2) {
+    large = RoundUp(std::max(large, least), pages.page_bytes);
+    const uint64_t small = RoundUp(std::max(large / 8, kMiB), pages.page_bytes);
+    char* base = static_cast<char*>(pages.reserve(large + small));
+    if (base != nullptr) return new Arena(pages, base, large, small, budget_bytes);
+    if (large <= RoundUp(least, pages.page_bytes)) break;
+  }
+  *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses: " + strerror(errno);
+  return nullptr;
+}
+
+Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, uint64_t budget_bytes)
+    : pages_(pages),
+      base_(base),
+      range_bytes_(large_bytes + small_bytes),
+      debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
+      large_(pages, base, large_bytes, kLargeUnitShift),
+      small_(pages, base + large_bytes, small_bytes, kSmallUnitShift),
+      budget_bytes_(budget_bytes) {
+  WatchForks();
+}
+
+Arena::~Arena() {
+  IgnoreForks();
+  pages_.release(base_, range_bytes_);
+}
+
+void Arena::AfterForkInChild() {
+  forked_.store(true, std::memory_order_relaxed);
+  lock_.Renew();
+}
+
+// ---- budget ----------------------------------------------------------------------------------------------------
+
+uint64_t Arena::Shortage(uint64_t bytes) const {
+  const uint64_t after = resident() + bytes;
+  return after > budget() ? after - budget() : 0;
+}
+
+uint64_t Arena::GiveBack(uint64_t pages) {
+  const uint64_t given = large_.GiveBack(pages);
+  return given < pages ? given + small_.GiveBack(pages - given) : given;
+}
+
+// I2. Called before `extra_pages` are committed, and whenever the budget has shrunk.
+void Arena::ObeyBudget(uint64_t extra_pages) {
+  const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
+  if (bytes <= budget() || spare_pages() == 0) return;
+  GiveBack((bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes);
+}
+
+void Arena::ResidentChanged() {
+  const uint64_t now = stats_.live_bytes + stats_.outside_bytes;
+  resident_.store(now, std::memory_order_relaxed);
+  stats_.live_peak_bytes = std::max(stats_.live_peak_bytes, stats_.live_bytes);
+  stats_.resident_peak_bytes = std::max(stats_.resident_peak_bytes, now);
+  const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
+  stats_.unmanaged_peak_bytes =
+      std::max(stats_.unmanaged_peak_bytes, static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0)));
+}
+
+void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
+  std::lock_guard hold(lock_);
+  reclaim_ = reclaim;
+  reclaim_user_ = user;
+}
+
+void Arena::SetBudget(uint64_t bytes) {
+  std::lock_guard hold(lock_);
+  budget_bytes_.store(bytes, std::memory_order_relaxed);
+  if (forked()) return;
+  ObeyBudget(0);
+  Verify("set_budget");
+}
+
+void Arena::SetOutside(uint64_t bytes) {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  stats_.outside_bytes = std::min(bytes, kAbsurdBytes);
+  ResidentChanged();
+  ObeyBudget(0);
+  Verify("set_outside");
+}
+
+void Arena::AddOutside(int64_t delta) {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  // A caller that gives back more than it took must not wrap the sum around and end all allocation.
+  const uint64_t lost = delta < 0 ? uint64_t{0} - static_cast<uint64_t>(delta) : 0;
+  stats_.outside_bytes = delta < 0 ? stats_.outside_bytes - std::min(stats_.outside_bytes, lost)
+                                   : stats_.outside_bytes + static_cast<uint64_t>(delta);
+  ResidentChanged();
+  ObeyBudget(0);
+  Verify("add_outside");
+}
+
+void Arena::NoteVirtual(int64_t delta) {
+  std::lock_guard hold(lock_);
+  virtual_bytes_ += delta;
+  ResidentChanged();
+}
+
+// ---- allocate --------------------------------------------------------------------------------------------------
+
+Block* Arena::Place(Heap* heap, uint64_t bytes, uint64_t requested_bytes) {
+  Block* run = heap->Find(bytes);
+  if (run == nullptr) return nullptr;
+  Block* block = heap->Take(run, bytes, requested_bytes);
+  ObeyBudget(block->holes);  // the remap, when the run is further up and spare pages are elsewhere
+  if (!heap->Back(block)) {
+    heap->Free(block);
+    return nullptr;
+  }
+  return block;
+}
+
+// Hands out a block if the budget and the addresses allow it; otherwise says in request->need what is missing.
+void* Arena::Try(Request* request) {
+  Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
+  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
+  request->need = Shortage(request->bytes);
+  if (request->need > 0) return nullptr;
+  Block* block = Place(heap, request->bytes, request->requested_bytes);
+  if (block == nullptr && heap == &small_) {  // the small area is full: the other one can hold it as well
+    heap = &large_;
+    request->bytes = RoundUpTo(request->requested_bytes, kLargeUnitShift);
+    request->need = Shortage(request->bytes);
+    if (request->need > 0) return nullptr;
+    block = Place(heap, request->bytes, request->requested_bytes);
+  }
+  if (block == nullptr) return nullptr;
+  stats_.live_bytes += request->bytes;
+  stats_.requested_bytes += request->requested_bytes;
+  ++stats_.allocations;
+  stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
+  ResidentChanged();
+  Verify("alloc");
+  return base_ + block->offset + (heap == &small_ ? large_.bytes() : 0);
+}
+
+void* Arena::Alloc(uint64_t requested_bytes) {
+  if (requested_bytes == 0 || forked()) return nullptr;
+  std::unique_lock hold(lock_);
+  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0};
+  void* p = Try(&request);
+  if (p == nullptr) p = Reclaim(&hold, &request);
+  if (p == nullptr) ++stats_.failures;
+  return p;
+}
+
+void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free) {
+  if (requested_bytes == 0 || forked()) return nullptr;
+  std::lock_guard hold(lock_);
+  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0};
+  const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
+  if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;
+  return Try(&request);
+}
+
+// Alternates between the callback, without the lock, and another try. Another thread may take what was freed, so the
+// number of rounds has no natural bound; it ends when nothing was released or nothing is gained.
+//
+// Contiguity: `need` is 0 and the callback frees what it thinks best. This is the place for Coop's sliding window,
+// which would tell it the cheapest run of blocks that makes `request.bytes`.
+void* Arena::Reclaim(std::unique_lock<Lock>* hold, Request* request) {
+  if (reclaim_ == nullptr || request->bytes > budget() || InReclaimOf(this)) return nullptr;
+  uint64_t lowest = resident();
+  int fruitless = 0;
+  for (int attempt = 0; fruitless < kPatience; ++attempt) {
+    const mm_reclaim_fn reclaim = reclaim_;
+    void* const user = reclaim_user_;
+    if (reclaim == nullptr) return nullptr;
+    ++stats_.reclaims;
+    if (request->need == 0) ++stats_.reclaims_contiguity;
+    hold->unlock();
+    ReclaimFrame frame{this, reclaim_frames};
+    reclaim_frames = &frame;
+    const auto start = std::chrono::steady_clock::now();
+    const uint64_t released = reclaim(user, request->need, request->bytes, attempt);
+    const auto end = std::chrono::steady_clock::now();
+    reclaim_frames = frame.outer;
+    hold->lock();
+    stats_.reclaim_nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
+    const bool gained = resident() < lowest;
+    lowest = std::min(lowest, resident());
+    fruitless = gained ? 0 : fruitless + 1;
+    // Even after "nothing": another thread may have freed something meanwhile.
+    void* p = Try(request);
+    if (p != nullptr || released == 0) return p;
+  }
+  return nullptr;
+}
+
+// ---- free ------------------------------------------------------------------------------------------------------
+
+void Arena::Free(void* p) {
+  if (p == nullptr || forked()) return;
+  std::lock_guard hold(lock_);
+  const uint64_t offset = Offset(p);
+  Block* block = offset < range_bytes_ ? FindLive(offset) : nullptr;
+  if (block == nullptr) {
+    // A second free, or a pointer into the middle: from here on two owners would share memory. Rather stop, as libc
+    // does.
+    fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
+    abort();
+  }
+  stats_.live_bytes -= block->bytes;
+  stats_.requested_bytes -= block->requested_bytes;
+  ++stats_.frees;
+  (InSmall(offset) ? small_ : large_).Free(block);
+  ResidentChanged();
+  ObeyBudget(0);  // after the budget has shrunk, or where fragments take the room of spare pages
+  Verify("free");
+}
+
+uint64_t Arena::Trim(uint64_t keep_bytes) {
+  std::lock_guard hold(lock_);
+  if (forked()) return 0;
+  const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
+  const uint64_t spare = spare_pages();
+  const uint64_t given = spare > keep_pages ? GiveBack(spare - keep_pages) : 0;
+  Verify("trim");
+  return given * pages_.page_bytes;
+}
+
+// ---- look ------------------------------------------------------------------------------------------------------
+
+uint64_t Arena::BlockBytes(const void* p) {
+  std::lock_guard hold(lock_);
+  if (forked() || !Owns(p)) return 0;
+  const Block* block = FindLive(Offset(p));
+  return block != nullptr ? block->bytes : 0;
+}
+
+bool Arena::Idle() {
+  std::lock_guard hold(lock_);
+  return stats_.live_bytes == 0;
+}
+
+void Arena::Stats(mm_arena_stats* out) {
+  std::lock_guard hold(lock_);
+  *out = stats_;
+  out->budget_bytes = budget();
+  out->committed_bytes = committed_pages() * pages_.page_bytes;
+  out->live_blocks = large_.live_blocks() + small_.live_blocks();
+  out->small_blocks = small_.live_blocks();
+  out->free_bytes = large_.free_bytes() + small_.free_bytes();
+  if (!forked()) out->largest_free_bytes = std::max(large_.LargestFreeBytes(), small_.LargestFreeBytes());
+}
+
+void Arena::ResetPeak() {
+  std::lock_guard hold(lock_);
+  stats_.live_peak_bytes = 0;
+  stats_.resident_peak_bytes = 0;
+  stats_.unmanaged_peak_bytes = 0;
+  stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
+  ResidentChanged();
+}
+
+// The pieces are copied out first: a visitor in Python waits for the GIL, whose holder may be waiting for our lock.
+void Arena::Walk(mm_block_fn visit, void* user) {
+  struct Piece {
+    uint64_t offset, bytes;
+    int state;
+  };
+  std::vector<Piece> pieces;
+  {
+    std::lock_guard hold(lock_);
+    if (forked()) return;
+    uint64_t shift = 0;
+    for (const Heap* heap : {&large_, &small_}) {
+      heap->Walk([&](uint64_t offset, uint64_t bytes, int state) {
+        pieces.push_back({offset + shift, bytes, state});
+        return true;
+      });
+      shift += heap->bytes();
+    }
+  }
+  for (const Piece& piece : pieces) {
+    if (visit(user, piece.offset, piece.bytes, piece.state) != 0) return;
+  }
+}
+
+std::string Arena::Check() {
+  std::lock_guard hold(lock_);
+  return forked() ? "" : CheckLocked();
+}
+
+std::string Arena::CheckLocked() const {
+  for (const Heap* heap : {&large_, &small_}) {
+    if (std::string wrong = heap->Check(); !wrong.empty()) return (heap == &small_ ? "small area: " : "") + wrong;
+  }
+  uint64_t live = 0;
+  for (const Heap* heap : {&large_, &small_}) {
+    heap->Walk([&](uint64_t, uint64_t bytes, int state) {
+      if (state == 1) live += bytes;
+      return true;
+    });
+  }
+  if (live != stats_.live_bytes) return "live_bytes is not the sum over the live blocks";
+  if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks()) return "blocks are miscounted";
+  if (resident() != stats_.live_bytes + stats_.outside_bytes) return "resident is not live + outside";
+  const uint64_t committed = committed_pages() * pages_.page_bytes;
+  if (spare_pages() > 0 && committed + stats_.outside_bytes > budget()) return "spare pages are kept over the budget";
+  return "";
+}
+
+void Arena::VerifyNow(const char* event) const {
+  const std::string wrong = CheckLocked();
+  if (wrong.empty()) return;
+  fprintf(stderr, "memmgr: after %s: %s\n", event, wrong.c_str());
+  abort();
+}
+
+}  // namespace memmgr

@@ -1,0 +1,107 @@
+// Arena: one address range, one budget. It decides whether a request may have its bytes, and where.
+//
+// Words:
+//   resident     live + outside bytes: what the budget limits
+//   shortage     the bytes by which a request would pass the budget
+//   contiguity   a request that has its bytes but no run of addresses that is long enough
+//   remap        taking addresses further up, and giving back as many spare pages elsewhere: the cure for contiguity
+//                while the range lasts
+// The range is much longer than the budget, [0, large area) followed by [small area): addresses cost nothing. Best fit
+// with the untouched end last keeps blocks low in the range; only fragmentation sends them further up.
+//
+// Invariants, checked after every event under MEMMGR_DEBUG=1:
+//   I1  a block is handed out only while resident <= budget
+//   I2  committed + outside > budget only while there is no spare page left to give back
+//   I3  those of each heap (heap.cpp)
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "fork.h"
+#include "heap.h"
+#include "lock.h"
+#include "memmgr/core.h"
+
+namespace memmgr {
+
+class Arena final : private ForkAware {
+ public:
+  // reserve_bytes is the length of the large area. nullptr with a text in *wrong.
+  static Arena* Create(const PageOps& pages, uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong);
+  ~Arena();
+
+  void SetReclaim(mm_reclaim_fn reclaim, void* user);
+  void SetBudget(uint64_t bytes);
+  void SetOutside(uint64_t bytes);
+  void AddOutside(int64_t delta);
+  void NoteVirtual(int64_t delta);
+
+  void* Alloc(uint64_t requested_bytes);
+  void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free);
+  void Free(void* p);
+  uint64_t BlockBytes(const void* p);
+  bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
+  uint64_t Trim(uint64_t keep_bytes);
+  bool Idle();  // no block is live
+
+  void Stats(mm_arena_stats* out);
+  void ResetPeak();
+  uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
+  uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
+  bool forked() const { return forked_.load(std::memory_order_relaxed); }
+  void Walk(mm_block_fn visit, void* user);
+  std::string Check();
+
+  void AfterForkInChild() override;
+
+ private:
+  Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, uint64_t budget_bytes);
+
+  // A request on its way through Alloc.
+  struct Request {
+    uint64_t requested_bytes;
+    uint64_t bytes;  // after alignment
+    uint64_t need;   // the shortage that the last try found; 0: contiguity
+  };
+  uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
+  bool InSmall(uint64_t offset) const { return offset >= large_.bytes(); }
+  Block* FindLive(uint64_t offset) const {
+    return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
+  }
+  uint64_t Shortage(uint64_t bytes) const;
+  uint64_t committed_pages() const { return large_.committed_pages() + small_.committed_pages(); }
+  uint64_t spare_pages() const { return large_.spare_pages() + small_.spare_pages(); }
+
+  void* Try(Request* request);
+  Block* Place(Heap* heap, uint64_t bytes, uint64_t requested_bytes);
+  void* Reclaim(std::unique_lock<Lock>* hold, Request* request);
+  uint64_t GiveBack(uint64_t pages);
+  void ObeyBudget(uint64_t extra_pages);
+  void ResidentChanged();
+  std::string CheckLocked() const;
+  void Verify(const char* event) const {
+    if (debug_) VerifyNow(event);
+  }
+  void VerifyNow(const char* event) const;
+
+  const PageOps& pages_;
+  char* const base_;
+  const uint64_t range_bytes_;
+  const bool debug_;
+  std::atomic<bool> forked_{false};
+
+  Lock lock_;  // everything below
+  Heap large_;
+  Heap small_;
+  mm_reclaim_fn reclaim_ = nullptr;
+  void* reclaim_user_ = nullptr;
+  // Written under the lock, read anywhere.
+  std::atomic<uint64_t> budget_bytes_;
+  std::atomic<uint64_t> resident_{0};
+  int64_t virtual_bytes_ = 0;
+  mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others
+};
+
+}  // namespace memmgr

@@ -1,0 +1,115 @@
+// Blocks and the three structures that find them. Nothing here ever writes into the memory that is managed: it may be
+// device memory, and a stray write of the user's must not be able to damage the bookkeeping.
+//
+// Words:
+//   block      a piece of an area, live or free; blocks tile the area and are linked in address order
+//   run        a free block; no two runs touch (they are coalesced at once)
+//   best fit   the smallest run that is long enough, and the lowest address among equals
+//   bin        runs of about the same size, in a treap ordered by (bytes, offset)
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace memmgr {
+
+// What is known about the whole pages of a run. Each kind has its own index, because a request prefers memory that it
+// need not commit, and because giving pages back must find runs that have some without searching.
+enum class RunKind : uint8_t {
+  kFragment,   // contains no whole page: it is committed by its neighbours and cannot be given back
+  kCommitted,  // every whole page is committed
+  kMixed,      // some are
+  kHole,       // none is
+};
+inline constexpr int kRunKinds = 4;
+
+struct alignas(64) Block {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+  uint64_t requested_bytes = 0;  // live blocks only
+  Block* previous = nullptr;     // in address order
+  Block* next = nullptr;
+  Block* left = nullptr;  // in the treap of its bin, runs only
+  Block* right = nullptr;
+  uint32_t holes = 0;  // pages of this run that are not committed; 0 in a live block that was handed out
+  uint16_t priority = 0;
+  bool live = false;
+  RunKind kind = RunKind::kFragment;
+};
+static_assert(sizeof(Block) == 64, "one cache line");
+
+// Descriptors, recycled. They are never given back before the arena ends: a few hundred bytes per hundred blocks.
+class BlockPool {
+ public:
+  Block* Take();
+  void Return(Block* block);
+
+ private:
+  static constexpr size_t kSlab = 1024;
+  std::vector<std::unique_ptr<Block[]>> slabs_;
+  Block* recycled_ = nullptr;
+  uint32_t random_ = 0x9E3779B9u;
+};
+
+// offset -> live block: open addressing with linear probing, at most half full; deleting shifts back, so that there are
+// no tombstones and a long run does not slow down.
+class BlockTable {
+ public:
+  BlockTable();
+  void ReserveOne();  // the only place that can throw
+  void Insert(Block* block);
+  Block* Find(uint64_t offset) const;
+  void Erase(uint64_t offset);
+  uint64_t size() const { return size_; }
+
+ private:
+  struct Entry {
+    uint64_t offset;
+    Block* block;  // nullptr: empty
+  };
+  uint64_t Home(uint64_t offset) const { return (offset * 0x9E3779B97F4A7C15ull) >> shift_; }
+  void Place(Block* block);
+
+  std::vector<Entry> entries_;
+  uint64_t mask_;
+  int shift_;
+  uint64_t size_ = 0;
+};
+
+// The runs of one kind, for best fit. Bins as in two-level segregated fit, eight to a power of two; unlike there, the
+// runs of a bin are ordered, so that the fit is exactly the best one.
+class RunIndex {
+ public:
+  explicit RunIndex(int unit_shift) : unit_shift_(unit_shift) {}
+  void Insert(Block* run);
+  void Erase(Block* run);
+  Block* BestFit(uint64_t bytes) const;
+  Block* Largest() const;
+  uint64_t size() const { return size_; }
+
+ private:
+  static constexpr int kWords = 6;
+  static constexpr int kBins = kWords * 64;
+  int BinOf(uint64_t bytes) const;
+  int NextBin(int bin) const;  // the first bin from here on that is not empty, or -1
+
+  int unit_shift_;
+  uint64_t size_ = 0;
+  std::array<uint64_t, kWords> occupied_{};
+  std::array<Block*, kBins> roots_{};
+};
+
+// The order of best fit.
+inline bool FitsTighter(const Block* a, const Block* b) {
+  return a->bytes != b->bytes ? a->bytes < b->bytes : a->offset < b->offset;
+}
+
+// The better of two candidates of different indexes; either may be nullptr.
+inline Block* Tighter(Block* a, Block* b) {
+  if (a == nullptr || b == nullptr) return a != nullptr ? a : b;
+  return FitsTighter(a, b) ? a : b;
+}
+
+}  // namespace memmgr

@@ -1,0 +1,364 @@
+#include "file_tier.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <system_error>
+
+namespace memmgr {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+// Long enough for the disk's full bandwidth, short enough to let a read in between.
+constexpr uint64_t kPieceBytes = 4 * kMiB;
+// The file grows in steps: fewer calls, and longer extents on the disk.
+constexpr uint64_t kGrowBytes = 256 * kMiB;
+constexpr int kDefaultWorkers = 2;
+
+// A throttled piece must not take so long that the pace becomes a series of stops.
+uint64_t PieceBytes(uint64_t bytes_per_second) {
+  if (bytes_per_second == 0) return kPieceBytes;
+  const uint64_t twentieth = bytes_per_second / 20 & ~(ScratchFile::kGrain - 1);
+  return std::clamp<uint64_t>(twentieth, 64 * 1024, kPieceBytes);
+}
+
+uint64_t RoundUp(uint64_t bytes) { return (bytes + ScratchFile::kGrain - 1) & ~(ScratchFile::kGrain - 1); }
+
+}  // namespace
+
+// ---- life ------------------------------------------------------------------------------------------------------
+
+FileTier::FileTier(uint64_t capacity_bytes, uint64_t bytes_per_second)
+    : capacity_bytes_(capacity_bytes == 0 ? INT64_MAX & ~(ScratchFile::kGrain - 1)
+                                          : capacity_bytes & ~(ScratchFile::kGrain - 1)),
+      bytes_per_second_(bytes_per_second),
+      piece_bytes_(PieceBytes(bytes_per_second)) {
+  stats_.capacity_bytes = capacity_bytes;
+}
+
+FileTier* FileTier::Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
+                         std::string* wrong) {
+  auto* tier = new FileTier(capacity_bytes, bytes_per_second);
+  const char* direct = getenv("MEMMGR_TIER_DIRECT");
+  const bool want_direct = direct == nullptr || strcmp(direct, "0") != 0;
+  if (!tier->file_.Open(folder, want_direct, wrong) ||
+      !tier->StartWorkers(workers > 0 ? workers : kDefaultWorkers, wrong)) {
+    delete tier;
+    return nullptr;
+  }
+  tier->stats_.direct = tier->file_.direct() ? 1 : 0;
+  tier->WatchForks();
+  return tier;
+}
+
+bool FileTier::StartWorkers(int workers, std::string* wrong) {
+  // Signals are for the threads of the program: a handler must not run on a stack that it knows nothing of.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    workers_.reserve(workers);
+    for (int i = 0; i < workers; ++i) workers_.emplace_back([this] { Work(); });
+  } catch (const std::system_error& error) {
+    *wrong = std::string("cannot start a thread: ") + error.what();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  // One worker is enough to go on with.
+  return !workers_.empty();
+}
+
+void FileTier::Close(FileTier* tier) {
+  // In a forked child there are no workers to join, and the conditions count waiters that do not exist: leave it all.
+  if (tier->forked_.load()) return;
+  {
+    Hold hold(tier->mutex_);
+    tier->closing_ = true;
+  }
+  tier->work_.notify_all();
+  for (std::thread& worker : tier->workers_) worker.join();
+  tier->IgnoreForks();
+  delete tier;
+}
+
+void FileTier::AfterForkInChild() {
+  forked_.store(true);
+  file_.CloseInChild();
+}
+
+// ---- queues ----------------------------------------------------------------------------------------------------
+
+void FileTier::Queue::PushBack(Slot* slot) {
+  slot->queue = this;
+  slot->previous = tail;
+  slot->next = nullptr;
+  (tail != nullptr ? tail->next : head) = slot;
+  tail = slot;
+}
+
+void FileTier::Queue::PushFront(Slot* slot) {
+  slot->queue = this;
+  slot->previous = nullptr;
+  slot->next = head;
+  (head != nullptr ? head->previous : tail) = slot;
+  head = slot;
+}
+
+void FileTier::Queue::Remove(Slot* slot) {
+  (slot->previous != nullptr ? slot->previous->next : head) = slot->next;
+  (slot->next != nullptr ? slot->next->previous : tail) = slot->previous;
+  slot->queue = nullptr;
+}
+
+void FileTier::Start(Slot* slot, Direction direction, char* memory, Queue* queue, bool front) {
+  slot->busy = true;
+  slot->direction = direction;
+  slot->memory = memory;
+  slot->begun_bytes = 0;
+  slot->done_bytes = 0;
+  slot->error = 0;
+  queued_bytes(direction) += slot->bytes;
+  front ? queue->PushFront(slot) : queue->PushBack(slot);
+  slot->bytes > piece_bytes_ ? work_.notify_all() : work_.notify_one();
+}
+
+void FileTier::MoveToFront(Slot* slot) {
+  if (slot->queue == nullptr || slot == urgent_.head) return;
+  slot->queue->Remove(slot);
+  urgent_.PushFront(slot);
+}
+
+void FileTier::Work() {
+  Hold hold(mutex_);
+  while (!closing_) {
+    Slot* slot = urgent_.head != nullptr ? urgent_.head : normal_.head;
+    if (slot != nullptr) {
+      RunPiece(slot, &hold);
+    } else {
+      work_.wait(hold);
+    }
+  }
+}
+
+// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot go away meanwhile: Free
+// waits for pieces in flight.
+void FileTier::RunPiece(Slot* slot, Hold* hold) {
+  const Direction direction = slot->direction;
+  const uint64_t at = slot->begun_bytes;
+  const uint64_t bytes = std::min(piece_bytes_, slot->bytes - at);
+  int error = at == 0 ? InjectedError(direction) : 0;
+  slot->begun_bytes += bytes;
+  if (slot->begun_bytes == slot->bytes) slot->queue->Remove(slot);
+  ++slot->in_flight;
+  const Clock::time_point until = Pace(direction, bytes);
+  char* const memory = slot->memory + at;
+  const uint64_t offset = slot->offset + at;
+  hold->unlock();
+
+  const Clock::time_point start = Clock::now();
+  if (error == 0) error = direction == kWrite ? file_.Write(memory, bytes, offset) : file_.Read(memory, bytes, offset);
+  if (error == 0) std::this_thread::sleep_until(until);
+  const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+
+  hold->lock();
+  --slot->in_flight;
+  (direction == kWrite ? stats_.write_nanoseconds : stats_.read_nanoseconds) += spent;
+  if (error == 0) {
+    slot->done_bytes += bytes;
+    queued_bytes(direction) -= bytes;
+    (direction == kWrite ? stats_.written_bytes : stats_.read_bytes) += bytes;
+  } else {
+    if (slot->error == 0) slot->error = error;
+    if (slot->queue != nullptr) slot->queue->Remove(slot);  // the other pieces would be wasted
+  }
+  Settle(slot);
+}
+
+// Ends the operation once no piece is left.
+void FileTier::Settle(Slot* slot) {
+  if (slot->queue != nullptr || slot->in_flight > 0) return;
+  slot->busy = false;
+  slot->result = slot->error;
+  queued_bytes(slot->direction) -= slot->bytes - slot->done_bytes;
+  const bool good = slot->error == 0 && slot->done_bytes == slot->bytes;
+  if (slot->error != 0) ++stats_.errors;
+  if (good) ++(slot->direction == kWrite ? stats_.writes : stats_.reads);
+  if (slot->direction == kWrite) slot->written = good;
+  char* const read_next = slot->read_next;
+  slot->read_next = nullptr;
+  if (good && read_next != nullptr) Start(slot, kRead, read_next, &urgent_, false);
+  settled_.notify_all();
+}
+
+FileTier::Clock::time_point FileTier::Pace(Direction direction, uint64_t bytes) {
+  if (bytes_per_second_ == 0) return {};
+  const double seconds = static_cast<double>(bytes) / static_cast<double>(bytes_per_second_);
+  Clock::time_point& pace = paces_[direction];
+  pace = std::max(pace, Clock::now()) +
+         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return pace;
+}
+
+int FileTier::InjectedError(Direction direction) {
+  Injection& injection = injections_[direction];
+  if (injection.error == 0 || --injection.after > 0) return 0;
+  return -std::exchange(injection.error, 0);
+}
+
+// ---- slots -----------------------------------------------------------------------------------------------------
+
+mm_slot FileTier::IdOf(const Slot* slot) const {
+  return static_cast<mm_slot>(slot->generation) << 32 | static_cast<mm_slot>(slot->index);
+}
+
+FileTier::Slot* FileTier::Find(mm_slot id) {
+  const auto index = static_cast<uint64_t>(id) & UINT32_MAX;
+  if (id < 0 || index >= slots_.size()) return nullptr;
+  Slot* slot = &slots_[index];
+  return slot->held && IdOf(slot) == id ? slot : nullptr;
+}
+
+// An offset in the file, or a negative errno with nothing taken.
+int64_t FileTier::TakeRoom(uint64_t bytes) {
+  uint64_t offset = space_.Take(bytes);
+  if (offset == SlotSpace::kNone) {
+    const uint64_t file = stats_.file_bytes;
+    const uint64_t least = bytes - space_.FreeAtEnd(file);
+    if (least > capacity_bytes_ - file) return -ENOSPC;
+    uint64_t grow = std::min(std::max(least, kGrowBytes), capacity_bytes_ - file);
+    int error = file_.Grow(file, file + grow);
+    if (error != 0 && grow > least) {
+      grow = least;
+      error = file_.Grow(file, file + grow);
+    }
+    if (error != 0) return error;
+    stats_.file_bytes += grow;
+    space_.Give(file, grow);
+    offset = space_.Take(bytes);
+  }
+  return static_cast<int64_t>(offset);
+}
+
+mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
+  if (forked_.load()) return -ECANCELED;
+  if (from == nullptr || bytes == 0) return -EINVAL;
+  mm_slot id;
+  {
+    Hold hold(mutex_);
+    if (bytes > capacity_bytes_) return -ENOSPC;
+    const uint64_t room = RoundUp(bytes);
+    if (unused_.empty()) {
+      unused_.reserve(slots_.size() + 1);  // Free must not throw
+      slots_.emplace_back();
+      slots_.back().index = static_cast<uint32_t>(slots_.size() - 1);
+      unused_.push_back(&slots_.back());
+    }
+    const int64_t offset = TakeRoom(room);
+    if (offset < 0) return offset;
+    Slot* slot = unused_.back();
+    unused_.pop_back();
+    slot->held = true;
+    slot->written = false;
+    slot->offset = static_cast<uint64_t>(offset);
+    slot->room_bytes = room;
+    slot->bytes = bytes;
+    slot->result = 0;
+    stats_.used_bytes += room;
+    stats_.used_peak_bytes = std::max(stats_.used_peak_bytes, stats_.used_bytes);
+    const bool now = urgency == Urgency::kNow;
+    Start(slot, kWrite, static_cast<char*>(const_cast<void*>(from)), now ? &urgent_ : &normal_, now);
+    id = IdOf(slot);
+  }
+  if (urgency == Urgency::kQueued) return id;
+  const int error = Wait(id);
+  if (error == 0) return id;
+  Free(id);
+  return error;
+}
+
+int FileTier::Read(mm_slot id, void* to, Urgency urgency) {
+  if (forked_.load()) return -ECANCELED;
+  if (to == nullptr) return -EINVAL;
+  {
+    Hold hold(mutex_);
+    Slot* slot = Find(id);
+    if (slot == nullptr) return -EBADF;
+    if (slot->busy) {
+      if (slot->direction == kRead || slot->read_next != nullptr) return -EBUSY;
+      // Written first, then read back. Somebody needs it: the write is urgent now.
+      slot->read_next = static_cast<char*>(to);
+      MoveToFront(slot);
+    } else if (!slot->written) {
+      return slot->result != 0 ? slot->result : -EIO;
+    } else {
+      Start(slot, kRead, static_cast<char*>(to), &urgent_, urgency == Urgency::kNow);
+    }
+  }
+  return urgency == Urgency::kNow ? Wait(id) : 0;
+}
+
+int FileTier::Poll(mm_slot id) {
+  if (forked_.load()) return -ECANCELED;
+  Hold hold(mutex_);
+  const Slot* slot = Find(id);
+  if (slot == nullptr) return -EBADF;
+  if (slot->busy) return 0;
+  return slot->result != 0 ? slot->result : 1;
+}
+
+int FileTier::Wait(mm_slot id) {
+  if (forked_.load()) return -ECANCELED;
+  Hold hold(mutex_);
+  for (bool found = false;; found = true) {
+    Slot* slot = Find(id);
+    if (slot == nullptr) return found ? -ECANCELED : -EBADF;  // freed by another thread meanwhile, or never there
+    if (!slot->busy) return slot->result;
+    if (slot->queue == nullptr) {
+      settled_.wait(hold);
+      continue;
+    }
+    MoveToFront(slot);  // the workers help
+    RunPiece(slot, &hold);
+  }
+}
+
+void FileTier::Free(mm_slot id) {
+  if (forked_.load()) return;
+  Hold hold(mutex_);
+  Slot* slot = Find(id);
+  if (slot == nullptr) return;
+  slot->held = false;
+  slot->generation = (slot->generation + 1) & INT32_MAX;
+  slot->read_next = nullptr;
+  if (slot->queue != nullptr) {
+    slot->queue->Remove(slot);
+    Settle(slot);
+  }
+  while (slot->busy) settled_.wait(hold);
+  stats_.used_bytes -= slot->room_bytes;
+  unused_.push_back(slot);
+  space_.Give(slot->offset, slot->room_bytes);
+  settled_.notify_all();
+}
+
+// ---- look ------------------------------------------------------------------------------------------------------
+
+void FileTier::Stats(mm_tier_stats* out) {
+  if (forked_.load()) {
+    *out = {};
+    return;
+  }
+  Hold hold(mutex_);
+  *out = stats_;
+}
+
+void FileTier::Inject(int write_errno, int after_writes, int read_errno, int after_reads) {
+  if (forked_.load()) return;
+  Hold hold(mutex_);
+  injections_[kWrite] = {write_errno, after_writes};
+  injections_[kRead] = {read_errno, after_reads};
+}
+
+}  // namespace memmgr

@@ -1,0 +1,129 @@
+// FileTier: slots in one scratch file, filled and emptied by a few workers.
+//
+// Words:
+//   slot     room in the file for one write; it has at most one operation under way
+//   piece    a part of an operation. Workers take piece by piece, so that several can work on one large operation, and
+//            one that is needed now does not wait for the end of a large write
+//   urgent   the queue that is served first: reads, and whatever somebody waits for
+//   pace     the throttle: a clock per direction that runs ahead by what each piece may take
+// A thread that waits for an operation does its pieces itself, so that waiting can never depend on a worker that is
+// busy elsewhere, and works with no worker at all.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "file_io.h"
+#include "fork.h"
+#include "memmgr/core.h"
+#include "slot_space.h"
+
+namespace memmgr {
+
+enum class Urgency { kQueued, kNow };
+
+class FileTier final : private ForkAware {
+ public:
+  static FileTier* Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
+                        std::string* wrong);
+  // Cancels what is queued, waits for what is under way, and deletes the tier.
+  static void Close(FileTier* tier);
+
+  mm_slot Write(const void* from, uint64_t bytes, Urgency urgency);
+  int Read(mm_slot id, void* to, Urgency urgency);
+  int Poll(mm_slot id);
+  int Wait(mm_slot id);
+  void Free(mm_slot id);
+  void Stats(mm_tier_stats* out);
+  void Inject(int write_errno, int after_writes, int read_errno, int after_reads);
+
+  void AfterForkInChild() override;
+
+ private:
+  enum Direction { kWrite = 0, kRead = 1 };
+  using Clock = std::chrono::steady_clock;
+  using Hold = std::unique_lock<std::mutex>;
+  struct Queue;
+
+  struct Slot {
+    uint32_t index = 0;
+    uint32_t generation = 0;  // of the slot's ids: a stale one is found out
+    bool held = false;
+    bool written = false;  // the last write succeeded: there is something to read
+    uint64_t offset = 0;
+    uint64_t room_bytes = 0;
+    uint64_t bytes = 0;
+    int result = 0;  // of the last operation
+
+    // The operation under way, if any.
+    bool busy = false;
+    Direction direction = kWrite;
+    char* memory = nullptr;
+    uint64_t begun_bytes = 0;  // pieces up to here were taken
+    uint64_t done_bytes = 0;
+    int in_flight = 0;          // pieces
+    int error = 0;              // of the first piece that failed
+    Queue* queue = nullptr;     // while pieces are left to take
+    char* read_next = nullptr;  // a read that was asked for while the write is under way
+    Slot* previous = nullptr;
+    Slot* next = nullptr;
+  };
+
+  struct Queue {
+    Slot* head = nullptr;
+    Slot* tail = nullptr;
+    void PushBack(Slot* slot);
+    void PushFront(Slot* slot);
+    void Remove(Slot* slot);
+  };
+
+  struct Injection {
+    int error = 0;
+    int after = 0;
+  };
+
+  FileTier(uint64_t capacity_bytes, uint64_t bytes_per_second);
+  ~FileTier() = default;
+  bool StartWorkers(int workers, std::string* wrong);
+  void Work();
+
+  Slot* Find(mm_slot id);
+  mm_slot IdOf(const Slot* slot) const;
+  int64_t TakeRoom(uint64_t bytes);
+  void Start(Slot* slot, Direction direction, char* memory, Queue* queue, bool front);
+  void MoveToFront(Slot* slot);
+  void RunPiece(Slot* slot, Hold* hold);
+  void Settle(Slot* slot);
+  int InjectedError(Direction direction);
+  Clock::time_point Pace(Direction direction, uint64_t bytes);
+  uint64_t& queued_bytes(Direction d) { return d == kWrite ? stats_.queued_write_bytes : stats_.queued_read_bytes; }
+
+  const uint64_t capacity_bytes_;
+  const uint64_t bytes_per_second_;
+  const uint64_t piece_bytes_;
+  ScratchFile file_;
+  std::vector<std::thread> workers_;
+  std::atomic<bool> forked_{false};
+
+  std::mutex mutex_;  // everything below
+  std::condition_variable work_;
+  std::condition_variable settled_;
+  bool closing_ = false;
+  Queue urgent_;
+  Queue normal_;
+  SlotSpace space_;
+  std::deque<Slot> slots_;  // addresses stay valid
+  std::vector<Slot*> unused_;
+  std::array<Injection, 2> injections_;
+  std::array<Clock::time_point, 2> paces_{};
+  mm_tier_stats stats_{};
+};
+
+}  // namespace memmgr

@@ -1,0 +1,173 @@
+// memmgr core: the torch-free half of the allocator, behind a C ABI.
+//
+// Words used here:
+//   arena      one address range that hands out blocks; all blocks are ordered by address
+//   block      a contiguous piece of the arena, live or free; free neighbours are coalesced at once
+//   budget     bytes that may be live at any time: live_bytes + outside_bytes <= budget_bytes
+//   outside    bytes that count against the budget but were allocated elsewhere (before the arena was in place)
+//   committed  pages of the range that are backed by memory; never more than the budget plus one page per fragment
+//   reclaim    the callback that frees blocks when a request would pass the budget or finds no run that fits
+//   tier       a place below the device where bytes can be parked (here: one unlinked file)
+//
+// Threading: every function may be called from any thread, with or without the GIL. No lock of the core is held while
+// the reclaim callback runs, and the callback may call mm_free (that is its purpose).
+#ifndef MEMMGR_CORE_H
+#define MEMMGR_CORE_H
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The library hides every symbol but these.
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+#define MM_ABI_VERSION 1
+#define MM_UNLIMITED UINT64_MAX
+
+int mm_abi_version(void);
+
+// ---- arena -----------------------------------------------------------------------------------------------------
+
+typedef struct mm_arena mm_arena;
+
+// Frees something. `need` is how many more bytes must become free for the request of `request` bytes to stay within
+// the budget (0: enough bytes are free, but no run of addresses is long enough). `attempt` counts from 0 within one
+// allocation. Returns the bytes that it released (an estimate is fine), 0 when it has nothing left to give. It is asked
+// again until the request fits, it returns 0, or many rounds in a row gained nothing. An allocation from inside the
+// callback does not call it again. It is not called for a request that is larger than the whole budget.
+typedef uint64_t (*mm_reclaim_fn)(void* user, uint64_t need, uint64_t request, int attempt);
+
+typedef struct {
+  uint64_t budget_bytes;
+  uint64_t outside_bytes;
+  uint64_t live_bytes;           // sum of the sizes of live blocks (sizes after alignment)
+  uint64_t live_peak_bytes;      // high-water mark of live_bytes since the last mm_arena_reset_peak
+  uint64_t resident_peak_bytes;  // high-water mark of live_bytes + outside_bytes, likewise
+  uint64_t requested_bytes;      // sum of requested sizes of live blocks
+  uint64_t committed_bytes;      // pages backed by memory
+  uint64_t committed_peak_bytes;
+  uint64_t live_blocks;
+  uint64_t free_bytes;          // committed free blocks
+  uint64_t largest_free_bytes;  // largest run of free committed bytes
+  uint64_t allocations;         // since creation
+  uint64_t frees;
+  uint64_t reclaims;              // calls of the callback
+  uint64_t reclaims_contiguity;   // of these, made although the free bytes sufficed
+  uint64_t reclaim_nanoseconds;   // inside the callback
+  uint64_t failures;              // requests of mm_arena_alloc that ended in NULL
+  uint64_t small_blocks;          // live blocks in the small-block area
+  uint64_t unmanaged_peak_bytes;  // see mm_arena_note_virtual
+} mm_arena_stats;
+
+// Reserves an address range (no memory yet): reserve_bytes for large blocks and an eighth of it for small ones.
+// budget_bytes may be MM_UNLIMITED. reserve_bytes 0 picks a default that is generous for this machine. Returns NULL
+// with a text in err.
+mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len);
+// Only when no block is live; returns 0, or -1 and leaves the arena as it was.
+int mm_arena_destroy(mm_arena*);
+
+void mm_arena_set_reclaim(mm_arena*, mm_reclaim_fn, void* user);
+void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget binds from the next allocation on
+void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
+void mm_arena_add_outside(mm_arena*, int64_t delta);
+
+// Alignment is 64 up to the small-block limit, 512 above. Size 0 returns NULL. NULL: out of budget after reclaim gave
+// up.
+void* mm_arena_alloc(mm_arena*, size_t bytes);
+// Never calls reclaim and leaves at least `keep_free` bytes of the budget free: for prefetch.
+void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
+// The block's size after alignment, 0 when p is not the start of a live block.
+size_t mm_arena_block_bytes(mm_arena*, const void* p);
+int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
+// NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would.
+void mm_arena_free(mm_arena*, void* p);
+// Gives pages of free blocks back to the system; keep_bytes stay for reuse. Returns the bytes given back.
+uint64_t mm_arena_trim(mm_arena*, uint64_t keep_bytes);
+// In a forked child: frees become no-ops, allocations return NULL, walks are empty, locks are fresh; blocks can be
+// read. Installed by the core itself with pthread_atfork; here for tests.
+void mm_arena_after_fork_in_child(mm_arena*);
+
+void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
+void mm_arena_reset_peak(mm_arena*);
+// Bytes that are evicted or offloaded at this moment but would be live without memmgr: lets the arena keep the
+// high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
+void mm_arena_note_virtual(mm_arena*, int64_t delta);
+uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
+uint64_t mm_arena_budget(mm_arena*);
+
+// Walks the blocks in address order (for the dashboard, tests and the window), on a copy made at the call: visit may
+// call anything, and stops the walk by returning something else than 0. state: 0 free, 1 live, 2 free and not
+// committed.
+typedef int (*mm_block_fn)(void* user, uint64_t offset, uint64_t bytes, int state);
+void mm_arena_walk(mm_arena*, mm_block_fn, void* user);
+// 0 when every invariant holds, else -1 with a text. Debug builds (MEMMGR_DEBUG=1 in the environment) run it after
+// every event.
+int mm_arena_check(mm_arena*, char* err, size_t err_len);
+
+// ---- file tier -------------------------------------------------------------------------------------------------
+
+// In a forked child the file is closed, every call returns -ECANCELED (or does nothing), and close does not wait.
+typedef struct mm_tier mm_tier;
+typedef int64_t mm_slot;  // >= 0, or a negative errno
+
+typedef struct {
+  uint64_t capacity_bytes;
+  uint64_t used_bytes;  // slots that are held
+  uint64_t used_peak_bytes;
+  uint64_t file_bytes;
+  uint64_t written_bytes;  // payload, since open
+  uint64_t read_bytes;
+  uint64_t write_nanoseconds;  // time that workers spent in writes
+  uint64_t read_nanoseconds;
+  uint64_t queued_write_bytes;  // not yet on disk
+  uint64_t queued_read_bytes;
+  uint64_t writes;
+  uint64_t reads;
+  uint64_t errors;
+  int32_t direct;  // 1: O_DIRECT is in use
+} mm_tier_stats;
+
+// One file in `folder`, mode 0600, unlinked as soon as it is open. capacity 0: limited by the file system only.
+// bytes_per_second 0: not throttled (a throttle paces reads and writes each; for tests and for sharing a disk).
+mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
+                      size_t err_len);
+// Waits for pieces that are being transferred and cancels the rest. No other call may be under way.
+void mm_tier_close(mm_tier*);
+
+// Takes room for `bytes` and queues the write; src must stay valid until the write is done. A negative errno (-ENOSPC,
+// ...) means that nothing was taken. A write that fails later is reported by poll and wait; the slot is held until
+// freed.
+mm_slot mm_tier_write(mm_tier*, const void* src, uint64_t bytes);
+// The same, in the calling thread (no GIL, no Python), with the workers' help: what reclaim uses. Jumps the queue. On
+// an error no slot is held.
+mm_slot mm_tier_write_now(mm_tier*, const void* src, uint64_t bytes);
+// Queues a read of the slot into dst, behind the slot's own write if that is still under way. Returns 0 or a negative
+// errno. At most one read per slot under way.
+int mm_tier_read(mm_tier*, mm_slot, void* dst);
+// A read in the calling thread.
+int mm_tier_read_now(mm_tier*, mm_slot, void* dst);
+// 1: nothing under way on this slot and the last operation succeeded; 0: under way; negative errno: the last operation
+// failed.
+int mm_tier_poll(mm_tier*, mm_slot);
+// Blocks until nothing is under way on this slot; 0 or a negative errno. An operation still in the queue is moved to
+// its front.
+int mm_tier_wait(mm_tier*, mm_slot);
+// Gives the slot back. What is still queued is cancelled, pieces under way are waited for: then src or dst is free
+// again.
+void mm_tier_free(mm_tier*, mm_slot);
+void mm_tier_stats_get(mm_tier*, mm_tier_stats* out);
+// Fault injection for tests: the n-th write from now fails with this errno (0: off).
+void mm_tier_inject(mm_tier*, int write_errno, int after_writes, int read_errno, int after_reads);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,660 @@
+// The recorder's hot path: what runs for every op and every saved tensor. Anything unusual goes to Python.
+#include "shim.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace memmgr {
+
+Ref* make_ref(c10::TensorImpl* t, Cell* c, bool handle);
+Recipe* new_recipe(int nlinks);
+void link_recipe_input(Recipe* r, int i, Cell* c);
+Cell* fresh_cell(c10::TensorImpl* t);
+void discard_copy(Cell* c);
+bool cell_present(Cell* c);
+bool ready_types(PyObject* module);
+bool find_payload(PyObject* sample);
+
+static PyObject* out_of_memory_type = nullptr;
+static PyObject* on_unpack_other = nullptr;
+static PyObject* on_pack_other = nullptr;
+
+// ---- circumstances (rule 5) ------------------------------------------------------------------------------------------
+
+static void circumstances(std::vector<int64_t>& v) {
+  const at::Context& c = at::globalContext();
+  v = {c.userEnabledCuDNN(),
+       c.benchmarkCuDNN(),
+       c.deterministicCuDNN(),
+       c.userEnabledMkldnn(),
+       c.deterministicMkldnn(),
+       c.deterministicAlgorithms(),
+       c.deterministicAlgorithmsWarnOnly(),
+       c.deterministicFillUninitializedMemory(),
+       c.userEnabledFlashSDP(),
+       c.userEnabledMemEfficientSDP(),
+       c.userEnabledMathSDP(),
+       c.userEnabledCuDNNSDP(),
+       c.allowFP16ReductionCPU(),
+       at::get_num_threads(),
+#if defined(__x86_64__)
+       static_cast<int64_t>(_mm_getcsr() & 0x8040)  // flush to zero, denormals are zero
+#else
+       0
+#endif
+  };
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
+  using B = at::Float32Backend;
+  using O = at::Float32Op;
+  for (B b : {B::CUDA, B::MKLDNN})
+    for (O o : {O::CONV, O::RNN, O::MATMUL}) v.push_back(static_cast<int64_t>(c.float32Precision(b, o)));
+#else
+  v.push_back(static_cast<int64_t>(c.float32MatmulPrecision()));
+  v.push_back(c.allowTF32CuDNN());
+#endif
+}
+
+static int current_environment() {
+  static thread_local std::vector<int64_t> now;
+  static int last = -1;
+  circumstances(now);
+  if (last >= 0 && g.environments[static_cast<size_t>(last)] == now) return last;
+  for (size_t i = 0; i < g.environments.size(); ++i)
+    if (g.environments[i] == now) return last = static_cast<int>(i);
+  g.environments.push_back(now);
+  return last = static_cast<int>(g.environments.size()) - 1;
+}
+
+// ---- recipes ---------------------------------------------------------------------------------------------------------
+
+struct Encoder {
+  c10::SmallVector<Cell*, 8> cells;
+  uint64_t hash = 0;
+  bool plain = true;  // every tensor could be described
+  bool ok = true;     // every input can be had again
+
+  void mix(uint64_t v) {
+    hash = (hash ^ v) * 0x9E3779B185EBCA87ull;
+    hash ^= hash >> 32;
+  }
+
+  PyObject* value(PyObject* v) {
+    if (v == Py_None) {
+      mix(3);
+      Py_INCREF(v);
+      return v;
+    }
+    if (c10::TensorImpl* t = impl_of(v)) {
+      if (!is_plain(t) || t->is_inference()) {
+        plain = false;
+        return nullptr;
+      }
+      Cell* c = lookup_cell(t);
+      if (!c) {
+        plain = false;
+        return nullptr;
+      }
+      if (c->blank || c->lost || (c->recipe && !c->recipe->ok && !c->strong)) ok = false;
+      if (c->exposed && !c->has_checksum) {
+        // Memory that others can write unseen: replay checks that it is still what it was (rule 7).
+        if (t->requires_grad() || t->device_type() != c10::DeviceType::CPU) {
+          c->exposed = false;
+        } else {
+          const auto* s = t->unsafe_storage().unsafeGetStorageImpl();
+          c->checksum = checksum_bytes(const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get(), s->nbytes());
+          c->has_checksum = true;
+        }
+      }
+      c->last_access = g.clock;
+      cells.push_back(c);
+      mix(static_cast<uint64_t>(t->dtype().toScalarType()) * 31 + static_cast<uint64_t>(t->device_type()));
+      for (int64_t n : t->sizes()) mix(static_cast<uint64_t>(n));
+      for (int64_t n : t->strides()) mix(static_cast<uint64_t>(n) + 7);
+      return reinterpret_cast<PyObject*>(make_ref(t, c, false));
+    }
+    if (PyTuple_CheckExact(v) || PyList_CheckExact(v)) {
+      const bool list = PyList_CheckExact(v);
+      const Py_ssize_t n = PySequence_Fast_GET_SIZE(v);
+      mix(static_cast<uint64_t>(n) + 1000);
+      PyObject* copy = list ? PyList_New(n) : PyTuple_New(n);
+      for (Py_ssize_t i = 0; copy && i < n; ++i) {
+        PyObject* item = value(PySequence_Fast_GET_ITEM(v, i));
+        if (!item) {
+          Py_DECREF(copy);
+          return nullptr;
+        }
+        if (list) PyList_SET_ITEM(copy, i, item);
+        else PyTuple_SET_ITEM(copy, i, item);
+      }
+      return copy;
+    }
+    mix(reinterpret_cast<uintptr_t>(Py_TYPE(v)));
+    const Py_hash_t h = PyObject_Hash(v);
+    if (h == -1 && PyErr_Occurred()) PyErr_Clear();
+    else mix(static_cast<uint64_t>(h));
+    Py_INCREF(v);
+    return v;
+  }
+};
+
+static Kind* kind_of(uint64_t hash, PyObject* func) {
+  auto [it, fresh] = g.kinds.try_emplace(hash, nullptr);
+  if (fresh) {
+    it->second = new Kind;
+    it->second->hash = hash;
+    it->second->func = func;  // ops live as long as the process
+    Py_INCREF(func);
+  }
+  return it->second;
+}
+
+// Null without an error when a tensor cannot be described.
+static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
+  Encoder e;
+  e.mix(reinterpret_cast<uintptr_t>(func));
+  PyObject* a = e.value(args);
+  PyObject* k = nullptr;
+  if (a && kwargs && kwargs != Py_None && PyDict_GET_SIZE(kwargs)) {
+    k = PyDict_New();
+    PyObject *key, *v;
+    Py_ssize_t pos = 0;
+    while (k && PyDict_Next(kwargs, &pos, &key, &v)) {
+      e.mix(static_cast<uint64_t>(PyObject_Hash(key)));
+      PyObject* item = e.value(v);
+      if (!item) {
+        Py_CLEAR(k);
+        break;
+      }
+      PyDict_SetItem(k, key, item);
+      Py_DECREF(item);
+    }
+    if (!k) Py_CLEAR(a);
+  }
+  if (!a) return nullptr;
+  Recipe* r = new_recipe(static_cast<int>(e.cells.size()));
+  if (!r) return nullptr;
+  for (size_t i = 0; i < e.cells.size(); ++i) link_recipe_input(r, static_cast<int>(i), e.cells[i]);
+  Py_INCREF(func);
+  r->func = func;
+  r->args = a;
+  r->kwargs = k;
+  r->env = current_environment();
+  e.mix(static_cast<uint64_t>(r->env));
+  r->kind = kind_of(e.hash, func);
+  r->ok = e.ok;
+  return r;
+}
+
+static void adopt_one(Recipe* r, PyObject* o) {
+  c10::TensorImpl* t = impl_of(o);
+  if (t) {
+    Cell* made = nullptr;
+    if (is_plain(t) && !t->is_inference()) {
+      auto* s = t->unsafe_storage().unsafeGetStorageImpl();
+      auto it = g.table.find(s);
+      const bool alias = it != g.table.end() && (it->second->strong || !it->second->weak.expired());
+      if (!alias && s->nbytes() > 0) {
+        made = fresh_cell(t);
+        if (made) {
+          made->exposed = false;
+          made->cost = r->cost;
+          if (r->ok) {  // a recipe that cannot run would only keep the cell from being treated as the root that it is
+            Py_INCREF(r);
+            made->recipe = r;
+          }
+          Py_DECREF(made);  // the table has it
+        }
+      }
+    }
+    r->outputs.push_back(made && made->recipe ? made : nullptr);
+    return;
+  }
+  if (PyTuple_Check(o) || PyList_Check(o)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) adopt_one(r, PySequence_Fast_GET_ITEM(o, i));
+    return;
+  }
+  r->outputs.push_back(nullptr);
+}
+
+// ---- pressure --------------------------------------------------------------------------------------------------------
+
+// Policies rank ahead of need (design §4): when the room left is smaller than what a request may be and too little is armed.
+static bool maybe_rank() {
+  if (!g.on_rank || !g.arena) return true;
+  if (g.always_rank) {
+    PyObject* r = PyObject_CallFunction(g.on_rank, "K", 0ull);
+    Py_XDECREF(r);
+    return r != nullptr;
+  }
+  if (g.events_since_rank++ < g.rank_backoff) return true;
+  const uint64_t budget = mm_arena_budget(g.arena);
+  if (budget == MM_UNLIMITED) return true;
+  const uint64_t resident = mm_arena_resident(g.arena);
+  const uint64_t reserve = std::max<uint64_t>(g.largest_request.load() * 3 / 2, budget / 32);
+  if (resident + reserve <= budget || g.armed_bytes >= reserve) return true;
+  g.events_since_rank = 0;
+  PyObject* r = PyObject_CallFunction(g.on_rank, "K", static_cast<unsigned long long>(reserve));
+  if (!r) return false;
+  // Ranking is not free: when it finds little, wait for a few more events before the next try.
+  const long long armed = PyLong_Check(r) ? PyLong_AsLongLong(r) : 0;
+  g.rank_backoff = static_cast<uint64_t>(armed) >= reserve ? 0 : std::min<uint64_t>(256, g.rank_backoff * 2 + 8);
+  Py_DECREF(r);
+  return true;
+}
+
+static bool kept_check() {
+  if (!g.on_kept || !g.arena) return true;
+  if (g.kept_new_bytes < (1u << 20) || g.kept_new_bytes < mm_arena_resident(g.arena) / 256) return true;
+  g.kept_new_bytes = 0;
+  PyObject* r = PyObject_CallNoArgs(g.on_kept);
+  if (!r) return false;
+  Py_DECREF(r);
+  return true;
+}
+
+// ---- ops -------------------------------------------------------------------------------------------------------------
+
+static OpInfo* info_of(PyObject* func) {
+  auto it = g.ops.find(func);
+  if (it != g.ops.end()) return it->second;
+  PyObject* r = PyObject_CallOneArg(g.on_classify, func);
+  if (!r) return nullptr;
+  PyObject *call, *wargs, *wkwargs;
+  int cls, mutates;
+  if (!PyArg_ParseTuple(r, "OipO!O!", &call, &cls, &mutates, &PyTuple_Type, &wargs, &PyTuple_Type, &wkwargs)) {
+    Py_DECREF(r);
+    return nullptr;
+  }
+  auto* info = new OpInfo{};
+  Py_INCREF(func);
+  Py_INCREF(call);
+  info->func = func;
+  info->call = call;
+  info->cls = static_cast<uint8_t>(cls);
+  info->mutates = mutates;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wargs); ++i)
+    info->written_args.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(wargs, i))));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wkwargs); ++i) {
+    PyObject* k = PyTuple_GET_ITEM(wkwargs, i);
+    Py_INCREF(k);
+    info->written_kwargs.push_back(k);
+  }
+  Py_DECREF(r);
+  g.ops[func] = info;
+  return info;
+}
+
+static bool known_storage(PyObject* o) {
+  if (!o || o == Py_None) return false;
+  if (c10::TensorImpl* t = impl_of(o)) {
+    if (!is_plain(t)) return t->is_python_dispatch();
+    return g.table.count(t->unsafe_storage().unsafeGetStorageImpl()) > 0;
+  }
+  if (PyTuple_Check(o) || PyList_Check(o))
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i)
+      if (known_storage(PySequence_Fast_GET_ITEM(o, i))) return true;
+  return false;
+}
+
+// Does the op write to memory that somebody may still ask for? Most writes of an optimizer step do not.
+static bool writes_known(const OpInfo* info, PyObject* args, PyObject* kwargs) {
+  if (info->cls == OP_OPAQUE && info->written_args.empty() && info->written_kwargs.empty()) {
+    if (known_storage(args)) return true;
+    if (kwargs && kwargs != Py_None) {
+      PyObject *k, *v;
+      Py_ssize_t pos = 0;
+      while (PyDict_Next(kwargs, &pos, &k, &v))
+        if (known_storage(v)) return true;
+    }
+    return false;
+  }
+  for (int i : info->written_args)
+    if (i < PyTuple_GET_SIZE(args) && known_storage(PyTuple_GET_ITEM(args, i))) return true;
+  if (kwargs && kwargs != Py_None)
+    for (PyObject* k : info->written_kwargs)
+      if (known_storage(PyDict_GetItem(kwargs, k))) return true;
+  return false;
+}
+
+static PyObject* translate_oom(PyObject* result) {
+  if (result || !g.on_oom || !out_of_memory_type || !PyErr_ExceptionMatches(out_of_memory_type)) return result;
+  PyObject *t, *v, *tb;
+  PyErr_Fetch(&t, &v, &tb);
+  PyErr_NormalizeException(&t, &v, &tb);
+  if (tb) PyException_SetTraceback(v, tb);
+  PyObject* r = PyObject_CallOneArg(g.on_oom, v);  // raises
+  Py_XDECREF(r);
+  if (!PyErr_Occurred()) PyErr_Restore(t, v, tb);
+  else {
+    Py_XDECREF(t);
+    Py_XDECREF(v);
+    Py_XDECREF(tb);
+  }
+  return nullptr;
+}
+
+// Runs the op and notes how long it took without our own stalls.
+static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject* kwargs) {
+  const uint64_t stall0 = tl_stall_ns;
+  const uint64_t t0 = now_ns();
+  PyObject* out = PyObject_Call(call, args, kwargs == Py_None ? nullptr : kwargs);
+  const uint64_t dt = now_ns() - t0, stalled = tl_stall_ns - stall0;
+  r->cost = static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9;
+  g.clock += r->cost;
+  return out;
+}
+
+static PyObject* slow(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs, int cls) {
+  return translate_oom(PyObject_CallFunction(g.on_slow, "OOOOi", func, types, args, kwargs, cls));
+}
+
+// Has the type a __torch_dispatch__ of its own? torch.Tensor, parameters and plain subclasses have not.
+static bool dispatches(PyObject* type) {
+  if (type == THPVariableClass) return false;
+  static std::unordered_map<PyObject*, bool> known;
+  auto it = known.find(type);
+  if (it != known.end()) return it->second;
+  PyObject* own = PyObject_GetAttrString(type, "__torch_dispatch__");
+  PyObject* base = PyObject_GetAttrString(THPVariableClass, "__torch_dispatch__");
+  PyErr_Clear();
+  const bool differs = own != base;
+  Py_XDECREF(own);
+  Py_XDECREF(base);
+  Py_INCREF(type);  // so that its address is not another type's one day
+  return known[type] = differs;
+}
+
+// __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
+static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
+  if (n < 4) return PyErr_Format(PyExc_TypeError, "dispatch(mode, func, types, args, kwargs)");
+  PyObject *func = a[1], *types = a[2], *args = a[3], *kwargs = n > 4 ? a[4] : Py_None;
+  // A thread that outlives the context still has the mode on its stack (rule 10).
+  if (!g.active) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
+  settle();
+  // A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6).
+  if (PyTuple_Check(types))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i)
+      if (dispatches(PyTuple_GET_ITEM(types, i))) {
+        Py_INCREF(Py_NotImplemented);
+        return Py_NotImplemented;
+      }
+  OpInfo* info = info_of(func);
+  if (!info) return nullptr;
+  PyObject* kw = kwargs == Py_None ? nullptr : kwargs;
+  if (!c10::GradMode::is_enabled()) {
+    if ((info->mutates || info->cls == OP_OPAQUE) && writes_known(info, args, kw))
+      return slow(func, types, args, kwargs, info->cls | 16);
+    return translate_oom(PyObject_Call(info->call, args, kw));
+  }
+  if (info->cls == OP_VIEW) return PyObject_Call(info->call, args, kw);
+  if (info->cls != OP_PURE) return slow(func, types, args, kwargs, info->cls);
+  g.n.recorded_ops++;
+  scan_floor(true);
+  if (!maybe_rank()) return nullptr;
+  Recipe* r = encode(func, args, kw);
+  if (!r) {
+    if (PyErr_Occurred()) return nullptr;
+    return translate_oom(PyObject_Call(info->call, args, kw));
+  }
+  // First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
+  const bool first = g.on_new_kind && r->kind->trust.load(std::memory_order_relaxed) == TRUST_NEW;
+  PyObject* out = translate_oom(first ? PyObject_CallFunction(g.on_new_kind, "OOOO", reinterpret_cast<PyObject*>(r),
+                                                              info->call, args, kwargs)
+                                      : timed_call(r, info->call, args, kw));
+  if (out) adopt_one(r, out);
+  Py_DECREF(r);
+  if (out && !kept_check()) {
+    Py_DECREF(out);
+    return nullptr;
+  }
+  return out;
+}
+
+// record(func, args, kwargs) -> Recipe or None
+static PyObject* py_record(PyObject*, PyObject* args) {
+  PyObject *func, *a, *k;
+  if (!PyArg_ParseTuple(args, "OO!O", &func, &PyTuple_Type, &a, &k)) return nullptr;
+  settle();
+  Recipe* r = encode(func, a, k == Py_None ? nullptr : k);
+  if (!r) {
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
+  return reinterpret_cast<PyObject*>(r);
+}
+
+static PyObject* py_call(PyObject*, PyObject* args) {
+  PyObject *r, *call, *a, *k;
+  if (!PyArg_ParseTuple(args, "O!OOO", &RecipeType, &r, &call, &a, &k)) return nullptr;
+  return timed_call(reinterpret_cast<Recipe*>(r), call, a, k);
+}
+
+static PyObject* py_adopt(PyObject*, PyObject* args) {
+  PyObject *r, *out;
+  if (!PyArg_ParseTuple(args, "O!O", &RecipeType, &r, &out)) return nullptr;
+  adopt_one(reinterpret_cast<Recipe*>(r), out);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_after_op(PyObject*, PyObject*) {
+  if (!maybe_rank() || !kept_check()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// ---- saved tensors ---------------------------------------------------------------------------------------------------
+
+static PyObject* pack(PyObject*, PyObject* o) {
+  settle();
+  g.n.packs++;
+  c10::TensorImpl* t = impl_of(o);
+  if (!g.active || !t || !is_plain(t) || t->is_inference()) return PyObject_CallOneArg(on_pack_other, o);
+  Cell* c = lookup_cell(t);
+  if (!c) return nullptr;
+  auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
+  if (!h) return nullptr;
+  if (!maybe_rank()) {
+    Py_DECREF(h);
+    return nullptr;
+  }
+  return h;
+}
+
+static PyObject* modified_error(const Ref* h) {
+  // Autograd's own words, so that what matches on them goes on matching (rule 8).
+  const Cell* c = h->cell;
+  unsigned at = 0, now = 1;
+  for (const Version& v : c->versions)
+    if (v.counter.current_version() != v.at) {
+      at = v.at;
+      now = v.counter.current_version();
+    }
+  std::string shape;
+  for (int64_t s : h->sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(s);
+  return PyErr_Format(PyExc_RuntimeError,
+                      "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                      "[torch.%s [%s]] is at version %u; expected version %u instead. Hint: enable anomaly detection to "
+                      "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True).",
+                      std::string(h->dtype.name()).c_str(), shape.c_str(), now, at);
+}
+
+static PyObject* unpack(PyObject*, PyObject* o) {
+  if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
+  settle();
+  g.n.unpacks++;
+  auto* h = reinterpret_cast<Ref*>(o);
+  Cell* c = h->cell;
+  g.last_unpacked = c->seq;
+  if (g.offloaded_cells > 0 && g.on_progress) {
+    PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
+    if (!r) return nullptr;
+    Py_DECREF(r);
+  }
+  for (int tries = 0; tries < 64; ++tries) {
+    if (c->stale || (c->gone == PRESENT && !versions_current(c))) return modified_error(h);
+    StorageRef s;
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
+        s = c->strong;
+        disarm_locked(c);
+      }
+    }
+    if (s) {
+      if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
+      c->last_access = g.clock;
+      if (s->nbytes() < static_cast<size_t>(c->nbytes))
+        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized");
+      PyObject* out = wrap(tensor_of(h, std::move(s)));
+      if (out && !maybe_rank()) Py_CLEAR(out);
+      return out;
+    }
+    bool recompute;
+    if (!bring_back(c, &recompute)) return translate_oom(nullptr);
+    if (recompute) {
+      PyObject* r = translate_oom(PyObject_CallOneArg(g.on_missing, reinterpret_cast<PyObject*>(c)));
+      if (!r) return nullptr;
+      Py_DECREF(r);
+    }
+  }
+  return PyErr_Format(PyExc_RuntimeError, "memmgr: a saved tensor leaves as fast as it is brought back; the budget is too small");
+}
+
+// ---- set-up ----------------------------------------------------------------------------------------------------------
+
+static PyObject* configure(PyObject*, PyObject* args, PyObject* kwargs) {
+  (void)args;
+  if (!kwargs) Py_RETURN_NONE;
+  PyObject *key, *v;
+  Py_ssize_t pos = 0;
+  while (PyDict_Next(kwargs, &pos, &key, &v)) {
+    const char* name = PyUnicode_AsUTF8(key);
+    PyObject** where = nullptr;
+#define FIELD(f) \
+  if (!std::strcmp(name, #f)) where = &g.f;
+    FIELD(on_slow)
+    FIELD(on_new_kind)
+    FIELD(on_classify)
+    FIELD(on_missing)
+    FIELD(on_rank)
+    FIELD(on_kept)
+    FIELD(on_empty)
+    FIELD(on_oom)
+    FIELD(on_progress)
+#undef FIELD
+    if (!std::strcmp(name, "on_pack_other")) where = &on_pack_other;
+    if (!std::strcmp(name, "on_unpack_other")) where = &on_unpack_other;
+    if (!std::strcmp(name, "out_of_memory_type")) where = &out_of_memory_type;
+    if (!where) return PyErr_Format(PyExc_TypeError, "configure: unknown callback %s", name);
+    PyObject* fresh = v == Py_None ? nullptr : v;
+    Py_XINCREF(fresh);
+    Py_XSETREF(*where, fresh);
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_set_always_rank(PyObject*, PyObject* o) {
+  g.always_rank = PyObject_IsTrue(o) == 1;
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_set_active(PyObject*, PyObject* o) {
+  g.active = PyObject_IsTrue(o) == 1;
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_environment(PyObject*, PyObject*) { return PyLong_FromLong(current_environment()); }
+
+static PyObject* py_environment_values(PyObject*, PyObject* o) {
+  const auto i = static_cast<size_t>(PyLong_AsLong(o));
+  if (i >= g.environments.size()) return PyErr_Format(PyExc_IndexError, "no such environment");
+  const auto& e = g.environments[i];
+  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(e.size()));
+  for (size_t k = 0; t && k < e.size(); ++k) PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(k), PyLong_FromLongLong(e[k]));
+  return t;
+}
+
+static PyObject* py_forget_op(PyObject*, PyObject*) {
+  for (auto& [f, info] : g.ops) {
+    Py_DECREF(info->func);
+    Py_DECREF(info->call);
+    for (PyObject* k : info->written_kwargs) Py_DECREF(k);
+    delete info;
+  }
+  g.ops.clear();
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_forget_kinds(PyObject*, PyObject*) {
+  for (auto& [h, k] : g.kinds) k->trust.store(TRUST_NEW);  // recipes may still point at them
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_kinds(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (auto& [h, k] : g.kinds) {
+    PyObject* item = Py_BuildValue("Oi", k->func, static_cast<int>(k->trust.load()));
+    PyList_Append(list, item);
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
+static PyObject* py_clock(PyObject*, PyObject*) { return PyFloat_FromDouble(g.clock); }
+
+static PyObject* py_table_size(PyObject*, PyObject*) {
+  return Py_BuildValue("nn", static_cast<Py_ssize_t>(g.table.size()), static_cast<Py_ssize_t>(g.kinds.size()));
+}
+
+static PyObject* py_find_payload(PyObject*, PyObject* o) {
+  if (!find_payload(o)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef recorder_methods[] = {
+    {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&dispatch)), METH_FASTCALL, "__torch_dispatch__ of the recorder"},
+    {"record", py_record, METH_VARARGS, "record(func, args, kwargs) -> Recipe or None"},
+    {"call", py_call, METH_VARARGS, "call(recipe, callable, args, kwargs): run and time"},
+    {"adopt", py_adopt, METH_VARARGS, "adopt(recipe, outputs)"},
+    {"after_op", py_after_op, METH_NOARGS, ""},
+    {"pack", pack, METH_O, "pack hook"},
+    {"unpack", unpack, METH_O, "unpack hook"},
+    {"configure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&configure)), METH_VARARGS | METH_KEYWORDS, "set callbacks"},
+    {"set_active", py_set_active, METH_O, "whether ops are recorded and saved tensors get handles"},
+    {"set_always_rank", py_set_always_rank, METH_O, "ask the policy after every op (torture)"},
+    {"environment", py_environment, METH_NOARGS, "id of the current numeric switches"},
+    {"environment_values", py_environment_values, METH_O, ""},
+    {"forget_ops", py_forget_op, METH_NOARGS, ""},
+    {"forget_kinds", py_forget_kinds, METH_NOARGS, ""},
+    {"kinds", py_kinds, METH_NOARGS, "[(op, trust)]"},
+    {"clock", py_clock, METH_NOARGS, "virtual time in seconds"},
+    {"table_size", py_table_size, METH_NOARGS, ""},
+    {"find_payload", py_find_payload, METH_O, ""},
+    {nullptr, nullptr, 0, nullptr}};
+
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", "memmgr's torch-facing shim", -1, nullptr,
+                                 nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace memmgr
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
+  PyObject* m = PyModule_Create(&memmgr::module_def);
+  if (!m) return nullptr;
+  if (!memmgr::ready_types(m) || PyModule_AddFunctions(m, memmgr::recorder_methods) < 0 ||
+      PyModule_AddFunctions(m, memmgr::cell_functions) < 0 || PyModule_AddFunctions(m, memmgr::vault_methods) < 0) {
+    Py_DECREF(m);
+    return nullptr;
+  }
+  // As a method: torch insists that a mode's __torch_dispatch__ is bound to the mode.
+  PyObject* function = PyObject_GetAttrString(m, "dispatch");
+  PyObject* method = function ? PyInstanceMethod_New(function) : nullptr;
+  Py_XDECREF(function);
+  if (!method || PyModule_AddObject(m, "dispatch", method) < 0) {
+    Py_XDECREF(method);
+    Py_DECREF(m);
+    return nullptr;
+  }
+  return m;
+}

@@ -1,0 +1,255 @@
+// memmgr shim: the torch-facing half of the allocator. Compiled once per installed torch, on the user's machine.
+//
+// Glossary
+//   cell     one version of one storage's bytes (design §2)
+//   recipe   the op and its arguments that make the bytes of its output cells again
+//   ref      a view of a cell: dtype, sizes, strides, offset
+//   handle   a ref that autograd (or a ManagedTensor) holds: while a cell has handles, its bytes are wanted
+//   strong   our one reference to a cell's storage. "Ours alone" means that its use count is 1: nobody else can reach it
+//   gone     the bytes were let go: evicted (the recipe makes them again) or offloaded (a slot of the tier holds them)
+//   root     a cell without a recipe
+//   names    how many live recipes have the cell among their inputs
+//   armed    ranked by the policies as a cell that may leave, with the action that they chose
+//
+// Locks: `g.mu` guards every cell's strong/gone/slot/incoming fields and the lists of cells. It is a leaf as far as
+// Python is concerned: neither the GIL nor a call into torch or the tier's blocking functions happens under it.
+// Everything else in a cell is guarded by the GIL.
+#pragma once
+#include <Python.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <torch/headeronly/version.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "memmgr/core.h"
+
+namespace memmgr {
+
+using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+enum Gone : uint8_t { PRESENT = 0, EVICTED = 1, OFFLOADED = 2 };
+enum SlotState : uint8_t { NO_SLOT = 0, WRITING = 1, CLEAN = 2 };
+enum Action : uint8_t { KEEP = 0, EVICT = 1, OFFLOAD = 2 };
+enum OpClass : uint8_t { OP_VIEW = 0, OP_PURE = 1, OP_SLOW = 2, OP_OPAQUE = 3 };
+// A kind (rule 7) is NEW until its op was run twice and gave the same bits, then TRUSTED; REFUSED when it did not.
+enum Trust : uint8_t { TRUST_NEW = 0, TRUST_YES = 1, TRUST_NO = 2 };
+
+struct Kind {
+  uint64_t hash;
+  std::atomic<uint8_t> trust{TRUST_NEW};
+  PyObject* func;
+};
+
+// A version counter and the value at which the cell's bytes were seen. Tensors made by `.data` share the storage but not
+// the counter, so a cell may have several (rule 3).
+struct Version {
+  c10::VariableVersion counter;
+  uint32_t at;
+};
+
+struct Recipe;
+struct Cell;
+
+// Membership of a cell in a recipe's inputs; an intrusive list runs through all links of one cell (`Cell::named_by`).
+struct Link {
+  Recipe* recipe;
+  Cell* cell;
+  Link* prev;
+  Link* next;
+};
+
+struct Cell {
+  PyObject_HEAD
+  StorageRef strong;
+  WeakStorage weak;
+  std::vector<Version> versions;
+  Recipe* recipe;    // owned; null for roots
+  Link* named_by;    // recipes that need this cell
+  Cell* prev;        // list of cells with handles, oldest save first
+  Cell* next;
+  int64_t nbytes;
+  int64_t seq;       // order of the first save in this process
+  int64_t slot;      // of the tier, -1: none
+  int64_t armed_at;  // index in g.armed while armed
+  double cost;       // seconds of the op that made it
+  double last_access;
+  uint64_t checksum;
+  at::DataPtr incoming;  // a read is under way into it
+  PyObject* note;    // Python's remark: the module path, for reports
+  PyObject* weakrefs;
+  int32_t handles;
+  int32_t names;
+  uint32_t stamp;
+  uint8_t gone;
+  uint8_t slot_state;
+  uint8_t armed;       // Action
+  bool listed;         // in the list of cells with handles
+  bool stale;          // overwritten while handles were alive: their unpack is autograd's error (rule 8)
+  bool blank;          // made by empty*: undefined until overwritten
+  bool exposed;        // a pointer to it was handed out: raw writes may come unseen (rule 6)
+  bool unsettled;      // written by the op that just ran: its counter moves after the dispatch mode has returned
+  bool lost;           // a root whose bytes are gone for good
+  bool busy;           // a copy is being taken without the lock
+  bool has_checksum;
+  bool managed;        // belongs to a ManagedTensor
+  bool pinned;         // never released
+};
+
+struct Recipe {
+  PyObject_HEAD
+  PyObject* func;
+  PyObject* args;     // tensors replaced by refs
+  PyObject* kwargs;
+  PyObject* rng;      // (generator, state) or null
+  PyObject* special;  // what Python wants to know at replay, or null
+  Link* links;
+  int32_t nlinks;
+  std::vector<Cell*> outputs;  // borrowed; null where an output has no cell
+  Kind* kind;
+  int32_t env;
+  uint32_t stamp;
+  double cost;
+  bool ok;
+};
+
+struct Ref {
+  PyObject_HEAD
+  Cell* cell;
+  c10::SmallVector<int64_t, 5> sizes;
+  c10::SmallVector<int64_t, 5> strides;
+  int64_t offset;
+  caffe2::TypeMeta dtype;
+  c10::DispatchKeySet keys;
+  bool mutated;  // the op writes to it: replay on a private copy (rule 2)
+  bool handle;
+};
+
+struct OpInfo {
+  PyObject* func;
+  PyObject* call;
+  uint8_t cls;
+  bool mutates;
+  std::vector<int> written_args;
+  std::vector<PyObject*> written_kwargs;
+};
+
+struct Counters {
+  std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, reloads{0}, reload_bytes{0},
+      prefetch_hits{0}, prefetch_misses{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0}, unpacks{0},
+      write_backs{0}, unranked{0}, tier_errors{0};
+};
+
+struct Shim {
+  std::mutex mu;
+  mm_arena* arena = nullptr;
+  mm_tier* tier = nullptr;
+  c10::Allocator* previous = nullptr;
+  std::atomic<bool> installed{false};
+  std::atomic<bool> forked{false};
+  bool may_offload = true;       // the policy allows the tier as a last resort
+  bool may_evict = true;         // ... and recomputation
+  bool verify = false;
+  uint32_t sample = 64;          // one drop in so many keeps a checksum
+  std::string tier_error;
+
+  // Guarded by mu
+  Cell* oldest = nullptr;        // cells with handles
+  Cell* newest = nullptr;
+  std::vector<Cell*> armed;      // in the order in which they leave; entries may be stale (cell->armed == KEEP)
+  size_t armed_next = 0;
+  uint64_t armed_bytes = 0;
+  uint64_t handled_bytes = 0;    // present bytes of cells with handles
+  uint64_t gone_bytes = 0;       // bytes of cells with handles that are gone
+  int64_t offloaded_cells = 0;
+
+  // Guarded by the GIL
+  std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
+  size_t sweep_at = 4096;
+  std::vector<Cell*> unsettled;
+  std::unordered_map<PyObject*, OpInfo*> ops;
+  std::unordered_map<uint64_t, Kind*> kinds;
+  std::vector<std::vector<int64_t>> environments;
+  int64_t next_seq = 0;
+  double clock = 0;              // virtual time: the sum of the costs of recorded ops
+  uint32_t stamp = 0;
+  uint64_t kept_new_bytes = 0;   // bytes of roots held for recipes since they were last looked through
+  bool always_rank = false;      // torture: after every op
+  bool active = false;           // a budget is open
+  uint64_t events_since_rank = 0;
+  uint64_t rank_backoff = 0;
+  int64_t last_unpacked = 0;
+
+  // Watermarks of what cannot leave (design §7: floor). Written by malloc under mu.
+  std::atomic<uint64_t> floor_bytes{0};
+  std::atomic<uint64_t> held_peak_bytes{0};
+  std::atomic<uint64_t> held_estimate{0};  // bytes of cells with handles that the program holds too
+  std::atomic<uint64_t> largest_request{0};
+
+  PyObject* on_slow = nullptr;      // (func, types, args, kwargs, class)
+  PyObject* on_new_kind = nullptr;  // (func, args, kwargs): first use of a kind
+  PyObject* on_classify = nullptr;  // (func) -> (callable, class, mutates, written args, written kwargs)
+  PyObject* on_missing = nullptr;   // (cell): recompute it
+  PyObject* on_rank = nullptr;      // ()
+  PyObject* on_kept = nullptr;      // (): roots that only recipes hold may have grown too many
+  PyObject* on_empty = nullptr;     // (bytes) -> bytes: the vault is empty
+  PyObject* on_oom = nullptr;       // (): an op ended out of memory; raises BudgetError
+  PyObject* on_progress = nullptr;  // (seq): a handle was used while offloaded cells exist
+  Counters n;
+};
+
+extern Shim g;
+extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
+extern thread_local uint64_t tl_stall_ns; // time that this thread spent in reclaim and reload
+extern PyTypeObject CellType, RecipeType, RefType;
+
+inline StorageRef storage_of(const c10::TensorImpl* t) {
+  return StorageRef::reclaim_copy(t->unsafe_storage().unsafeGetStorageImpl());
+}
+
+inline bool data_present(const c10::StorageImpl* s) {
+  return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get() != nullptr || s->nbytes() == 0;
+}
+
+// vault.cpp
+int install_allocator();
+void uninstall_allocator();
+void arena_free(void* p);
+uint64_t release_from_vault(uint64_t want);
+bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool force_clean_only);
+bool ours_alone_locked(const Cell* c);
+bool versions_current(const Cell* c);
+void disarm_locked(Cell* c);
+void scan_floor(bool at_op_boundary);
+uint64_t checksum_bytes(const void* p, size_t n);
+uint64_t now_ns();
+void throw_out_of_memory(size_t bytes);
+
+// cells.cpp
+Cell* find_cell(c10::TensorImpl* t);
+Cell* lookup_cell(c10::TensorImpl* t);
+bool is_plain(const c10::TensorImpl* t);
+c10::TensorImpl* impl_of(PyObject* o);  // null when o is no tensor
+PyObject* wrap(c10::intrusive_ptr<c10::TensorImpl> t);
+c10::intrusive_ptr<c10::TensorImpl> tensor_of(const Ref* r, StorageRef storage);
+void settle();
+bool bring_back(Cell* c, bool* recompute);  // false: Python error set
+void deferred_decref(PyObject* o);
+void sweep();
+
+// recorder.cpp
+extern PyMethodDef recorder_methods[];
+extern PyMethodDef cell_functions[];
+extern PyMethodDef vault_methods[];
+
+}  // namespace memmgr

@@ -1,0 +1,572 @@
+// The CPU plug-in and the vault: how a request that would pass the budget is met without Python (design §4).
+#include "shim.h"
+
+#include <pthread.h>
+#include <time.h>
+
+namespace memmgr {
+
+Shim g;
+thread_local bool tl_no_reclaim = false;
+thread_local uint64_t tl_stall_ns = 0;
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
+}
+
+// Four lanes of multiply-rotate over 32-byte strides: limited by memory, not by arithmetic. Detects changes; no defence
+// against somebody who means to collide.
+uint64_t checksum_bytes(const void* p, size_t n) {
+  const uint64_t prime = 0x9E3779B185EBCA87ull;
+  uint64_t lane[4] = {1, 2, 3, 4};
+  const auto* bytes = static_cast<const unsigned char*>(p);
+  size_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    uint64_t w[4];
+    std::memcpy(w, bytes + i, 32);
+    for (int k = 0; k < 4; ++k) {
+      lane[k] = (lane[k] ^ w[k]) * prime;
+      lane[k] = (lane[k] << 31) | (lane[k] >> 33);
+    }
+  }
+  uint64_t h = n * prime;
+  for (uint64_t v : lane) h = ((h ^ v) * prime) ^ (h >> 29);
+  for (; i < n; ++i) h = (h ^ bytes[i]) * prime;
+  return h ^ (h >> 32);
+}
+
+// ---- the rules for letting go --------------------------------------------------------------------------------------
+
+bool versions_current(const Cell* c) {
+  for (const Version& v : c->versions)
+    if (v.counter.current_version() != v.at) return false;
+  return true;
+}
+
+// Nobody else can reach the bytes. A storage that has a Python object counts two or more, so it is never ours alone:
+// somebody may hold that object without holding a tensor.
+bool ours_alone_locked(const Cell* c) {
+  return c->strong && c->gone == PRESENT && c->strong.use_count() == 1 && !c->busy && !c->pinned && !c->unsettled &&
+         !c->stale && data_present(c->strong.get()) && c->nbytes > 0;
+}
+
+void disarm_locked(Cell* c) {
+  if (c->armed != KEEP) {
+    c->armed = KEEP;
+    g.armed[static_cast<size_t>(c->armed_at)] = nullptr;
+    g.armed_bytes -= std::min<uint64_t>(g.armed_bytes, c->nbytes);
+  }
+}
+
+static bool can_evict(const Cell* c) {
+  return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() == TRUST_YES && !c->exposed;
+}
+
+// Lets the bytes of `c` go if they are ours alone. Called with the lock held; the lock is dropped while bytes are copied
+// (`busy` keeps the cell alive then) or freed, so the caller must not touch `c` afterwards. With only_free, nothing that
+// needs a copy is done now.
+bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool only_free) {
+  disarm_locked(c);
+  if (!ours_alone_locked(c) || !versions_current(c)) return false;
+  if (c->incoming.get()) return false;
+  uint8_t gone = PRESENT;
+  if (c->slot >= 0) {
+    const int state = mm_tier_poll(g.tier, c->slot);
+    if (state == 1) {
+      gone = OFFLOADED;  // clean: the copy was begun when the bytes were ours alone, and nobody has had them since
+    } else if (state < 0) {
+      g.n.tier_errors++;
+      g.tier_error = std::strerror(-state);
+      mm_slot bad = c->slot;
+      c->slot = -1;
+      c->slot_state = NO_SLOT;
+      mm_tier_free(g.tier, bad);
+    } else if (only_free) {
+      return false;
+    } else if (action != EVICT || !can_evict(c)) {
+      // A write is under way. Waiting for it is cheaper than beginning another one.
+      c->busy = true;
+      const mm_slot slot = c->slot;
+      lock.unlock();
+      const int rc = mm_tier_wait(g.tier, slot);
+      lock.lock();
+      c->busy = false;
+      if (rc < 0 || !ours_alone_locked(c) || c->slot != slot) return false;
+      gone = OFFLOADED;
+    }
+  }
+  if (gone == OFFLOADED) g.n.clean_drops++;
+  if (gone == PRESENT && action == EVICT && can_evict(c)) gone = EVICTED;
+  if (gone == PRESENT) {
+    if (only_free) return false;
+    if (g.tier && g.may_offload) {
+      c->busy = true;
+      const void* src = c->strong->_mutable_data_ptr_no_checks().get();
+      lock.unlock();
+      const mm_slot slot = mm_tier_write_now(g.tier, src, static_cast<uint64_t>(c->nbytes));
+      lock.lock();
+      c->busy = false;
+      if (slot >= 0) {
+        if (!ours_alone_locked(c) || !versions_current(c)) {
+          // Somebody took the bytes meanwhile: the copy may not be what they leave behind.
+          lock.unlock();
+          mm_tier_free(g.tier, slot);
+          lock.lock();
+          return false;
+        }
+        g.n.offloads++;
+        g.n.offload_bytes += static_cast<uint64_t>(c->nbytes);
+        c->slot = slot;
+        c->slot_state = CLEAN;
+        gone = OFFLOADED;
+      } else {
+        g.n.tier_errors++;
+        g.tier_error = std::strerror(static_cast<int>(-slot));
+      }
+    }
+    if (gone == PRESENT && g.may_evict && can_evict(c)) gone = EVICTED;
+    if (gone == PRESENT) return false;
+  }
+  if (gone == EVICTED) {
+    const uint64_t nth = g.n.evictions++;
+    g.n.evicted_bytes += static_cast<uint64_t>(c->nbytes);
+    if (g.verify || (g.sample && nth % g.sample == 0)) {
+      c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
+      c->has_checksum = true;
+    }
+  } else {
+    g.offloaded_cells++;
+  }
+  c->gone = gone;
+  g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, c->nbytes);
+  g.gone_bytes += static_cast<uint64_t>(c->nbytes);
+  // The bytes go, the storage object stays: its end could take the GIL.
+  at::DataPtr bytes = std::move(c->strong->_mutable_data_ptr_no_checks());
+  c->strong->set_data_ptr_noswap(at::DataPtr(nullptr, bytes.device()));
+  const int64_t n = c->nbytes;
+  lock.unlock();
+  bytes.clear();
+  if (g.arena) mm_arena_note_virtual(g.arena, n);
+  lock.lock();
+  return true;
+}
+
+// Takes what was ranked, in its order; then, if that was not enough, whatever may leave, stalest first.
+uint64_t release_from_vault(uint64_t want) {
+  uint64_t released = 0;
+  std::unique_lock<std::mutex> lock(g.mu);
+  // Bounded: every round takes at least one entry off the list.
+  while (released < want && g.armed_next < g.armed.size()) {
+    Cell* c = g.armed[g.armed_next++];
+    if (!c || c->armed == KEEP) continue;
+    const uint8_t action = c->armed;
+    const auto n = static_cast<uint64_t>(c->nbytes);
+    if (release_cell_locked(c, action, lock, false)) released += n;
+  }
+  if (released >= want) return released;
+  // The list may change whenever the lock is dropped, so begin again after each release.
+  bool found = true;
+  uint32_t guard = 0;
+  while (released < want && found && guard++ < 1000000) {
+    found = false;
+    for (Cell* c = g.oldest; c; c = c->next) {
+      if (!ours_alone_locked(c)) continue;
+      const bool evictable = g.may_evict && can_evict(c);
+      if (!evictable && !(g.tier && g.may_offload) && c->slot < 0) continue;
+      const auto n = static_cast<uint64_t>(c->nbytes);
+      const uint64_t errors = g.n.tier_errors.load();
+      if (release_cell_locked(c, evictable && !g.may_offload ? EVICT : OFFLOAD, lock, false)) {
+        released += n;
+        g.n.unranked++;
+        found = true;
+        break;
+      }
+      if (g.n.tier_errors.load() != errors) {
+        found = false;  // the tier fails: do not try every cell
+        break;
+      }
+    }
+  }
+  return released;
+}
+
+// ---- what cannot leave ---------------------------------------------------------------------------------------------
+
+// The bytes of listed cells that the program holds as well; O(cells), so the callers ask only when it could matter.
+static uint64_t program_bytes_locked() {
+  uint64_t held = 0;
+  for (Cell* c = g.oldest; c; c = c->next)
+    if (c->strong && c->gone == PRESENT && c->strong.use_count() > 1) held += static_cast<uint64_t>(c->nbytes);
+  return held;
+}
+
+static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
+  uint64_t seen = mark.load(std::memory_order_relaxed);
+  while (seen < value && !mark.compare_exchange_weak(seen, value)) {
+  }
+}
+
+// floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their temporaries.
+void scan_floor(bool at_op_boundary) {
+  if (!g.arena) return;
+  const uint64_t resident = mm_arena_resident(g.arena);
+  auto& mark = at_op_boundary ? g.held_peak_bytes : g.floor_bytes;
+  std::unique_lock<std::mutex> lock(g.mu, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  const uint64_t free_to_go = std::min(g.handled_bytes, resident);
+  const uint64_t estimate = resident - free_to_go + g.held_estimate.load(std::memory_order_relaxed);
+  if (estimate <= mark.load(std::memory_order_relaxed)) return;
+  const uint64_t held = program_bytes_locked();
+  g.held_estimate.store(held, std::memory_order_relaxed);
+  raise_to(mark, resident - free_to_go + std::min(held, free_to_go));
+}
+
+// ---- the allocator -------------------------------------------------------------------------------------------------
+
+void throw_out_of_memory(size_t bytes) {
+  mm_arena_stats s{};
+  if (g.arena) mm_arena_stats_get(g.arena, &s);
+  const uint64_t resident = s.live_bytes + s.outside_bytes;
+  const uint64_t may_leave = std::min(g.handled_bytes, resident);
+  const uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  raise_to(g.floor_bytes, floor);
+  auto mib = [](uint64_t b) { return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB"; };
+  std::string text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
+                     " bytes. memmgr: the budget of " + mib(s.budget_bytes) + " is spent: " + mib(resident) +
+                     " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " +
+                     mib(floor) + " (" + std::to_string(floor) + " bytes).";
+  if (!g.tier_error.empty()) text += " The disk tier failed: " + g.tier_error + ".";
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+}
+
+static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
+  const uint64_t t0 = now_ns();
+  const uint64_t want = need ? need : request;
+  uint64_t released = release_from_vault(want);
+  if (!released && g.on_empty && attempt < 4 && PyGILState_Check()) {
+    // The vault is empty and this thread holds the GIL already: Python may have something (design §4).
+    PyObject *et, *ev, *tb;
+    PyErr_Fetch(&et, &ev, &tb);
+    PyObject* r = PyObject_CallFunction(g.on_empty, "K", static_cast<unsigned long long>(want));
+    if (r && PyLong_Check(r)) released = PyLong_AsUnsignedLongLong(r);
+    if (!r) PyErr_Clear();
+    Py_XDECREF(r);
+    PyErr_Restore(et, ev, tb);
+  }
+  const uint64_t dt = now_ns() - t0;
+  tl_stall_ns += dt;
+  g.n.stall_ns += dt;
+  return released;
+}
+
+void arena_free(void* p) {
+  if (p && g.arena) mm_arena_free(g.arena, p);
+}
+
+struct CpuAllocator final : c10::Allocator {
+  at::DataPtr allocate(size_t n) override {
+    const at::Device cpu(at::DeviceType::CPU);
+    if (n == 0) return {nullptr, nullptr, &arena_free, cpu};
+    if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed))
+      return g.previous->allocate(n);
+    void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc(g.arena, n);
+    if (!p) throw_out_of_memory(n);
+    if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
+    if (n >= 65536) scan_floor(false);
+    return {p, p, &arena_free, cpu};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return &arena_free; }
+  void copy_data(void* dest, const void* src, std::size_t count) const override { default_copy_data(dest, src, count); }
+};
+
+static CpuAllocator* the_allocator() {
+  static auto* a = new CpuAllocator;  // never destroyed: storages remember it
+  return a;
+}
+
+static void forked_child() {
+  new (&g.mu) std::mutex;
+  g.forked.store(true);
+  if (g.installed.load()) c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
+  g.installed.store(false);
+}
+
+int install_allocator() {
+  static bool once = [] {
+    pthread_atfork(nullptr, nullptr, forked_child);
+    return true;
+  }();
+  (void)once;
+  if (!g.arena || g.forked.load()) return -1;
+  c10::Allocator* now = c10::GetAllocator(at::DeviceType::CPU);
+  if (now != the_allocator()) g.previous = now;
+  mm_arena_set_reclaim(g.arena, &reclaim, nullptr);
+  g.installed.store(true);
+  c10::SetAllocator(at::DeviceType::CPU, the_allocator(), 255);
+  return 0;
+}
+
+void uninstall_allocator() {
+  if (!g.installed.load()) return;
+  c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
+  g.installed.store(false);
+}
+
+// ---- Python's view of the vault ------------------------------------------------------------------------------------
+
+static PyObject* py_open_arena(PyObject*, PyObject* args) {
+  unsigned long long budget, outside, reserve = 0;
+  if (!PyArg_ParseTuple(args, "KK|K", &budget, &outside, &reserve)) return nullptr;
+  if (!g.arena) {
+    char err[256] = "";
+    g.arena = mm_arena_create(budget, reserve, err, sizeof err);
+    if (!g.arena) return PyErr_Format(PyExc_RuntimeError, "memmgr: no address range: %s", err);
+  }
+  mm_arena_set_budget(g.arena, budget);
+  mm_arena_set_outside(g.arena, outside);
+  mm_arena_reset_peak(g.arena);
+  g.floor_bytes = 0;
+  g.held_peak_bytes = 0;
+  g.held_estimate = 0;
+  g.largest_request = 0;
+  g.tier_error.clear();
+  if (install_allocator() != 0) return PyErr_Format(PyExc_RuntimeError, "memmgr: cannot install in a forked child");
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_close_arena(PyObject*, PyObject*) {
+  uninstall_allocator();
+  if (g.arena) {
+    mm_arena_set_budget(g.arena, MM_UNLIMITED);
+    mm_arena_set_outside(g.arena, 0);
+    Py_BEGIN_ALLOW_THREADS
+    mm_arena_trim(g.arena, 0);
+    Py_END_ALLOW_THREADS
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_open_tier(PyObject*, PyObject* args) {
+  const char* folder;
+  unsigned long long capacity, rate;
+  int workers;
+  if (!PyArg_ParseTuple(args, "sKKi", &folder, &capacity, &rate, &workers)) return nullptr;
+  char err[256] = "";
+  mm_tier* t = mm_tier_open(folder, capacity, rate, workers, err, sizeof err);
+  if (!t) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, err);
+  std::lock_guard<std::mutex> lock(g.mu);
+  g.tier = t;
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_close_tier(PyObject*, PyObject*) {
+  mm_tier* t;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    t = g.tier;
+    g.tier = nullptr;
+  }
+  if (t) {
+    Py_BEGIN_ALLOW_THREADS
+    mm_tier_close(t);
+    Py_END_ALLOW_THREADS
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_tier_inject(PyObject*, PyObject* args) {
+  int we, wa, re, ra;
+  if (!PyArg_ParseTuple(args, "iiii", &we, &wa, &re, &ra)) return nullptr;
+  if (g.tier) mm_tier_inject(g.tier, we, wa, re, ra);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_add_outside(PyObject*, PyObject* args) {
+  long long delta;
+  if (!PyArg_ParseTuple(args, "L", &delta)) return nullptr;
+  if (g.arena) mm_arena_add_outside(g.arena, delta);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_set_budget(PyObject*, PyObject* args) {
+  unsigned long long budget;
+  if (!PyArg_ParseTuple(args, "K", &budget)) return nullptr;
+  if (g.arena) mm_arena_set_budget(g.arena, budget);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_set_options(PyObject*, PyObject* args) {
+  int may_evict, may_offload, verify;
+  unsigned sample;
+  if (!PyArg_ParseTuple(args, "pppI", &may_evict, &may_offload, &verify, &sample)) return nullptr;
+  g.may_evict = may_evict;
+  g.may_offload = may_offload;
+  g.verify = verify;
+  g.sample = sample;
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_resident(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(g.arena ? mm_arena_resident(g.arena) : 0);
+}
+
+static PyObject* py_pressure(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(g.mu);
+  return Py_BuildValue("KKKKKKL", g.arena ? mm_arena_resident(g.arena) : 0ull, g.arena ? mm_arena_budget(g.arena) : 0ull,
+                       (unsigned long long)g.handled_bytes, (unsigned long long)g.gone_bytes,
+                       (unsigned long long)g.armed_bytes, (unsigned long long)g.largest_request.load(),
+                       (long long)g.offloaded_cells);
+}
+
+static void put(PyObject* d, const char* key, unsigned long long v) {
+  PyObject* o = PyLong_FromUnsignedLongLong(v);
+  if (o) {
+    PyDict_SetItemString(d, key, o);
+    Py_DECREF(o);
+  }
+}
+
+static PyObject* py_arena_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d) return nullptr;
+  if (g.arena) {
+    mm_arena_stats s;
+    mm_arena_stats_get(g.arena, &s);
+    put(d, "budget_bytes", s.budget_bytes);
+    put(d, "outside_bytes", s.outside_bytes);
+    put(d, "live_bytes", s.live_bytes);
+    put(d, "live_peak_bytes", s.live_peak_bytes);
+    put(d, "resident_peak_bytes", s.resident_peak_bytes);
+    put(d, "requested_bytes", s.requested_bytes);
+    put(d, "committed_bytes", s.committed_bytes);
+    put(d, "committed_peak_bytes", s.committed_peak_bytes);
+    put(d, "live_blocks", s.live_blocks);
+    put(d, "free_bytes", s.free_bytes);
+    put(d, "largest_free_bytes", s.largest_free_bytes);
+    put(d, "allocations", s.allocations);
+    put(d, "frees", s.frees);
+    put(d, "reclaims", s.reclaims);
+    put(d, "reclaims_contiguity", s.reclaims_contiguity);
+    put(d, "reclaim_nanoseconds", s.reclaim_nanoseconds);
+    put(d, "failures", s.failures);
+    put(d, "small_blocks", s.small_blocks);
+    put(d, "unmanaged_peak_bytes", s.unmanaged_peak_bytes);
+  }
+  return d;
+}
+
+static PyObject* py_tier_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d) return nullptr;
+  if (g.tier) {
+    mm_tier_stats s;
+    mm_tier_stats_get(g.tier, &s);
+    put(d, "capacity_bytes", s.capacity_bytes);
+    put(d, "used_bytes", s.used_bytes);
+    put(d, "used_peak_bytes", s.used_peak_bytes);
+    put(d, "file_bytes", s.file_bytes);
+    put(d, "written_bytes", s.written_bytes);
+    put(d, "read_bytes", s.read_bytes);
+    put(d, "write_nanoseconds", s.write_nanoseconds);
+    put(d, "read_nanoseconds", s.read_nanoseconds);
+    put(d, "queued_write_bytes", s.queued_write_bytes);
+    put(d, "queued_read_bytes", s.queued_read_bytes);
+    put(d, "writes", s.writes);
+    put(d, "reads", s.reads);
+    put(d, "errors", s.errors);
+    put(d, "direct", static_cast<unsigned long long>(s.direct));
+  }
+  return d;
+}
+
+static PyObject* py_counters(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d) return nullptr;
+#define PUT(name) put(d, #name, g.n.name.load())
+  PUT(evictions);
+  PUT(evicted_bytes);
+  PUT(offloads);
+  PUT(offload_bytes);
+  PUT(reloads);
+  PUT(reload_bytes);
+  PUT(prefetch_hits);
+  PUT(prefetch_misses);
+  PUT(clean_drops);
+  PUT(stall_ns);
+  PUT(recorded_ops);
+  PUT(packs);
+  PUT(unpacks);
+  PUT(write_backs);
+  PUT(unranked);
+  PUT(tier_errors);
+#undef PUT
+  put(d, "floor_bytes", g.floor_bytes.load());
+  put(d, "held_peak_bytes", g.held_peak_bytes.load());
+  return d;
+}
+
+static PyObject* py_reset_counters(PyObject*, PyObject*) {
+#define ZERO(name) g.n.name.store(0)
+  ZERO(evictions);
+  ZERO(evicted_bytes);
+  ZERO(offloads);
+  ZERO(offload_bytes);
+  ZERO(reloads);
+  ZERO(reload_bytes);
+  ZERO(prefetch_hits);
+  ZERO(prefetch_misses);
+  ZERO(clean_drops);
+  ZERO(stall_ns);
+  ZERO(recorded_ops);
+  ZERO(packs);
+  ZERO(unpacks);
+  ZERO(write_backs);
+  ZERO(unranked);
+  ZERO(tier_errors);
+#undef ZERO
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_arena_check(PyObject*, PyObject*) {
+  char err[256] = "";
+  if (g.arena && mm_arena_check(g.arena, err, sizeof err) != 0) return PyErr_Format(PyExc_AssertionError, "%s", err);
+  Py_RETURN_NONE;
+}
+
+static int walk_append(void* user, uint64_t offset, uint64_t bytes, int state) {
+  PyObject* item = Py_BuildValue("KKi", (unsigned long long)offset, (unsigned long long)bytes, state);
+  if (item) {
+    PyList_Append(static_cast<PyObject*>(user), item);
+    Py_DECREF(item);
+  }
+  return 0;
+}
+
+static PyObject* py_arena_blocks(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  if (list && g.arena) mm_arena_walk(g.arena, &walk_append, list);
+  return list;
+}
+
+PyMethodDef vault_methods[] = {
+    {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
+    {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
+    {"open_tier", py_open_tier, METH_VARARGS, "open_tier(folder, capacity, bytes_per_second, workers)"},
+    {"close_tier", py_close_tier, METH_NOARGS, ""},
+    {"tier_inject", py_tier_inject, METH_VARARGS, "fault injection for tests"},
+    {"add_outside", py_add_outside, METH_VARARGS, ""},
+    {"set_budget", py_set_budget, METH_VARARGS, ""},
+    {"set_options", py_set_options, METH_VARARGS, "set_options(may_evict, may_offload, verify, sample)"},
+    {"resident", py_resident, METH_NOARGS, ""},
+    {"pressure", py_pressure, METH_NOARGS, "(resident, budget, handled, gone, armed, largest request, offloaded cells)"},
+    {"arena_stats", py_arena_stats, METH_NOARGS, ""},
+    {"tier_stats", py_tier_stats, METH_NOARGS, ""},
+    {"counters", py_counters, METH_NOARGS, ""},
+    {"reset_counters", py_reset_counters, METH_NOARGS, ""},
+    {"arena_check", py_arena_check, METH_NOARGS, ""},
+    {"arena_blocks", py_arena_blocks, METH_NOARGS, "[(offset, bytes, state)]"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace memmgr

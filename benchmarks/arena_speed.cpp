@@ -1,0 +1,145 @@
+// What an allocation costs: the arena and the system's allocator, side by side, on a sequence like training's.
+//
+//   cmake -S allocator -B build -DMEMMGR_BENCH=ON && cmake --build build && build/arena_speed
+//
+// A pass allocates activations of some layers, with temporaries in between that are freed at once, and frees the
+// activations in reverse order. "ns" is for one malloc and its free together, memory untouched. "touched" writes to
+// every page of every block, which is where reuse of pages pays.
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "memmgr/core.h"
+
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+struct System {
+  void* Alloc(size_t bytes) {
+    void* p = nullptr;
+    return posix_memalign(&p, 64, bytes) == 0 ? p : nullptr;  // what torch's CPU allocator calls
+  }
+  void Free(void* p) { free(p); }
+};
+
+struct Ours {
+  mm_arena* arena;
+  void* Alloc(size_t bytes) { return mm_arena_alloc(arena, bytes); }
+  void Free(void* p) { mm_arena_free(arena, p); }
+};
+
+// Sizes of one pass over a transformer of 12 layers: per layer some large activations, some vectors, some scalars.
+std::vector<size_t> Pass(unsigned seed) {
+  std::mt19937 dice(seed);
+  std::vector<size_t> sizes;
+  for (int layer = 0; layer < 12; ++layer) {
+    for (const size_t large : {3, 4, 4, 16, 16, 4, 12}) sizes.push_back(large * 196608 + dice() % 512);
+    for (int i = 0; i < 6; ++i) sizes.push_back(2048 + dice() % 4096);
+    for (int i = 0; i < 4; ++i) sizes.push_back(4 + dice() % 60);
+  }
+  return sizes;
+}
+
+template <typename Allocator>
+uint64_t RunPass(Allocator* allocator, const std::vector<size_t>& sizes, bool touch, std::vector<void*>* live) {
+  uint64_t pairs = 0;
+  const auto use = [&](void* p, size_t bytes) {
+    if (p == nullptr) abort();
+    if (!touch) return;
+    for (size_t at = 0; at < bytes; at += 4096) static_cast<volatile char*>(p)[at] = 1;
+  };
+  for (const size_t bytes : sizes) {
+    void* temporary = allocator->Alloc(bytes / 2 + 1);
+    use(temporary, bytes / 2 + 1);
+    live->push_back(allocator->Alloc(bytes));
+    use(live->back(), bytes);
+    allocator->Free(temporary);
+    pairs += 2;
+  }
+  for (; !live->empty(); live->pop_back()) allocator->Free(live->back());
+  return pairs;
+}
+
+// Nanoseconds for a pair, the best of five rounds; with two threads both run all of it.
+template <typename Allocator>
+double Measure(Allocator allocator, int threads, bool touch) {
+  double best = 1e18;
+  for (int round = 0; round < 5; ++round) {
+    std::vector<double> took(threads);
+    std::vector<std::thread> pool;
+    pthread_barrier_t ready;
+    pthread_barrier_init(&ready, nullptr, threads);
+    for (int i = 0; i < threads; ++i) {
+      pool.emplace_back([&, i] {
+        Allocator mine = allocator;
+        const std::vector<size_t> sizes = Pass(i);
+        std::vector<void*> live;
+        live.reserve(sizes.size());
+        RunPass(&mine, sizes, touch, &live);
+        pthread_barrier_wait(&ready);
+        const auto start = std::chrono::steady_clock::now();
+        uint64_t pairs = 0;
+        for (int pass = 0; pass < (touch ? 5 : 500); ++pass) pairs += RunPass(&mine, sizes, touch, &live);
+        took[i] = Seconds(std::chrono::steady_clock::now() - start).count() * 1e9 / static_cast<double>(pairs);
+      });
+    }
+    for (std::thread& thread : pool) thread.join();
+    pthread_barrier_destroy(&ready);
+    best = std::min(best, *std::max_element(took.begin(), took.end()));
+  }
+  return best;
+}
+
+std::string Processor() {
+  std::string name = "unknown processor";
+  if (FILE* file = fopen("/proc/cpuinfo", "r")) {
+    char line[256];
+    while (fgets(line, sizeof line, file) != nullptr) {
+      if (strncmp(line, "model name", 10) != 0) continue;
+      name = strchr(line, ':') + 2;
+      name.pop_back();
+      break;
+    }
+    fclose(file);
+  }
+  return name;
+}
+
+}  // namespace
+
+int main() {
+  char text[200] = "";
+  mm_arena* arena = mm_arena_create(uint64_t{8} << 30, 0, text, sizeof text);
+  if (arena == nullptr) {
+    fprintf(stderr, "%s\n", text);
+    return 1;
+  }
+  printf("%s, %ld cores, gcc %s, ABI %d\n", Processor().c_str(), sysconf(_SC_NPROCESSORS_ONLN), __VERSION__,
+         mm_abi_version());
+  printf("%-26s %12s %12s %8s\n", "malloc + free", "arena ns", "system ns", "ratio");
+  for (const bool touch : {false, true}) {
+    for (const int threads : {1, 2}) {
+      const double ours = Measure(Ours{arena}, threads, touch);
+      const double theirs = Measure(System{}, threads, touch);
+      const std::string name =
+          std::to_string(threads) + (threads == 1 ? " thread" : " threads") + (touch ? ", touched" : "");
+      printf("%-26s %12.1f %12.1f %8.2f\n", name.c_str(), ours, theirs, ours / theirs);
+    }
+  }
+  mm_arena_stats stats;
+  mm_arena_stats_get(arena, &stats);
+  printf("committed at most %.1f MiB for %.1f MiB live at most\n",
+         static_cast<double>(stats.committed_peak_bytes) / 1048576,
+         static_cast<double>(stats.live_peak_bytes) / 1048576);
+  return mm_arena_destroy(arena);
+}

@@ -1,0 +1,208 @@
+"""The public context manager."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+import torch
+
+from memmgr.policies import parse_policy
+
+from . import _shim
+from ._manager import UNLIMITED, Config, Manager, default_folder
+from ._sizes import parse_size
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_lock = threading.Lock()
+_current: Manager | None = None
+_last: Manager | None = None
+
+
+def current() -> Manager | None:
+    """The open budget's manager, if one is open."""
+    return _current
+
+
+def _in_child() -> None:
+    global _current
+    if _current is not None:
+        _current.disable_in_child()
+        _current = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
+def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
+    if disk is False:
+        return None, 0
+    if disk is None or disk is True:
+        return default_folder(), 0
+    folder, size = disk if isinstance(disk, tuple) else (disk, None)
+    folder = os.fspath(folder)
+    if not os.path.isdir(folder):
+        raise ValueError(f"disk: {folder!r} is not a folder; give a folder, or (folder, size), or False for no disk tier")
+    free = psutil.disk_usage(folder).total
+    return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
+
+
+class budget:
+    """Trains under a byte budget: the same bits, in less memory.
+
+    A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`; what autograd
+    saves is evicted and recomputed, or offloaded and reloaded, as the policy decides. The budget counts everything:
+    parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
+
+    Args:
+        limit: bytes as an int, or `"12GB"` (10^9), `"12GiB"` (2^30), `"80%"` of the device; `None` for no limit, which
+            only measures.
+        device: what the budget is about; default the accelerator if there is one, else the CPU.
+        host: bytes of host memory that offloading from an accelerator may use; default half of what is free.
+        disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
+            file has mode 0600 and is unlinked as soon as it is open.
+        policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
+            `"torture"` (for tests) makes everything leave at once. See docs/policies.md.
+        verify: compare every recomputed tensor with a checksum of what was dropped (a sample is compared anyway).
+        quiet: no summary line at the end.
+
+    Raises:
+        ValueError: a size, policy or folder that is not one.
+        BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
+        RuntimeError: a budget is open already. Budgets do not nest and are not concurrent: the limit belongs to the
+            device, not to a block of code, so a second one has no meaning. Threads started inside are managed with it;
+            threads that were running before are counted, but their tensors cannot leave.
+
+    Known limitations: on the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
+    buffers) is not counted. Forked children (DataLoader workers) are unmanaged.
+    """
+
+    def __init__(
+        self,
+        limit: int | str | None,
+        *,
+        device: torch.device | str | None = None,
+        host: int | str | None = None,
+        disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None = None,
+        policy: str = "auto",
+        verify: bool = False,
+        quiet: bool = False,
+        _throttle: int = 0,
+        _sleep: bool = True,
+    ) -> None:
+        self._device = _device(device)
+        whole = _device_bytes(self._device)
+        folder, disk_bytes = _disk(disk)
+        self._config = Config(
+            limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),
+            device=self._device,
+            host_bytes=psutil.virtual_memory().available // 2 if host is None else parse_size(host, what="host"),
+            folder=folder,
+            disk_bytes=disk_bytes,
+            policy=parse_policy(policy),
+            verify=verify,
+            quiet=quiet,
+            throttle=_throttle,
+            sleep=_sleep,
+        )
+        self._manager: Manager | None = None
+
+    def __enter__(self) -> budget:
+        global _current, _last
+        with _lock:
+            if _current is not None:
+                raise RuntimeError(
+                    "memmgr: a budget is open already. Budgets do not nest: the limit belongs to the device, not to a block "
+                    "of code. Close the other one first."
+                )
+            manager = Manager(self._config, _native())
+            _current = manager
+        try:
+            manager.start()
+        except BaseException:
+            _current = None
+            raise
+        self._manager = _last = manager
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _current
+        manager = self._manager
+        if manager is None or _current is not manager:
+            return  # a forked child: nothing of it is ours
+        try:
+            manager.close()
+        finally:
+            _current = None
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """As a decorator: every call of the function opens the budget."""
+
+        @functools.wraps(function)
+        def managed(*args: P.args, **kwargs: P.kwargs) -> R:
+            again = budget.__new__(budget)
+            again._device, again._config, again._manager = self._device, self._config, None
+            with again:
+                return function(*args, **kwargs)
+
+        return managed
+
+    def stats(self) -> dict[str, Any]:
+        """The figures of this budget, now or as they were at its end. See `memmgr.stats`."""
+        if self._manager is None:
+            return {}
+        return self._manager.stats()
+
+
+def stats() -> dict[str, Any]:
+    """The figures of the open budget, or of the last one; empty when there was none.
+
+    Returns:
+        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what the
+        program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
+        (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
+        `offloads`, `reloads`, `prefetch_hits`, `passes`, and others. Seconds: `recompute_seconds`, `stall_seconds`.
+    """
+    manager = _current or _last
+    return manager.stats() if manager is not None else {}
+
+
+def _native() -> Any:
+    try:
+        return _shim.load()
+    except _shim.NoShim as why:
+        from . import _native_py
+
+        if not _native_py.warned:
+            _native_py.warned = True
+            warnings.warn(
+                f"memmgr: {why}. The budget is kept by accounting before each op instead of in the allocator, which is "
+                "weaker: memory that an op takes for itself can pass it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return _native_py.module()

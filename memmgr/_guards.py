@@ -1,0 +1,189 @@
+"""What memmgr changes in the process while a budget is open, and puts back when it closes (rule 10).
+
+Every patch wraps a Python-level attribute of torch or threading; none survives `Guards.remove`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+
+_MISSING = object()
+
+
+class Guards:
+    """The set of patches of one manager."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self.depth = threading.local()
+
+    # -- bookkeeping --
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        # An inherited attribute is shadowed, and the shadow is deleted at the end.
+        before = owner.__dict__.get(name, _MISSING) if hasattr(owner, "__dict__") else original
+        wrapper = make(original)
+        setattr(owner, name, wrapper)
+        self._undo.append((owner, name, before, wrapper))
+
+    def remove(self) -> None:
+        """Undoes the patches, newest first. What somebody else wrapped meanwhile is left: it calls through ours."""
+        for owner, name, before, wrapper in reversed(self._undo):
+            if getattr(owner, name, None) is not wrapper and owner.__dict__.get(name) is not wrapper:
+                continue
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._undo.clear()
+
+    def install(self) -> None:
+        """Puts all patches in place."""
+        import torch.autograd.graph as graph
+
+        self._patch(graph, "_engine_run_backward", self._backward)
+        torch.autograd._engine_run_backward = graph._engine_run_backward  # type: ignore[attr-defined]
+        self._undo.append((torch.autograd, "_engine_run_backward", self._undo[-1][2], graph._engine_run_backward))
+        self._patch(threading.Thread, "_bootstrap_inner", self._thread)
+        self._patch(graph, "disable_saved_tensors_hooks", self._functorch)
+        self._patch(torch.UntypedStorage, "resize_", self._resize)
+        for name in ("numpy", "data_ptr", "__array__", "__dlpack__"):
+            self._patch(torch.Tensor, name, self._expose)
+        triton = sys.modules.get("triton.runtime.jit")
+        if triton is not None and hasattr(triton, "JITFunction"):
+            self._patch(triton.JITFunction, "run", self._triton)
+        self._patch(torch.autograd.grad_mode.enable_grad, "__enter__", self._grad_enter)
+        self._patch(torch.autograd.grad_mode.enable_grad, "__exit__", self._grad_exit)
+
+    # -- backward: the one funnel under backward() and grad() --
+
+    def _backward(self, original: Any) -> Any:
+        manager, local = self._manager, self.depth
+
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not manager.open:
+                return original(*args, **kwargs)
+            depth = getattr(local, "backward", 0)
+            local.backward = depth + 1
+            create_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph", False))
+            try:
+                with manager.backward_scope(outermost=depth == 0, create_graph=create_graph):
+                    return original(*args, **kwargs)
+            finally:
+                local.backward = depth
+
+        return run_backward
+
+    def _grad_enter(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def enter(context: Any) -> None:
+            original(context)
+            # Grad mode is the switch, not backward: a checkpoint's recomputation is recorded (design, interposition).
+            if manager.mode_is_out():
+                manager.push_mode()
+                context._memmgr_pushed = True
+
+        return enter
+
+    def _grad_exit(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def leave(context: Any, *exc: Any) -> Any:
+            if context.__dict__.pop("_memmgr_pushed", False):
+                manager.pop_mode()
+            return original(context, *exc)
+
+        return leave
+
+    # -- threads started inside the context are managed too --
+
+    def _thread(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def bootstrap(thread: threading.Thread) -> None:
+            if not manager.open or getattr(thread, "memmgr_own", False):
+                original(thread)
+                return
+            with manager.thread_scope():
+                original(thread)
+
+        return bootstrap
+
+    # -- torch.func refuses to run under saved-tensor hooks, so ours step aside --
+
+    def _functorch(self, original: Any) -> Any:
+        manager = self._manager
+
+        @contextmanager
+        def disable(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+            with manager.hooks_aside(), original(message, *args, **kwargs):
+                yield
+
+        return disable
+
+    # -- writes and pointers that the dispatcher does not see --
+
+    def _resize(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if not manager.open or storage.device.type != manager.device.type:
+                return original(storage, size)
+            with manager.unseen():
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                manager.recorder.before_write([view])
+                result = original(storage, size)
+                manager.native.overwritten(view, None)
+            return result
+
+        return resize
+
+    def _expose(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def pointer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if manager.open and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                manager.native.expose(tensor)
+            return original(tensor, *args, **kwargs)
+
+        return pointer
+
+    def _triton(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            if not manager.open:
+                return original(kernel, *args, **kwargs)
+            from ._recorder import tensors_in
+
+            tensors = list(tensors_in([args, kwargs]))
+            # Any argument may be written: what was made from the old bytes must not need them any more (rule 6).
+            manager.recorder.before_write(tensors)
+            for tensor in tensors:
+                manager.native.expose(tensor)
+            result = original(kernel, *args, **kwargs)
+            for tensor in tensors:
+                manager.native.overwritten(tensor, None)
+            return result
+
+        return run

@@ -1,0 +1,147 @@
+"""`ManagedTensor`: a tensor whose bytes may be on the device or below it; any op brings them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from . import _budget
+
+
+class ManagedTensor(torch.Tensor):
+    """A tensor that memmgr may let go between uses. Made by `memmgr.manage`.
+
+    For what user code or an optimizer holds on to: AdamW's moments, a teacher's outputs, a replay buffer. Activations do
+    not need it. Shapes, dtypes and results are those of the tensor that it was made from; in-place ops change it.
+
+    Known limitations: it takes part in autograd as a leaf that needs no gradient; `data_ptr()` and extensions that take
+    raw pointers do not see it (call `.to_tensor()` first); it costs 10 to 20 us an op.
+    """
+
+    _handle: Any
+    _plain: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> ManagedTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=False,
+        )
+        return self  # type: ignore[no-any-return]
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._plain = tensor.detach()
+        self._handle = None
+        self._let_go()
+
+    # -- the bytes --
+
+    def _take(self) -> torch.Tensor:
+        if self._plain is not None:
+            return self._plain
+        manager = _budget.current()
+        assert self._handle is not None
+        if manager is None:
+            return _shim_native().unpack(self._handle)
+        return manager.native.unpack(self._handle)
+
+    def _let_go(self) -> None:
+        """Hands the bytes over to the manager, if a budget is open."""
+        manager = _budget.current()
+        if manager is None or self._plain is None:
+            return
+        plain, self._plain = self._plain, None
+        with manager.unseen():
+            handle = manager.native.handle(plain)
+        if handle is None:
+            self._plain = plain
+            return
+        handle.cell.managed = True
+        self._handle = handle
+        del plain
+        manager.settle_managed(handle.cell)
+
+    def to_tensor(self) -> torch.Tensor:
+        """An ordinary tensor with these bytes (shared, not copied)."""
+        return self._take()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        raise NotImplementedError("ManagedTensor is not traced")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ManagedTensor({self._take()!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._take().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        used: list[tuple[ManagedTensor, torch.Tensor]] = []
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, ManagedTensor):
+                tensor = value._take()
+                used.append((value, tensor))
+                return tensor
+            return value
+
+        args, kwargs = tree_map(plain, args), tree_map(plain, kwargs or {})
+        out = func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            return out
+        written = {id(tensor): owner for owner, tensor in used}
+        manager = _budget.current()
+        for owner, tensor in used:
+            # The bytes may have changed: a new version of the cell.
+            owner._plain, owner._handle = tensor, None
+
+        def back(value: Any) -> Any:
+            return written.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+        out = tree_map(back, out)
+        del args, kwargs
+        if manager is not None:
+            owners = [owner for owner, _ in used]
+            used.clear()
+            for owner in owners:
+                owner._let_go()
+        return out
+
+
+def _shim_native() -> Any:
+    from . import _shim
+
+    return _shim.load()
+
+
+def manage(tensor: torch.Tensor) -> ManagedTensor:
+    """Hands a tensor over: between uses its bytes live on the tier below, and any op brings them back.
+
+    The caller gives up its own references (`state["exp_avg"] = memmgr.manage(state["exp_avg"])`): while somebody else
+    holds the storage, the bytes stay. Without an open budget the result behaves like the tensor.
+
+    Args:
+        tensor: a dense tensor on the budget's device that needs no gradient.
+
+    Returns:
+        A `ManagedTensor` of the same shape and dtype.
+
+    Raises:
+        TypeError: not a dense tensor.
+        ValueError: it needs a gradient.
+    """
+    if isinstance(tensor, ManagedTensor):
+        return tensor
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        raise TypeError("memmgr.manage takes a dense tensor")
+    if tensor.requires_grad:
+        raise ValueError("memmgr.manage takes tensors that need no gradient: optimizer state, buffers, data")
+    return ManagedTensor(tensor)

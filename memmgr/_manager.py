@@ -1,0 +1,506 @@
+"""One open budget: connects the shim, the recorder, the policies, the tier and the daemon."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank
+
+from ._daemon import Daemon
+from ._errors import BudgetError
+from ._guards import Guards
+from ._recorder import Plain, Recorder, make_mode
+from ._replay import Replayer
+from ._sizes import show_size
+from ._stock import Stock, holders
+
+UNLIMITED = 2**64 - 1
+# Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
+KEPT_SHARE = 0.01
+SAMPLE = 64  # one drop in so many keeps a checksum (rule 7)
+
+
+@dataclass
+class Config:
+    """What `budget(...)` was asked for, parsed."""
+
+    limit_bytes: int
+    device: torch.device
+    host_bytes: int
+    folder: str | None
+    disk_bytes: int
+    policy: Policy
+    verify: bool
+    quiet: bool
+    throttle: int = 0
+    sleep: bool = True
+
+
+@dataclass
+class Pass:
+    """Times of the pass that is under way and of the last one, for the policies' estimates."""
+
+    begun: float = 0.0
+    turned: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    saved_bytes: float = 0.0
+    uses: int = 0
+    unpacks_before: int = 0
+    in_backward: bool = False
+    history: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Manager:
+    """The state of one open budget."""
+
+    def __init__(self, config: Config, native: Any) -> None:
+        self.config = config
+        self.native = native
+        self.device = config.device
+        self.policy = config.policy
+        self.open = False
+        self.proving = config.limit_bytes < UNLIMITED
+        self.replayer = Replayer(native, self)
+        self.recorder = Recorder(native, self)
+        self.guards = Guards(self)
+        self.daemon: Daemon | None = None
+        self.passes = 0
+        self.last = Pass()
+        self._mode_class = make_mode(native)
+        self._tls = threading.local()
+        self._stock: Stock | None = None
+        self._has_tier = False
+        self._probe = (1e9, 1e9, 0.0)
+        self._begun = 0.0
+        self._wall = 0.0
+        self._final: dict[str, Any] | None = None
+        self._torture_turn = 0
+        self._peak_need = 0
+
+    # -- opening and closing --
+
+    def start(self) -> None:
+        """Installs everything; on an error nothing stays behind."""
+        native, config = self.native, self.config
+        self._begun = time.perf_counter()
+        native.reset_counters()
+        stock = self._stock = Stock(native, self.device.type)
+        if stock.bytes > config.limit_bytes:
+            stock.close()
+            raise self._states_too_big(stock.bytes)
+        try:
+            native.configure(
+                on_slow=self.recorder.slow,
+                on_new_kind=self.recorder.first_use if self.proving else None,
+                on_classify=self.recorder.classify,
+                on_missing=self.replayer.materialize,
+                on_rank=self._rank,
+                on_kept=self._kept,
+                on_empty=self._empty,
+                on_oom=self.explain,
+                on_progress=self._progress,
+                on_pack_other=Plain,
+                on_unpack_other=Plain.get,
+                out_of_memory_type=torch.OutOfMemoryError,
+            )
+            native.open_arena(config.limit_bytes, stock.bytes)
+            wants_tier = config.folder is not None and self._director() != "evict"
+            if wants_tier:
+                native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
+                self._has_tier = True
+            may_evict = self._director() != "offload"
+            native.set_options(may_evict, wants_tier, config.verify, SAMPLE)
+            native.set_always_rank(self.policy.torture)
+            self.guards.install()
+            self.open = True
+            native.set_active(True)
+            if self._has_tier:
+                self._measure_link()
+                self.daemon = Daemon(self)
+                self.daemon.start()
+            self._enter_thread()
+            self.last.begun = time.perf_counter()
+        except BaseException:
+            self.close(report=False)
+            raise
+
+    def close(self, report: bool = True) -> None:
+        """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
+        native = self.native
+        was_open, self.open = self.open, False
+        self._leave_thread()
+        if self.daemon is not None:
+            self.daemon.stop()
+            self.daemon = None
+        self.guards.remove()
+        self._wall = time.perf_counter() - self._begun
+        try:
+            if was_open:
+                native.set_always_rank(False)
+                native.disarm_all()
+                # What the graph still needs comes back, outside the budget now.
+                native.set_budget(UNLIMITED)
+                for cell in native.handled():
+                    if not cell.present and not cell.stale and cell.gone:
+                        self.replayer.materialize(cell)
+                native.end_pass()
+        finally:
+            native.set_active(False)
+            self._final = self._collect()
+            native.configure(on_rank=None, on_kept=None, on_empty=None, on_progress=None, on_new_kind=None, on_oom=None)
+            native.forget_all()
+            native.forget_ops()
+            native.close_arena()
+            native.close_tier()
+            if self._stock is not None:
+                self._stock.close()
+        if report and was_open and not self.config.quiet:
+            print(self.summary(), file=sys.stderr)
+
+    def disable_in_child(self) -> None:
+        """In a forked child: hooks and mode stay on the thread's stacks but do nothing."""
+        self.open = False
+        self.native.set_active(False)
+
+    def _director(self) -> str:
+        name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
+        return name.lower()
+
+    # -- the mode and the hooks of a thread --
+
+    def _enter_thread(self) -> None:
+        mode = self._mode_class()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.native.pack, self.native.unpack)
+        mode.__enter__()
+        hooks.__enter__()
+        self._tls.state = [mode, hooks, True]
+
+    def _leave_thread(self) -> None:
+        state = getattr(self._tls, "state", None)
+        if state is None:
+            return
+        self._tls.state = None
+        mode, hooks, mode_in = state
+        hooks.__exit__(None, None, None)
+        if mode_in:
+            mode.__exit__(None, None, None)
+
+    @contextmanager
+    def thread_scope(self) -> Iterator[None]:
+        """A thread that was started inside the context is managed too."""
+        self._enter_thread()
+        try:
+            yield
+        finally:
+            self._leave_thread()
+
+    @contextmanager
+    def hooks_aside(self) -> Iterator[None]:
+        """For torch.func, which refuses to run under saved-tensor hooks."""
+        state = getattr(self._tls, "state", None)
+        if state is None or not self.open:
+            yield
+            return
+        _, hooks, _ = state
+        hooks.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            hooks.__enter__()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Ops of our own, below everything."""
+        from ._replay import _BelowAutograd
+
+        with _BelowAutograd():
+            yield
+
+    def mode_is_out(self) -> bool:
+        state = getattr(self._tls, "state", None)
+        return self.open and state is not None and not state[2]
+
+    def push_mode(self) -> None:
+        state = self._tls.state
+        state[0].__enter__()
+        state[2] = True
+
+    def pop_mode(self) -> None:
+        state = getattr(self._tls, "state", None)
+        if state is not None and state[2]:
+            state[0].__exit__(None, None, None)
+            state[2] = False
+
+    # -- passes --
+
+    @contextmanager
+    def backward_scope(self, *, outermost: bool, create_graph: bool) -> Iterator[None]:
+        """Around every backward; the outermost one ends a pass."""
+        if not outermost:
+            yield
+            return
+        now = time.perf_counter()
+        last = self.last
+        last.turned = now
+        last.in_backward = True
+        counters = self.native.counters()
+        forward = now - last.begun
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if isinstance(error, BudgetError):
+                raise
+            self.explain(error)
+        finally:
+            end = time.perf_counter()
+            last.in_backward = False
+            if self.open:
+                self.passes += 1
+                last.forward_seconds, last.backward_seconds = forward, end - now
+                last.uses = max(1, self.native.counters()["unpacks"] - counters["unpacks"])
+                last.begun = end
+                if not create_graph:
+                    self.native.end_pass()
+
+    # -- what the policies see --
+
+    def reserve_bytes(self, largest: int) -> int:
+        """Room that prefetch leaves for the running op."""
+        return max(int(largest * 1.5), self.config.limit_bytes // 32)
+
+    def seconds_per_use(self) -> float:
+        last = self.last
+        return last.backward_seconds / last.uses if last.uses else 0.0
+
+    def stall_seconds(self) -> float:
+        return float(self.native.counters()["stall_ns"]) * 1e-9
+
+    def _measure_link(self) -> None:
+        """Writes and reads some megabytes: bandwidth, and the processor time that a byte costs (design §5)."""
+        native = self.native
+        size = 16 << 20
+        t0, c0 = time.perf_counter(), time.process_time()
+        written = native.tier_probe(size)
+        if written is None:
+            return
+        wrote, read = written
+        cpu = max(0.0, time.process_time() - c0)
+        del t0
+        self._probe = (size / max(wrote, 1e-9), size / max(read, 1e-9), cpu / (2 * size))
+
+    def link(self) -> Link:
+        """The way to the tier as it is now."""
+        if not self._has_tier:
+            return NO_LINK
+        stats = self.native.tier_stats()
+        write, read, cpu = self._probe
+        if self.config.throttle:
+            write = min(write, float(self.config.throttle))
+            read = min(read, float(self.config.throttle))
+        last = self.last
+        until_turn = 0.0
+        demand = float("inf")
+        if not last.in_backward and last.forward_seconds:
+            until_turn = max(0.0, last.forward_seconds - (time.perf_counter() - last.begun))
+            saved = self.native.pressure()[2] + self.native.pressure()[3]
+            demand = max(1.0, saved / max(1e-6, time.perf_counter() - last.begun))
+        return Link(
+            write_bytes_per_second=write,
+            read_bytes_per_second=read,
+            queued_write_bytes=stats["queued_write_bytes"],
+            queued_read_bytes=stats["queued_read_bytes"],
+            latency_seconds=1e-4,
+            cpu_seconds_per_byte=cpu,
+            demand_bytes_per_second=demand,
+            seconds_until_reads=until_turn,
+        )
+
+    def candidates(self) -> tuple[list[Any], Candidates]:
+        """The cells that could leave now, as columns."""
+        cells, size, stale, cost, chain, component, recomputable, clean, seq = self.native.columns()
+        n = len(cells)
+        sequence = np.frombuffer(seq, dtype=np.int64)
+        staleness = np.frombuffer(stale, dtype=np.float64)
+        last = self.last
+        if last.in_backward:
+            distance = np.maximum(0, self.native.position() - sequence)
+            until = distance * self.seconds_per_use()
+        else:
+            until_turn = max(0.0, last.forward_seconds - (time.perf_counter() - last.begun)) if last.forward_seconds else 0.0
+            distance = (sequence.max() - sequence) if n else sequence
+            until = until_turn + 2.0 * (until_turn + staleness)
+        room = np.full(n, self._has_tier)
+        return cells, Candidates(
+            size_bytes=np.frombuffer(size, dtype=np.int64),
+            staleness_seconds=staleness,
+            cost_seconds=np.frombuffer(cost, dtype=np.float64),
+            chain_seconds=np.frombuffer(chain, dtype=np.float64),
+            component_seconds=np.frombuffer(component, dtype=np.float64),
+            recomputable=np.frombuffer(recomputable, dtype=np.bool_),
+            clean=np.frombuffer(clean, dtype=np.bool_),
+            offloadable=room,
+            next_use=distance.astype(np.int64),
+            seconds_until_use=until,
+        )
+
+    # -- callbacks of the shim --
+
+    def _rank(self, reserve: int) -> int:
+        cells, candidates = self.candidates()
+        if not cells:
+            return 0
+        native = self.native
+        if self.policy.torture:
+            for cell in cells:
+                self._torture_turn ^= 1
+                native.release(cell, 1 + self._torture_turn)
+            return 0
+        link = self.link()
+        need = 2 * reserve
+        ranking = rank(candidates, self.policy.filter, self.policy.director, link, need)
+        native.arm([(cells[i], int(a)) for i, a in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True)])
+        if self._has_tier:
+            resident, budget, *_ = native.pressure()
+            early = plan_writeback(candidates, ranking, link, resident_bytes=resident, budget_bytes=budget)
+            for i in early.order.tolist():
+                native.write_back(cells[i])
+        return ranking.released_bytes(candidates)
+
+    def _progress(self, seq: int) -> None:
+        if self.daemon is not None:
+            self.daemon.wake()
+
+    def _kept(self) -> None:
+        """Roots that only recipes hold: more than a share of what is resident, and the largest are given up."""
+        self._lose_roots(int(self.native.resident() * KEPT_SHARE))
+
+    def _lose_roots(self, cap: int) -> int:
+        native = self.native
+        roots = native.kept_roots()
+        total = sum(cell.nbytes for cell in roots)
+        lost = 0
+        for cell in sorted(roots, key=lambda c: -c.nbytes):
+            if total <= cap:
+                break
+            if native.would_strand(cell):
+                continue  # something that is gone can only be made again with it
+            size = cell.nbytes
+            native.lose(cell)
+            total -= size
+            lost += size
+        return lost
+
+    def _empty(self, want: int) -> int:
+        """The vault is empty: the roots that only recipes hold are the last that can go."""
+        return self._lose_roots(0)
+
+    # -- errors --
+
+    def explain(self, error: BaseException) -> None:
+        """Turns torch's out-of-memory error into ours, with the split and the floor.
+
+        Raises:
+            BudgetError: always.
+        """
+        if isinstance(error, BudgetError):
+            raise error
+        stats = self.native.arena_stats()
+        floor = int(self.native.counters()["floor_bytes"])
+        with self.unseen():
+            kinds, modules = holders(self.native, self.device.type)
+        first = str(error).splitlines()[0]
+        split = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1]))
+        by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
+        raised = BudgetError(
+            f"{first}\nHeld now: {split or 'nothing that Python can see'}."
+            + (f" Parameters and buffers by module: {by_module}." if by_module else "")
+            + f"\nSmallest budget that would have worked so far: {show_size(floor)} ({floor} bytes); the rest of the run "
+            "may need more."
+        )
+        raised.floor_bytes = floor
+        raised.budget_bytes = int(stats.get("budget_bytes", 0))
+        raise raised from error
+
+    def _states_too_big(self, held: int) -> BudgetError:
+        with self.unseen():
+            kinds, modules = holders(self.native, self.device.type)
+        split = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1]))
+        error = BudgetError(
+            f"DefaultCPUAllocator: can't allocate memory: memmgr: {show_size(held)} are on the device already, more than "
+            f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. The smallest budget that could work is "
+            f"larger than {held} bytes."
+        )
+        error.floor_bytes = held
+        error.budget_bytes = self.config.limit_bytes
+        return error
+
+    # -- reports --
+
+    def _collect(self) -> dict[str, Any]:
+        native = self.native
+        n, a, t = native.counters(), native.arena_stats(), native.tier_stats()
+        wall = self._wall or time.perf_counter() - self._begun
+        return {
+            "budget_bytes": self.config.limit_bytes,
+            "resident_bytes.current": native.resident(),
+            "resident_bytes.peak": a.get("resident_peak_bytes", 0),
+            "held_bytes.peak": n["held_peak_bytes"],
+            "floor_bytes": n["floor_bytes"],
+            "unmanaged_peak_bytes": a.get("unmanaged_peak_bytes", 0),
+            "outside_bytes": a.get("outside_bytes", 0),
+            "evictions": n["evictions"],
+            "evicted_bytes": n["evicted_bytes"],
+            "recomputes": self.replayer.recomputes,
+            "recompute_seconds": self.replayer.seconds,
+            "offloads": n["offloads"],
+            "offload_bytes": n["offload_bytes"],
+            "reloads": n["reloads"],
+            "reload_bytes": n["reload_bytes"],
+            "write_backs": n["write_backs"],
+            "clean_drops": n["clean_drops"],
+            "prefetch_hits": n["prefetch_hits"],
+            "prefetch_misses": n["prefetch_misses"],
+            "stall_seconds": n["stall_ns"] * 1e-9,
+            "wall_seconds": wall,
+            "passes": self.passes,
+            "recorded_ops": n["recorded_ops"],
+            "saved_tensors": n["packs"],
+            "reclaims": a.get("reclaims", 0),
+            "committed_bytes.peak": a.get("committed_peak_bytes", 0),
+            "tier_bytes.peak": t.get("used_peak_bytes", 0),
+            "tier_errors": n["tier_errors"],
+            "unranked_releases": n["unranked"],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """The flat dict that `memmgr.stats()` returns."""
+        return dict(self._final) if self._final is not None else self._collect()
+
+    def summary(self) -> str:
+        """One line."""
+        s = self.stats()
+        wall = max(s["wall_seconds"], 1e-9)
+        return (
+            f"memmgr: peak {show_size(s['resident_bytes.peak'])} of {show_size(s['budget_bytes'])} "
+            f"({show_size(s['unmanaged_peak_bytes'])} unmanaged), {s['passes']} passes; evicted {s['evictions']} "
+            f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
+            f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
+            f"of {wall:.1f} s"
+        )
+
+
+def default_folder() -> str:
+    """The system's folder for temporary files."""
+    return os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()

@@ -1,0 +1,318 @@
+"""What happens to ops that are not plain: the slow half of the recorder. The fast half is `allocator/shim/recorder.cpp`.
+
+The mode sees ops below autograd and autocast. With grad mode on they are recorded; with grad mode off only their
+writes matter (design §3, rules 2, 3 and 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _rng
+from ._ops import OPAQUE, PURE, Op, describe
+from ._replay import _BelowAutograd, flat_outputs, run_recipe
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+
+TRUST_NEW, TRUST_YES, TRUST_NO = range(3)
+MAX_PROOFS = 8  # a kind that found no room for its proof so often is left unproven: offload only
+
+
+def make_mode(native: Any) -> type[TorchDispatchMode]:
+    """The dispatch mode class for this shim: its `__torch_dispatch__` is a C++ function."""
+
+    class RecorderMode(TorchDispatchMode):
+        # torch.cond and the like run under the mode as one opaque op, compiled calls stay compiled.
+        supports_higher_order_operators = True
+        __torch_dispatch__ = native.dispatch
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # the wrapper that it would put around a C++ function costs 0.8 us an op
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+    return RecorderMode
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Plain:
+    """A saved tensor that is not managed (sparse, subclass, inference): kept as it is, with autograd's version check."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a saved output with its grad_fn would keep its own node alive.
+        self.tensor = tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def get(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+class Recorder:
+    """The callbacks that the shim calls for unusual ops."""
+
+    def __init__(self, native: Any, manager: Manager) -> None:
+        self._native = native
+        self._manager = manager
+        self._ops: dict[Any, Op] = {}
+        self._proof_attempts: dict[int, int] = {}
+        self.refused: set[str] = set()  # kinds that did not reproduce, by op name, for the report
+
+    # -- classification --
+
+    def classify(self, func: Any) -> tuple[Any, int, bool, tuple[int, ...], tuple[str, ...]]:
+        op = describe(func)
+        self._ops[func] = op
+        mutates = op.writes or op.cls == OPAQUE
+        return op.call, op.cls, mutates, op.written_args, op.written_kwargs
+
+    # -- dispatch --
+
+    def slow(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, cls: int) -> Any:
+        op = self._ops[func]
+        kwargs = kwargs or {}
+        if cls & 16:
+            return self._write_only(op, args, kwargs)
+        if op.cls == OPAQUE or not op.replayable:
+            return self._write_only(op, args, kwargs)
+        if op.batch_norm is not None:
+            return self._batch_norm(op, args, kwargs)
+        if op.storage_op:
+            return self._write_only(op, args, kwargs)
+        if op.writes:
+            return self._in_place(op, args, kwargs)
+        return self._functional(op, args, kwargs)
+
+    def _written(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        if op.cls == OPAQUE and not op.writes:
+            return list(tensors_in([args, kwargs]))  # not known: all count as written (rule 6)
+        found: list[torch.Tensor] = []
+        for i in op.written_args:
+            if i < len(args):
+                found.extend(tensors_in(args[i]))
+        for name in op.written_kwargs:
+            found.extend(tensors_in(kwargs.get(name)))
+        return found
+
+    def before_write(self, tensors: list[torch.Tensor]) -> None:
+        """What still needs the old values is brought back first (rule 3)."""
+        for tensor in tensors:
+            for cell in self._native.would_strand(tensor):
+                self._manager.replayer.materialize(cell)
+
+    def _write_only(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = self._written(op, args, kwargs)
+        self.before_write(written)
+        out = op.call(*args, **kwargs)
+        for tensor in written:
+            self._native.overwritten(tensor, None)
+        return out
+
+    def _functional(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        native = self._native
+        guard = _rng.lock if op.seeded else nullcontext()
+        with guard:
+            drawn = _rng.Drawn(self._generator(op, args, kwargs)) if op.seeded else None
+            recipe = native.record(op.func, args, kwargs)
+            if recipe is None:
+                return op.call(*args, **kwargs)
+            recipe.rng = drawn
+            if op.blank:
+                out = native.call(recipe, op.call, args, kwargs)
+                recipe.trust = TRUST_NO  # undefined contents are never made again for their own sake
+                native.adopt(recipe, out)
+                cell = native.find(out)
+                if cell is not None and cell.recipe is recipe:
+                    cell.blank = True
+                return out
+            if recipe.trust == TRUST_NEW:
+                out = self.first_use(recipe, op.call, args, kwargs)
+            else:
+                out = native.call(recipe, op.call, args, kwargs)
+            native.adopt(recipe, out)
+        native.after_op()
+        return out
+
+    def _generator(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+        device = next((t.device for t in tensors_in([args, kwargs])), None)
+        if device is None:
+            device = torch.device(kwargs.get("device") or "cpu")
+        return _rng.generator_for(op.takes_generator, kwargs, args, device)
+
+    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        native = self._native
+        written = self._written(op, args, kwargs)
+        self.before_write(written)
+        target = args[0] if args and op.written_args == (0,) and isinstance(args[0], torch.Tensor) else None
+        simple = target is not None and len(written) == 1 and type(target) in (torch.Tensor, torch.nn.Parameter)
+        info = native.storage_info(target) if simple else None
+        if info is None:
+            return self._write_only(op, args, kwargs)
+        assert target is not None
+        _, nbytes, whole, _ = info
+        guard = _rng.lock if op.seeded else nullcontext()
+        with guard:
+            drawn = _rng.Drawn(self._generator(op, args, kwargs)) if op.seeded else None
+            recipe: Any = None
+            if op.overwriter and whole and target.storage_offset() == 0:
+                recipe = native.record(op.func, (None, *args[1:]), kwargs)
+                if recipe is not None:
+                    recipe.special = ("fill", nbytes, tuple(target.size()), tuple(target.stride()), target.dtype, target.device)
+            else:
+                old = native.lookup(target)
+                # Without a recipe for what was there, what will be there has none either.
+                if old is not None and old.recipe is not None and not old.blank:
+                    recipe = native.record(op.func, args, kwargs)
+                    if recipe is not None:
+                        recipe.args[0].mutated = True
+                        if any(a is not recipe.args[0] and _shares(native, a, old) for a in recipe.args[1:]):
+                            recipe = None  # reads and writes one storage through two views: not worth a special case
+            if recipe is None:
+                out = op.call(*args, **kwargs)
+                native.overwritten(target, None)
+                return out
+            recipe.rng = drawn
+            kept = recipe if recipe.ok else None
+            # The old bytes are there only now: prove the recipe before the op overwrites them.
+            trial = self._trial(recipe) if kept is not None and recipe.trust == TRUST_NEW else None
+            out = native.call(recipe, op.call, args, kwargs)
+            native.overwritten(target, kept)
+            if trial is not None:
+                self._judge(recipe, [target], trial)
+        native.after_op()
+        return out
+
+    def _batch_norm(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Recorded without its running statistics, so that a replay moves nothing (rule 2)."""
+        native = self._native
+        assert op.batch_norm is not None
+        mean, var, training = op.batch_norm
+        if kwargs or (training is not None and not args[training]) or args[mean] is None:
+            if kwargs:
+                return self._write_only(op, args, kwargs)
+            return self._functional(op, args, kwargs)
+        written = [args[mean], args[var]]
+        self.before_write(written)
+        func, replay_args = op.func, tuple(None if i in (mean, var) else a for i, a in enumerate(args))
+        if op.name == "aten::_native_batch_norm_legit":
+            func = torch.ops.aten._native_batch_norm_legit.no_stats
+            replay_args = (*args[:3], *args[5:])
+        elif op.name == "aten::_batch_norm_with_update":
+            # Takes no absent statistics; what replaces it must be proven like any other op.
+            func = torch.ops.aten._batch_norm_no_update.default
+            replay_args = (args[0], args[1], args[2], None, None, args[5], args[6])
+        recipe = native.record(func, replay_args, {})
+        if recipe is None:
+            return self._write_only(op, args, kwargs)
+        out = native.call(recipe, op.call, args, kwargs)
+        for tensor in written:
+            native.overwritten(tensor, None)
+        if recipe.trust == TRUST_NEW:
+            again = self._trial(recipe)
+            if again is not None:
+                self._judge(recipe, flat_outputs(out), again)
+        native.adopt(recipe, out)
+        native.after_op()
+        return out
+
+    # -- trust (rule 7) --
+
+    def first_use(self, recipe: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs an op of a new kind with its inputs checksummed before and after, then a second time to compare."""
+        native = self._native
+        if not self._manager.proving or self._proof_attempts.get(recipe.kind, 0) >= MAX_PROOFS:
+            return native.call(recipe, call, args, kwargs)
+        inputs = list(tensors_in([args, kwargs or {}]))
+        before = [native.checksum(t) for t in inputs]
+        out = native.call(recipe, call, args, kwargs)
+        changed = [t for t, sum_before in zip(inputs, before, strict=True) if native.checksum(t) != sum_before]
+        if changed:
+            # A write that the schema hides.
+            self._refuse(recipe)
+            recipe.ok = False
+            for tensor in changed:
+                native.overwritten(tensor, None)
+            return out
+        again = self._trial(recipe)
+        if again is not None:
+            self._judge(recipe, flat_outputs(out), again)
+        return out
+
+    def _proof_wanted(self, recipe: Any) -> bool:
+        attempts = self._proof_attempts.get(recipe.kind, 0)
+        if attempts >= MAX_PROOFS or not self._manager.proving:
+            return False
+        self._proof_attempts[recipe.kind] = attempts + 1
+        return True
+
+    def _refuse(self, recipe: Any) -> None:
+        recipe.trust = TRUST_NO
+        self.refused.add(str(recipe.func))
+
+    def _trial(self, recipe: Any) -> list[Any] | None:
+        """What the recipe makes, or None when there is no room for a second result: the kind stays unproven then."""
+        if not self._proof_wanted(recipe):
+            return None
+        native = self._native
+        native.set_no_reclaim(True)
+        try:
+            with _BelowAutograd():
+                return run_recipe(native, recipe)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            native.set_no_reclaim(False)
+
+    def _judge(self, recipe: Any, first: list[Any], again: list[Any]) -> None:
+        same = len(first) == len(again) and all(self._same(a, b) for a, b in zip(first, again, strict=True))
+        if same:
+            recipe.trust = TRUST_YES
+        else:
+            self._refuse(recipe)
+
+    def _same(self, a: Any, b: Any) -> bool:
+        if a is None or b is None:
+            return a is b
+        native = self._native
+        x, y = native.checksum(a), native.checksum(b)
+        if x is None or y is None:
+            return bool(torch.equal(a, b))
+        return bool(x == y)
+
+
+def _shares(native: Any, value: Any, cell: Any) -> bool:
+    if type(value) is native.Ref:
+        return value.cell is cell
+    if isinstance(value, list | tuple):
+        return any(_shares(native, v, cell) for v in value)
+    return False
+
+
+__all__ = ["Plain", "Recorder", "make_mode", "PURE"]

@@ -1,0 +1,209 @@
+"""Recomputation: makes the bytes of an evicted cell again from its recipe (rules 4, 5, 9).
+
+Iterative, so that a chain of ten thousand ops needs no deep stack. What is made on the way is shared, kept while the
+plan still needs it, and handed to those cells that are wanted too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._circumstances import circumstances
+from ._errors import RecomputeError
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+
+C: Any = torch._C
+
+
+class _BelowAutograd:
+    """As it was recorded: below autograd and autocast, no mode, no hooks, no gradient (rule 5)."""
+
+    __slots__ = ("guards", "grad")
+
+    def __enter__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        C._set_grad_enabled(False)
+        self.guards = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
+        for guard in self.guards[1:]:
+            guard.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        for guard in reversed(self.guards[1:]):
+            guard.__exit__(None, None, None)
+        self.guards = ()
+        C._set_grad_enabled(self.grad)
+
+
+class Replayer:
+    """Recomputes cells for one manager.
+
+    Two threads may want cells at once: one lock, so that neither does the other's work again.
+    """
+
+    def __init__(self, native: Any, manager: Manager) -> None:
+        self._native = native
+        self._manager = manager
+        self._lock = threading.RLock()
+        self.recomputes = 0
+        self.seconds = 0.0
+
+    def materialize(self, target: Any) -> None:
+        """Brings `target`'s bytes back, by recomputation or reload, whatever its ancestors need.
+
+        Raises:
+            RecomputeError: something that it needs is gone for good, or came out different.
+            torch.OutOfMemoryError: the budget cannot hold what must be in memory at once.
+        """
+        begun, stalled = time.perf_counter(), self._manager.stall_seconds()
+        with self._lock, _BelowAutograd():
+            self._run(target)
+        self.seconds += max(0.0, time.perf_counter() - begun - (self._manager.stall_seconds() - stalled))
+
+    def _run(self, target: Any) -> None:
+        native = self._native
+        uses: dict[Any, int] = {}  # how many planned ops still want the cell
+        pins: dict[Any, Any] = {}  # bytes made on the way, kept until their last planned use
+        planned: set[int] = set()
+        stack: list[Any] = [target]
+        guard = 0
+        while stack:
+            guard += 1
+            if guard > 10_000_000:
+                raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
+            cell = stack[-1]
+            if cell.present:
+                stack.pop()
+                continue
+            if cell.slot >= 0:
+                if not native.bring_back(cell):
+                    pins[cell] = native.lease(cell)
+                    stack.pop()
+                    continue
+            recipe = cell.recipe
+            if recipe is None or not recipe.ok:
+                raise RecomputeError(
+                    f"memmgr: a tensor of {cell.nbytes} bytes was dropped and its recipe can no longer run "
+                    f"({'no recipe' if recipe is None else recipe.func}); this is a bug in memmgr"
+                )
+            inputs = recipe.inputs
+            if id(recipe) not in planned:
+                planned.add(id(recipe))
+                for parent in inputs:
+                    uses[parent] = uses.get(parent, 0) + 1
+            # Leases keep the inputs from leaving while the op makes room for its outputs.
+            leases = [native.lease(parent) for parent in inputs]
+            missing = [parent for parent, lease in zip(inputs, leases, strict=True) if lease is None]
+            if missing:
+                stack.extend(missing)
+                continue
+            self._execute(recipe, inputs, uses, pins)
+            del leases
+            stack.pop()
+        pins.clear()
+
+    def _execute(self, recipe: Any, inputs: tuple[Any, ...], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
+        native = self._native
+        for parent in inputs:
+            if not parent.fresh:
+                raise RecomputeError(
+                    f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
+                    "the recomputation is refused instead of giving a wrong gradient"
+                )
+            if parent.exposed and parent.checksum is not None:
+                lease = native.lease(parent)
+                if native.checksum(lease) != parent.checksum:
+                    raise RecomputeError(
+                        f"memmgr: memory that another library can write, an input of {recipe.func}, changed between "
+                        "forward and backward; the recomputation is refused instead of giving a wrong gradient"
+                    )
+        outputs = run_recipe(native, recipe, uses)
+        self.recomputes += 1
+        for cell, tensor in zip(recipe.outputs, outputs, strict=False):
+            if cell is None or tensor is None or cell.present:
+                continue
+            wanted = cell.handles > 0
+            planned = uses.get(cell, 0) > 0
+            if not wanted and not planned:
+                continue
+            expected = cell.checksum
+            if expected is not None and native.checksum(tensor) != expected:
+                raise RecomputeError(
+                    f"memmgr: recomputing {recipe.func} gave other bytes than were dropped (rule 7); "
+                    "please report this with the op and its arguments"
+                )
+            native.fill(cell, tensor)
+            if planned:
+                pins[cell] = tensor
+        for parent in inputs:
+            left = uses.get(parent, 1) - 1
+            if left > 0:
+                uses[parent] = left
+            else:
+                uses.pop(parent, None)
+                pins.pop(parent, None)
+
+
+def _restore(native: Any, value: Any, writable: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind is native.Ref:
+        if value.mutated:
+            # The op writes: it gets a private copy of the whole storage (rule 2).
+            copy = native.clone_storage(value.cell)
+            writable[len(writable)] = copy
+            return native.tensor(value, copy)
+        return native.tensor(value)
+    if kind is tuple:
+        return tuple(_restore(native, v, writable) for v in value)
+    if kind is list:
+        return [_restore(native, v, writable) for v in value]
+    return value
+
+
+def flat_outputs(out: Any) -> list[Any]:
+    """The outputs in the order in which the shim numbers them."""
+    if isinstance(out, list | tuple):
+        return [leaf for item in out for leaf in flat_outputs(item)]
+    return [out if isinstance(out, torch.Tensor) else None]
+
+
+def run_recipe(native: Any, recipe: Any, uses: dict[Any, int] | None = None) -> list[Any]:
+    """Runs a recipe whose inputs are present; returns its outputs, flat. For ops that write, the written storage."""
+    writable: dict[int, Any] = {}
+    args = _restore(native, recipe.args, writable)
+    kwargs = {k: _restore(native, v, writable) for k, v in (recipe.kwargs or {}).items()}
+    special = recipe.special
+    blank = None
+    if special is not None and special[0] == "fill":
+        # The op overwrites everything, so what was there before is not needed.
+        _, nbytes, size, stride, dtype, device = special
+        blank = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        view = torch.empty(0, dtype=dtype, device=device).set_(blank.untyped_storage(), 0, size, stride)
+        args = (view, *args[1:])
+    func = recipe.func
+    drawn = recipe.rng
+    with circumstances(native, recipe.env):
+        if drawn is None:
+            out = func(*args, **kwargs)
+        elif any(a.name == "generator" for a in func._schema.arguments):
+            twin = drawn.private()
+            args = tuple(None if isinstance(a, torch.Generator) else a for a in args)
+            kwargs["generator"] = twin
+            position = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), len(args))
+            if position < len(args):
+                args = (*args[:position], twin, *args[position + 1 :])
+                kwargs.pop("generator")
+            out = func(*args, **kwargs)
+        else:
+            with drawn.rewound():
+                out = func(*args, **kwargs)
+    if blank is not None:
+        return [blank]
+    if writable:
+        return list(writable.values())
+    return flat_outputs(out)

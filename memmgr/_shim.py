@@ -1,0 +1,142 @@
+"""Finds the core library, compiles the torch-facing shim once per installed torch, and loads both.
+
+The shim is compiled on the user's machine because it uses torch's C++ headers, whose binary interface changes with
+every release; the result is kept in the user's cache folder under a name made of the sources' and torch's identity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.machinery
+import importlib.resources
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+
+class NoShim(RuntimeError):
+    """The shim cannot be had; the text says why and what to do about it."""
+
+
+_loaded: ModuleType | None = None
+_core: ctypes.CDLL | None = None
+
+
+def core_library() -> Path:
+    """The path of the core library.
+
+    Raises:
+        NoShim: it is not installed.
+    """
+    override = os.environ.get("MEMMGR_CORE_LIB")
+    path = Path(override) if override else Path(str(importlib.resources.files("memmgr") / "libmemmgr_core.so"))
+    if not path.is_file():
+        raise NoShim(f"the core library is missing ({path.name} is not in the package): reinstall memmgr")
+    return path
+
+
+def _sources() -> Path:
+    # In a checkout the sources beside us are the ones that are being edited.
+    checkout = Path(__file__).resolve().parent.parent / "allocator" / "shim"
+    if (checkout / "shim.cpp").is_file():
+        return checkout
+    installed = Path(str(importlib.resources.files("memmgr") / "_shim_src"))
+    if (installed / "shim.cpp").is_file():
+        return installed
+    raise NoShim("the shim's sources are missing from the package: reinstall memmgr")
+
+
+def cache_folder() -> Path:
+    """Where compiled shims are kept: `MEMMGR_CACHE`, else the user's cache folder."""
+    base = os.environ.get("MEMMGR_CACHE")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memmgr"
+
+
+def _compile(sources: Path, target: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if not compiler or not shutil.which(compiler.split()[0]):
+        raise NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
+    python_include = sysconfig.get_paths()["include"]
+    if not (Path(python_include) / "Python.h").is_file():
+        raise NoShim("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
+    torch_root = Path(torch.__file__).parent
+    core_header = sources / "memmgr" / "core.h"
+    include = sources if core_header.is_file() else sources.parent / "include"
+    minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    standard = "c++20" if minor >= (2, 12) else "c++17"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        out = Path(folder) / target.name
+        command = [
+            *compiler.split(),
+            f"-std={standard}",
+            "-O2",
+            "-DNDEBUG",  # torch's headers assert against a release build otherwise
+            "-fPIC",
+            "-shared",
+            "-fvisibility=hidden",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            str(sources / "shim.cpp"),
+            "-o",
+            str(out),
+            f"-I{include}",
+            f"-I{torch_root / 'include'}",
+            f"-I{python_include}",
+            f"-L{torch_root / 'lib'}",
+            "-lc10",
+            "-ltorch_cpu",
+            "-ltorch_python",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise NoShim(f"compiling the shim failed: {errors[0] if errors else 'no message'}")
+        os.replace(out, target)
+
+
+def load() -> ModuleType:
+    """The shim as a module, compiled if this torch has not been seen before.
+
+    Raises:
+        NoShim: no compiler, no headers, or a torch that the shim does not know.
+    """
+    global _loaded, _core
+    if _loaded is not None:
+        return _loaded
+    if os.environ.get("MEMMGR_SHIM") == "0":
+        raise NoShim("MEMMGR_SHIM=0 asks to do without it")
+    core = core_library()
+    sources = _sources()
+    digest = hashlib.sha256()
+    for file in sorted([*sources.glob("*.cpp"), *sources.glob("*.h"), *sources.glob("memmgr/*.h")]):
+        digest.update(file.name.encode() + file.read_bytes())
+    digest.update(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
+    target = cache_folder() / f"shim-{digest.hexdigest()[:20]}" / "_native.so"
+    if not target.is_file():
+        _compile(sources, target)
+    # The shim's calls into the core are resolved through the global symbols of the process.
+    _core = ctypes.CDLL(str(core), mode=ctypes.RTLD_GLOBAL)
+    spec = importlib.util.spec_from_file_location(
+        "memmgr._native", target, loader=importlib.machinery.ExtensionFileLoader("memmgr._native", str(target))
+    )
+    if spec is None or spec.loader is None:
+        raise NoShim(f"cannot load {target}")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.find_payload(torch.zeros(1))
+    except ImportError as error:
+        raise NoShim(str(error)) from error
+    _loaded = module
+    return module

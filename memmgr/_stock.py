@@ -1,0 +1,116 @@
+"""Takes stock: what torch holds on the device before the allocator is in place, and who holds what (design §4)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+
+def live_tensors(device_type: str) -> list[torch.Tensor]:
+    """The plain tensors on the device that Python can see, gradients included.
+
+    Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
+    """
+    found: list[torch.Tensor] = []
+    for thing in gc.get_objects():
+        # type(), not isinstance(): lazy proxies answer isinstance by importing things.
+        if not issubclass(type(thing), torch.Tensor):
+            continue
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            continue
+        try:
+            if thing.device.type != device_type or thing.layout != torch.strided:
+                continue
+            found.append(thing)
+            if thing.is_leaf and thing.grad is not None:
+                found.append(thing.grad)
+        except (RuntimeError, NotImplementedError):
+            continue  # a tensor without storage
+    return found
+
+
+class Stock:
+    """The bytes that were there before: they count against the budget until they are freed."""
+
+    def __init__(self, native: Any, device_type: str) -> None:
+        self._finalizers: list[Any] = []
+        self.bytes = 0
+        seen: set[int] = set()
+        for tensor in live_tensors(device_type):
+            try:
+                storage = tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):
+                continue
+            key = storage._cdata
+            info = native.storage_info(tensor)
+            if key in seen or info is None or info[3]:
+                continue  # what our arena holds is counted there
+            seen.add(key)
+            size = storage.nbytes()
+            if size == 0:
+                continue
+            self.bytes += size
+            finalizer = weakref.finalize(storage, native.add_outside, -size)
+            finalizer.atexit = False
+            self._finalizers.append(finalizer)
+
+    def close(self) -> None:
+        """Stops watching."""
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._finalizers.clear()
+
+
+def holders(native: Any, device_type: str, top: int = 5) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Who holds the resident bytes: by kind, and the largest modules by class name.
+
+    Returns:
+        ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
+        saved for backward, other tensors.
+    """
+    kinds: dict[str, int] = defaultdict(int)
+    modules: dict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+
+    def take(tensor: Any, kind: str) -> int:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != device_type:
+            return 0
+        info = native.storage_info(tensor)
+        if info is None or info[0] in seen:
+            return 0
+        seen.add(info[0])
+        kinds[kind] += info[1]
+        return int(info[1])
+
+    everything = gc.get_objects()
+    for thing in everything:
+        kind = type(thing)
+        if issubclass(kind, torch.nn.Module):
+            for parameter in list(thing.__dict__.get("_parameters", {}).values()):
+                if parameter is not None:
+                    modules[kind.__name__] += take(parameter, "parameters")
+            for buffer in list(thing.__dict__.get("_buffers", {}).values()):
+                if buffer is not None:
+                    modules[kind.__name__] += take(buffer, "buffers")
+    for thing in everything:
+        if issubclass(type(thing), torch.optim.Optimizer):
+            for state in list(getattr(thing, "state", {}).values()):
+                if isinstance(state, dict):
+                    for value in list(state.values()):
+                        take(value, "optimizer state")
+    for thing in everything:
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_leaf and thing.grad is not None:
+            take(thing.grad, "gradients")
+    for cell in native.handled():
+        if cell.present:
+            lease = native.lease(cell)
+            if lease is not None:
+                take(lease, "saved for backward")
+    for tensor in live_tensors(device_type):
+        take(tensor, "other tensors")
+    ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
+    return dict(kinds), ranked[:top]

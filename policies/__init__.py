@@ -1,0 +1,43 @@
+"""What memmgr decides, apart from what it does: pure functions from plain data to plain data.
+
+No torch, no memmgr, no clock, no I/O, no state: the same code runs live, in the simulator and in property tests.
+"""
+
+from .directors import DIRECTORS, Alternate, Auto
+from .filters import FILTERS, DtrOptions, Price
+from .prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
+from .rank import rank
+from .registry import POLICIES, Policy, parse_policy
+from .tuner import PassSample, next_bias
+from .types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking, reverse_order_seconds
+from .writeback import Watermarks, WriteBack, plan_writeback
+
+__all__ = [
+    "DIRECTORS",
+    "FILTERS",
+    "NO_LINK",
+    "POLICIES",
+    "PREFETCHERS",
+    "Action",
+    "Alternate",
+    "Auto",
+    "Candidates",
+    "Director",
+    "DtrOptions",
+    "Filter",
+    "Link",
+    "PassSample",
+    "Policy",
+    "Prefetcher",
+    "Price",
+    "Ranking",
+    "Upcoming",
+    "Watermarks",
+    "WriteBack",
+    "fifo",
+    "next_bias",
+    "parse_policy",
+    "plan_writeback",
+    "rank",
+    "reverse_order_seconds",
+]

@@ -1,0 +1,184 @@
+"""The C ABI of ``libmemmgr_core.so`` for the tests, by ctypes. Mirrors ``memmgr/core.h``; nothing else is known here."""
+
+from __future__ import annotations
+
+import ctypes as c
+import importlib.resources
+import os
+from pathlib import Path
+
+UNLIMITED = 2**64 - 1
+KIB = 1024
+MIB = 1024 * 1024
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+RECLAIM_FN = c.CFUNCTYPE(c.c_uint64, c.c_void_p, c.c_uint64, c.c_uint64, c.c_int)
+BLOCK_FN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_uint64, c.c_uint64, c.c_int)
+
+FREE, LIVE, HOLE = 0, 1, 2  # the states of a walk
+
+
+class ArenaStats(c.Structure):
+    _fields_ = [
+        (name, c.c_uint64)
+        for name in (
+            "budget_bytes outside_bytes live_bytes live_peak_bytes resident_peak_bytes requested_bytes committed_bytes"
+            " committed_peak_bytes live_blocks free_bytes largest_free_bytes allocations frees reclaims"
+            " reclaims_contiguity reclaim_nanoseconds failures small_blocks unmanaged_peak_bytes"
+        ).split()
+    ]
+
+
+class TierStats(c.Structure):
+    _fields_ = [
+        (name, c.c_uint64)
+        for name in (
+            "capacity_bytes used_bytes used_peak_bytes file_bytes written_bytes read_bytes write_nanoseconds"
+            " read_nanoseconds queued_write_bytes queued_read_bytes writes reads errors"
+        ).split()
+    ] + [("direct", c.c_int32)]
+
+
+_SIGNATURES = {
+    "mm_abi_version": (c.c_int, []),
+    "mm_arena_create": (c.c_void_p, [c.c_uint64, c.c_uint64, c.c_char_p, c.c_size_t]),
+    "mm_arena_destroy": (c.c_int, [c.c_void_p]),
+    "mm_arena_set_reclaim": (None, [c.c_void_p, RECLAIM_FN, c.c_void_p]),
+    "mm_arena_set_budget": (None, [c.c_void_p, c.c_uint64]),
+    "mm_arena_set_outside": (None, [c.c_void_p, c.c_uint64]),
+    "mm_arena_add_outside": (None, [c.c_void_p, c.c_int64]),
+    "mm_arena_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t]),
+    "mm_arena_try_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_uint64]),
+    "mm_arena_block_bytes": (c.c_size_t, [c.c_void_p, c.c_void_p]),
+    "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
+    "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
+    "mm_arena_trim": (c.c_uint64, [c.c_void_p, c.c_uint64]),
+    "mm_arena_after_fork_in_child": (None, [c.c_void_p]),
+    "mm_arena_stats_get": (None, [c.c_void_p, c.POINTER(ArenaStats)]),
+    "mm_arena_reset_peak": (None, [c.c_void_p]),
+    "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
+    "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
+    "mm_arena_budget": (c.c_uint64, [c.c_void_p]),
+    "mm_arena_walk": (None, [c.c_void_p, BLOCK_FN, c.c_void_p]),
+    "mm_arena_check": (c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
+    "mm_tier_open": (c.c_void_p, [c.c_char_p, c.c_uint64, c.c_uint64, c.c_int, c.c_char_p, c.c_size_t]),
+    "mm_tier_close": (None, [c.c_void_p]),
+    "mm_tier_write": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
+    "mm_tier_write_now": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
+    "mm_tier_read": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
+    "mm_tier_read_now": (c.c_int, [c.c_void_p, c.c_int64, c.c_void_p]),
+    "mm_tier_poll": (c.c_int, [c.c_void_p, c.c_int64]),
+    "mm_tier_wait": (c.c_int, [c.c_void_p, c.c_int64]),
+    "mm_tier_free": (None, [c.c_void_p, c.c_int64]),
+    "mm_tier_stats_get": (None, [c.c_void_p, c.POINTER(TierStats)]),
+    "mm_tier_inject": (None, [c.c_void_p, c.c_int, c.c_int, c.c_int, c.c_int]),
+}
+
+
+def library_path() -> Path | None:
+    """``MEMMGR_CORE_LIB``, else the installed library, else None."""
+    if "MEMMGR_CORE_LIB" in os.environ:
+        return Path(os.environ["MEMMGR_CORE_LIB"])
+    try:
+        found = importlib.resources.files("memmgr") / "libmemmgr_core.so"
+    except ModuleNotFoundError:
+        return None
+    return Path(str(found)) if found.is_file() else None
+
+
+def load() -> c.CDLL:
+    path = library_path()
+    if path is None:
+        raise FileNotFoundError("libmemmgr_core.so is not installed and MEMMGR_CORE_LIB is not set")
+    library = c.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+class Arena:
+    """An arena that is checked after every call that changes it."""
+
+    def __init__(self, library: c.CDLL, budget: int = UNLIMITED, reserve: int = 0):
+        self.library = library
+        error = c.create_string_buffer(200)
+        self.handle = library.mm_arena_create(budget, reserve, error, len(error))
+        if not self.handle:
+            raise MemoryError(error.value.decode())
+        self._reclaim = RECLAIM_FN()
+
+    def alloc(self, size: int) -> int | None:
+        return self._checked(self.library.mm_arena_alloc(self.handle, size))
+
+    def try_alloc(self, size: int, keep_free: int = 0) -> int | None:
+        return self._checked(self.library.mm_arena_try_alloc(self.handle, size, keep_free))
+
+    def free(self, address: int) -> None:
+        self._checked(self.library.mm_arena_free(self.handle, address))
+
+    def trim(self, keep: int = 0) -> int:
+        return self._checked(self.library.mm_arena_trim(self.handle, keep))
+
+    def set_budget(self, size: int) -> None:
+        self._checked(self.library.mm_arena_set_budget(self.handle, size))
+
+    def set_outside(self, size: int) -> None:
+        self._checked(self.library.mm_arena_set_outside(self.handle, size))
+
+    def on_reclaim(self, function) -> None:
+        """``function(need, request, attempt) -> released``."""
+        self._reclaim = RECLAIM_FN(lambda _user, need, request, attempt: function(need, request, attempt))
+        self.library.mm_arena_set_reclaim(self.handle, self._reclaim, None)
+
+    def block_bytes(self, address: int) -> int:
+        return self.library.mm_arena_block_bytes(self.handle, address)
+
+    @property
+    def stats(self) -> ArenaStats:
+        out = ArenaStats()
+        self.library.mm_arena_stats_get(self.handle, out)
+        return out
+
+    def walk(self) -> list[tuple[int, int, int]]:
+        """(offset, bytes, state) in address order."""
+        pieces: list[tuple[int, int, int]] = []
+        visit = BLOCK_FN(lambda _user, offset, size, state: pieces.append((offset, size, state)) or 0)
+        self.library.mm_arena_walk(self.handle, visit, None)
+        return pieces
+
+    def check(self) -> str:
+        error = c.create_string_buffer(300)
+        result = self.library.mm_arena_check(self.handle, error, len(error))
+        return error.value.decode() if result else ""
+
+    def destroy(self) -> int:
+        return self.library.mm_arena_destroy(self.handle)
+
+    def _checked(self, result):
+        wrong = self.check()
+        assert not wrong, wrong
+        return result
+
+
+class Tier:
+    def __init__(self, library: c.CDLL, folder: Path, capacity: int = 0, bytes_per_second: int = 0, workers: int = 0):
+        self.library = library
+        error = c.create_string_buffer(200)
+        self.handle = library.mm_tier_open(os.fsencode(folder), capacity, bytes_per_second, workers, error, len(error))
+        if not self.handle:
+            raise OSError(error.value.decode())
+
+    def close(self) -> None:
+        self.library.mm_tier_close(self.handle)
+
+    def __getattr__(self, name: str):
+        function = getattr(self.library, f"mm_tier_{name}")
+        return lambda *arguments: function(self.handle, *arguments)
+
+    @property
+    def stats(self) -> TierStats:
+        out = TierStats()
+        self.library.mm_tier_stats_get(self.handle, out)
+        return out

@@ -1,0 +1,28 @@
+"""Shared set-up of the exactness suite."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than about five seconds")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen_heap() -> None:
+    """Each run collects garbage first; what the imports made is no garbage and need not be walked 500 times."""
+    import torch._dynamo  # noqa: F401
+    import transformers  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memmgr() -> None:
+    if importlib.util.find_spec("memmgr") is None or importlib.util.find_spec("memmgr").origin is None:
+        pytest.fail("memmgr is not installed: pip install -e . --no-build-isolation")

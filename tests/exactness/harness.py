@@ -1,0 +1,339 @@
+"""Run a training function without and with memmgr, and compare everything that it leaves behind, bit for bit.
+
+A *case* is a function ``fn(seed, scope) -> Record``.  ``scope`` makes the context manager that belongs around the training
+loop: a budget, or nothing.  The harness enters the budget in one of two places, because users do both:
+
+``loop``    the model is built outside and only the loop runs under the budget (the four-line example of the README);
+``inside``  building, training and collecting all happen under the budget.
+
+Results are kept as Python ``bytes``, never as tensors: they neither count against a budget nor can they be aliases of
+something that changes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+HUGE_BYTES = 8 << 30
+"""A budget that no case of this suite comes near: what is measured under it is what the case needs unmanaged."""
+
+Scope = Callable[[], Any]
+
+
+class Bits(NamedTuple):
+    """One result, in a form that compares bit for bit (NaN equals the same NaN, -0.0 differs from 0.0)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def bits(value: Any) -> Bits:
+    """Copy a tensor, number or string out of torch's memory."""
+    if isinstance(value, torch.Tensor):
+        t = value.detach()
+        if t.layout == torch.sparse_coo:
+            t = t.coalesce()
+            index, values = bits(t.indices()), bits(t.values())
+            return Bits("sparse:" + values.dtype, tuple(t.shape), index.data + b"|" + values.data)
+        if hasattr(t, "to_local") and type(t) is not torch.Tensor and not isinstance(t, torch.nn.Parameter):
+            t = t.to_local()  # DTensor: each rank compares its own shard
+        t = t.resolve_conj().resolve_neg()
+        shape = tuple(t.shape)
+        dtype = str(t.dtype)
+        flat = t.contiguous().reshape(-1)
+        if flat.numel() == 0:
+            return Bits(dtype, shape, b"")
+        if flat.dtype == torch.bool:
+            flat = flat.view(torch.uint8)
+        return Bits(dtype, shape, flat.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, bool | int | str | type(None)):
+        return Bits(type(value).__name__, (), repr(value).encode())
+    if isinstance(value, float):
+        return Bits("float", (), struct.pack("<d", value))
+    raise TypeError(f"cannot record a {type(value)}")
+
+
+class Record(dict[str, Bits]):
+    """What a run leaves behind: name -> bits, in the order in which it happened."""
+
+    def put(self, name: str, value: Any) -> None:
+        if name in self:
+            raise KeyError(f"recorded twice: {name}")
+        self[name] = bits(value)
+
+    def losses(self, value: Any) -> None:
+        """Append the next loss (or any other value) of the loop."""
+        self.put(f"loss[{sum(k.startswith('loss[') for k in self)}]", value)
+
+    def model(self, model: torch.nn.Module, name: str = "model") -> None:
+        for key, p in model.named_parameters(remove_duplicate=False):
+            self.put(f"{name}.{key}", p)
+            self.put(f"{name}.{key}.grad", p.grad)
+        for key, b in model.named_buffers(remove_duplicate=False):
+            self.put(f"{name}.{key} (buffer)", b)
+
+    def optimizer(self, opt: torch.optim.Optimizer, name: str = "optimizer") -> None:
+        for index, state in opt.state_dict()["state"].items():
+            for key, value in state.items():
+                self.put(f"{name}[{index}].{key}", value)
+
+    def rng(self) -> None:
+        """The default generator's state, and the next numbers drawn from it."""
+        self.put("rng_state", torch.get_rng_state())
+        self.put("python_random", random.random())
+        self.put("numpy_random", float(np.random.random()))
+
+
+def differences(want: Record, got: Record) -> list[str]:
+    """One line per entry that differs; empty when the two runs are the same bits."""
+    lines = [f"{k}: only unmanaged" for k in want if k not in got]
+    lines += [f"{k}: only managed" for k in got if k not in want]
+    for key in want:
+        if key not in got or want[key] == got[key]:
+            continue
+        a, b = want[key], got[key]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{key}: {a.dtype}{list(a.shape)} became {b.dtype}{list(b.shape)}")
+            continue
+        where = [i for i, (x, y) in enumerate(zip(a.data, b.data, strict=False)) if x != y]
+        lines.append(f"{key}: {a.dtype}{list(a.shape)}, {len(where)} of {len(a.data)} bytes differ, first at byte {where[0] if where else min(len(a.data), len(b.data))}"
+                     + (f" ({_scalar(a)} became {_scalar(b)})" if a.shape == () else ""))
+    return lines
+
+
+def _scalar(b: Bits) -> Any:
+    if b.dtype == "torch.float32":
+        return struct.unpack("<f", b.data)[0]
+    if b.dtype in ("float", "torch.float64"):
+        return struct.unpack("<d", b.data)[0]
+    return b.data
+
+
+# --- global state (rule 10) -------------------------------------------------------------------------------------------
+
+_PATCHABLE = [
+    (torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.Tensor, "__dlpack__"), (torch.Tensor, "backward"),
+    (torch.UntypedStorage, "data_ptr"), (torch.UntypedStorage, "resize_"), (torch.autograd, "backward"), (torch.autograd, "grad"),
+    (torch.autograd.graph, "_engine_run_backward"), (threading.Thread, "start"), (threading.Thread, "run"), (torch, "set_rng_state"),
+]
+
+
+def global_state() -> dict[str, Any]:
+    """Everything outside the caller's own objects that a context could leave changed."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    state: dict[str, Any] = {
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "saved tensor hooks": hooks,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        "threads of an op": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "default dtype": torch.get_default_dtype(),
+        "denormals": bool((torch.tensor([1e-40]) * 1.0).ne(0).item()),
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "files": _open_files(),
+    }
+    for owner, name in _PATCHABLE:
+        if name in vars(owner) or hasattr(owner, name):
+            state[f"{getattr(owner, '__name__', owner)}.{name}"] = getattr(owner, name)
+    return state
+
+
+def _open_files() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith(("pipe:", "socket:", "/dev/", "anon_inode:", "/proc/")):
+                found[fd] = target
+    return found
+
+
+def assert_left_clean(before: dict[str, Any]) -> None:
+    """Rule 10: leaving the context leaves no threads, no files and no changed global."""
+    after = global_state()
+    deadline = time.monotonic() + 1.0
+    while after["threads"] != before["threads"] and time.monotonic() < deadline:  # a thread pool of a case may still wind down
+        time.sleep(0.02)
+        after = global_state()
+    changed = {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+    assert not changed, "leaving the context left changed: " + "; ".join(f"{k}: {a!r} -> {b!r}" for k, (a, b) in changed.items())
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+CaseFunction = Callable[[int, Scope], Record]
+
+
+def _reset(seed: int) -> None:
+    gc.collect()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def unmanaged(fn: CaseFunction, seed: int = 0) -> Record:
+    _reset(seed)
+    return fn(seed, contextlib.nullcontext)
+
+
+@dataclass
+class Managed:
+    """What a managed run left behind, and what memmgr said about it."""
+
+    record: Record
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def managed(fn: CaseFunction, limit: int | str = HUGE_BYTES, policy: str = "auto", *, seed: int = 0, place: str = "loop", **options: Any) -> Managed:
+    """Run ``fn`` under a budget; checks rule 10 and the budget itself as it goes."""
+    import memmgr
+
+    _reset(seed)
+    before = global_state()
+    managers: list[Any] = []
+
+    @contextlib.contextmanager
+    def budget() -> Iterator[Any]:
+        with memmgr.budget(limit, policy=policy, quiet=True, **options) as mm:
+            managers.append(mm)
+            yield mm
+
+    if place == "loop":
+        record = fn(seed, budget)
+    else:
+        with budget():
+            record = fn(seed, contextlib.nullcontext)
+    assert managers, "the case never entered its scope"
+    stats = dict(managers[-1].stats())
+    managers.clear()
+    gc.collect()
+    assert stats["resident_bytes.peak"] <= stats["budget_bytes"], (
+        f"peak {stats['resident_bytes.peak']:,} passed the budget {stats['budget_bytes']:,}")
+    assert_left_clean(before)
+    return Managed(record, stats)
+
+
+def assert_same(want: Record, got: Record, label: str) -> None:
+    lines = differences(want, got)
+    if lines:
+        raise AssertionError(f"{label}: {len(lines)} of {len(want)} entries differ\n  " + "\n  ".join(lines[:12]))
+
+
+@dataclass
+class Need:
+    """What a case needs: measured once, under a budget that does not bind."""
+
+    reference: Record
+    peak_bytes: int
+    floor_bytes: int
+    stats: dict[str, Any]
+
+    def limit(self, share: float) -> int:
+        """``share`` of the unmanaged peak, or 1.1 x the floor if that is higher."""
+        return max(int(self.peak_bytes * share), int(self.floor_bytes * 1.1) + 512)
+
+
+_references: dict[tuple[Any, int], Record] = {}
+_needs: dict[tuple[Any, int, str], Need] = {}
+
+
+def reference(fn: CaseFunction, seed: int = 0) -> Record:
+    """The unmanaged run, made once; a second run must agree with it, or comparing proves nothing."""
+    key = (fn, seed)
+    if key not in _references:
+        first, second = unmanaged(fn, seed), unmanaged(fn, seed)
+        assert_same(first, second, "the unmanaged run is not deterministic, so this case cannot judge anything")
+        _references[key] = first
+    return _references[key]
+
+
+def need(fn: CaseFunction, seed: int = 0, place: str = "loop") -> Need:
+    key = (fn, seed, place)
+    if key not in _needs:
+        want = reference(fn, seed)
+        got = managed(fn, HUGE_BYTES, "auto", seed=seed, place=place)
+        assert_same(want, got.record, "under a budget that does not bind")
+        _needs[key] = Need(want, int(got.stats["unmanaged_peak_bytes"]), int(got.stats["floor_bytes"]), got.stats)
+        assert 0 < _needs[key].floor_bytes <= _needs[key].peak_bytes, f"floor {_needs[key].floor_bytes:,}, unmanaged peak {_needs[key].peak_bytes:,}"
+    return _needs[key]
+
+
+MODES = ("torture", "auto@100", "auto@75", "auto@50")
+_PLACES = {"torture": "inside", "auto@100": "loop", "auto@75": "inside", "auto@50": "loop"}
+
+
+def check(fn: CaseFunction, mode: str, *, seed: int = 0, moves: bool = True, **options: Any) -> Managed:
+    """Run a case in one mode (``policy`` or ``policy@percent of the unmanaged peak``) and compare.
+
+    Args:
+        moves: the case saves activations that memmgr can let go of, so a run that neither evicted nor offloaded anything
+            under ``torture`` (or below what it needs) tested nothing, and fails.
+    """
+    place = _PLACES.get(mode, "loop")
+    policy, _, percent = mode.partition("@")
+    if not percent:
+        want, limit = reference(fn, seed), HUGE_BYTES
+        binding = policy == "torture"
+    else:
+        measured = need(fn, seed, place)
+        want, limit = measured.reference, measured.limit(int(percent) / 100)
+        binding = limit < 0.98 * measured.peak_bytes
+    got = managed(fn, limit, policy, seed=seed, place=place, **options)
+    assert_same(want, got.record, mode)
+    if moves and binding:
+        moved = got.stats["evictions"] + got.stats["offloads"]
+        assert moved > 0, f"{mode}: nothing was evicted or offloaded, so nothing was tested: {got.stats}"
+    return got
+
+
+# --- outcomes: same bits, or the same error ---------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """A run's record, or the error that ended it."""
+
+    record: Record | None
+    error: BaseException | None
+
+    def same_as(self, other: Outcome, label: str) -> None:
+        if self.error is not None or other.error is not None:
+            a, b = _error(self.error), _error(other.error)
+            assert a == b, f"{label}: unmanaged {a or 'runs'}, managed {b or 'runs'}"
+            return
+        assert self.record is not None and other.record is not None
+        assert_same(self.record, other.record, label)
+
+
+def _error(e: BaseException | None) -> str:
+    """An error's type and its first words; sizes and versions differ in nothing that matters."""
+    if e is None:
+        return ""
+    return f"{type(e).__name__}: {str(e)[:80]}"
+
+
+def outcome(run: Callable[[], Record | Managed]) -> Outcome:
+    try:
+        result = run()
+    except Exception as e:
+        e.__traceback__ = None
+        return Outcome(None, e)
+    return Outcome(result.record if isinstance(result, Managed) else result, None)

@@ -1,0 +1,241 @@
+"""Prefetchers, write-back, the tuner and names."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memmgr.policies import (
+    DIRECTORS,
+    FILTERS,
+    POLICIES,
+    PREFETCHERS,
+    Action,
+    Auto,
+    Candidates,
+    Link,
+    PassSample,
+    Ranking,
+    Upcoming,
+    Watermarks,
+    fifo,
+    next_bias,
+    parse_policy,
+    plan_writeback,
+    rank,
+)
+from memmgr.policies.prefetchers import Bandwidth, Fifo
+
+LINK = Link(1e9, 1e9)
+
+# -- prefetchers -----------------------------------------------------------------------------------------------------
+
+SIZES = st.lists(st.integers(0, 10**6), max_size=60)
+
+
+@settings(deadline=None)
+@given(
+    sizes=SIZES,
+    gaps=st.lists(st.integers(0, 5), min_size=60, max_size=60),
+    headroom=st.integers(-(10**6), 10**7),
+    pace=st.sampled_from([0.0, 1e-4, 1e-2]),
+    flight=st.integers(0, 10**7),
+    bandwidth=st.sampled_from([0.0, 1e6, 1e9]),
+    prefetch=st.sampled_from([*PREFETCHERS.values(), fifo(1), Bandwidth(0.0, 0)]),
+)
+def test_a_prefix_that_fits(sizes, gaps, headroom, pace, flight, bandwidth, prefetch) -> None:  # type: ignore[no-untyped-def]
+    upcoming = Upcoming.build(sizes, np.cumsum(gaps[: len(sizes)]))
+    picked = prefetch(upcoming, Link(bandwidth, bandwidth), headroom, pace, flight)
+    assert picked.tolist() == list(range(len(picked)))
+    assert upcoming.size_bytes[picked].sum() <= max(headroom, 0)
+    if headroom < 0:
+        assert len(picked) == 0
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, headroom=st.integers(0, 10**7), more=st.integers(0, 10**7))
+def test_more_headroom_never_fetches_less(sizes: list[int], headroom: int, more: int) -> None:
+    up = Upcoming.build(sizes)
+    for prefetch in PREFETCHERS.values():
+        one, two = (len(prefetch(up, LINK, h, 1e-4, 0)) for h in (headroom, headroom + more))
+        assert one <= two
+
+
+def test_bandwidth_fetches_no_earlier_than_is_safe_and_no_later() -> None:
+    up = Upcoming.build([10**6] * 100)  # 1 ms each at 1 GB/s
+    prefetch = Bandwidth(caution=0.0, ahead_uses=0)
+    # needed every 10 ms: one at a time; unknown pace: all that fit
+    assert prefetch(up, LINK, 10**9, 10e-3, 0).tolist() == [0]
+    assert len(prefetch(up, LINK, 10**9, 0.0, 0)) == 100
+    assert len(prefetch(up, LINK, 5 * 10**6, 0.0, 0)) == 5
+    # the link is slower than use: everything is urgent
+    assert len(prefetch(up, Link(1e8, 1e8), 10**9, 1e-3, 0)) == 100
+    # a burst far ahead makes what comes before it urgent too
+    burst = Upcoming.build([10**6] * 100, [0, 20, *[21] * 98])
+    assert len(prefetch(burst, LINK, 10**9, 1e-3, 0)) == 100
+    assert prefetch(up, Link(1e9, 0.0), 10**9, 0.0, 0).tolist() == []
+
+
+def test_fifo_is_delta_s_five_and_asking_twice_does_not_run_ahead() -> None:
+    up = Upcoming.build([10] * 20)
+    assert len(PREFETCHERS["fifo"](up, LINK, 10**6, 0.0, 0)) == 5
+    rest = Upcoming.build([10] * 15, np.arange(5, 20))
+    assert len(PREFETCHERS["fifo"](rest, LINK, 10**6, 0.0, 50)) == 0
+    assert len(PREFETCHERS["off"](up, LINK, 10**6, 0.0, 0)) == 0
+    with pytest.raises(ValueError, match="off"):
+        fifo(0)
+
+
+@pytest.mark.parametrize(("size", "distance"), [([1, 2], [1]), ([1, 2], [2, 1]), ([-1], [0])])
+def test_bad_upcoming(size: list[int], distance: list[int]) -> None:
+    with pytest.raises(ValueError):
+        Upcoming.build(size, distance)
+
+
+# -- write-back ------------------------------------------------------------------------------------------------------
+
+CELLS = st.lists(st.tuples(st.integers(1, 100), st.booleans(), st.booleans(), st.booleans()), max_size=30)
+
+
+@settings(deadline=None)
+@given(
+    cells=CELLS,
+    resident=st.integers(0, 3000),
+    budget=st.integers(1, 3000),
+    queued=st.integers(0, 500),
+    d=st.sampled_from(sorted(DIRECTORS)),
+)
+def test_writeback_writes_dirty_offloads_down_to_the_mark(cells, resident, budget, queued, d) -> None:  # type: ignore[no-untyped-def]
+    size, recomputable, clean, room = zip(*cells, strict=True) if cells else ((), (), (), ())
+    c = Candidates.build(
+        np.array(size, np.int64),
+        cost_seconds=1.0,
+        recomputable=np.array(recomputable, bool),
+        clean=np.array(clean, bool),
+        offloadable=np.array(room, bool),
+    )
+    link = Link(1000.0, 1000.0, queued_write_bytes=queued)
+    ranking = rank(c, FILTERS["lru"], DIRECTORS[d], link)
+    marks = Watermarks(0.5, 0.8, 0.1)
+    plan = plan_writeback(c, ranking, link, resident_bytes=resident, budget_bytes=budget, watermarks=marks)
+    assert plan.total_bytes == c.size_bytes[plan.order].sum()
+    action = dict(zip(ranking.order.tolist(), ranking.action.tolist(), strict=True))
+    assert all(action[i] == Action.OFFLOAD and not c.clean[i] for i in plan.order.tolist())
+    goal = resident - 0.5 * budget
+    if goal <= 0:
+        assert len(plan.order) == 0
+    if len(plan.order):
+        assert queued + plan.total_bytes - c.size_bytes[plan.order[-1]] < goal
+        if resident < 0.8 * budget:
+            assert queued + plan.total_bytes <= 100 or (queued == 0 and len(plan.order) == 1)
+    elif goal > 0 and queued == 0:
+        # nothing to write: the head of the ranking down to the mark can leave at once
+        before = 0
+        for i in ranking.order.tolist():
+            if before >= goal:
+                break
+            assert action[i] == Action.EVICT or c.clean[i]
+            before += int(c.size_bytes[i])
+
+
+def test_writeback_opens_up_at_the_high_mark() -> None:
+    c = Candidates.build(np.full(100, 10))
+    everything = Ranking(np.arange(100), np.full(100, Action.OFFLOAD, dtype=np.int8))
+    link = Link(1000.0, 1000.0)
+    marks = Watermarks(0.5, 0.8, queue_seconds=0.05)
+    trickle = plan_writeback(c, everything, link, resident_bytes=790, budget_bytes=1000, watermarks=marks)
+    flood = plan_writeback(c, everything, link, resident_bytes=1000, budget_bytes=1000, watermarks=marks)
+    assert trickle.total_bytes == 50
+    assert flood.total_bytes == 500
+    with pytest.raises(ValueError, match="watermarks"):
+        Watermarks(0.9, 0.5)
+
+
+# -- tuner -----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(times=st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3), passes=st.integers(0, 30))
+def test_the_tuner_settles_on_the_fastest(times: list[float], passes: int) -> None:
+    biases = (1.0, math.inf, 0.0)
+    seconds = dict(zip(biases, times, strict=True))
+    samples: list[PassSample] = []
+    for _ in range(6 + passes):
+        bias = next_bias(samples, biases=biases)
+        samples.append(PassSample(bias, seconds[bias]))
+    assert seconds[next_bias(samples, biases=biases)] * 0.99 <= min(times)
+    assert all(sum(s.bias == b for s in samples[:6]) <= 2 + passes + 6 for b in biases)
+    slow = [b for b in biases if seconds[b] > 2 * min(times)]
+    assert all(sum(s.bias == b for s in samples) <= 2 for b in slow)
+
+
+def test_the_model_wins_ties() -> None:
+    biases = (1.0, math.inf)
+    samples = [PassSample(1.0, 1.0), PassSample(1.0, 1.005), PassSample(math.inf, 0.995), PassSample(math.inf, 1.1)]
+    assert next_bias(samples, biases=biases) == 1.0
+    assert next_bias([*samples, PassSample(math.inf, 0.9)], biases=biases) == math.inf
+    with pytest.raises(ValueError, match="bias"):
+        Auto(-1.0)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_has_a_name() -> None:
+    for f in FILTERS:
+        for d in DIRECTORS:
+            for p in PREFETCHERS:
+                for text in (
+                    f"{f}+{d}+{p}",
+                    f"filter:{f},director:{d},prefetch:{p}",
+                    f"prefetch={p}, director={d},filter={f}",
+                ):
+                    policy = parse_policy(text)
+                    assert (policy.filter, policy.director, policy.prefetcher) == (
+                        FILTERS[f],
+                        DIRECTORS[d],
+                        PREFETCHERS[p],
+                    )
+                    assert not policy.torture
+            assert parse_policy(f"{f}+{d}").director is DIRECTORS[d]
+
+
+def test_names_alone() -> None:
+    for name, policy in POLICIES.items():
+        assert parse_policy(name) is policy
+    assert [n for n, p in POLICIES.items() if p.torture] == ["torture"]
+    for name, director in (
+        ("dtr", "evict"),
+        ("dtr_eq", "evict"),
+        ("msps", "evict"),
+        ("lru", "auto"),
+        ("largest", "auto"),
+    ):
+        assert parse_policy(name).director is DIRECTORS[director]
+        assert parse_policy(name).filter is FILTERS[name]
+    assert parse_policy(" DTR-eq ").filter is FILTERS["dtr_eq"]
+    assert parse_policy("prefetch:fifo(7)").prefetcher == Fifo(7)
+    assert parse_policy("prefetch:off").director is DIRECTORS["auto"]
+    assert parse_policy("auto").tunable and not parse_policy("evict").tunable
+
+
+BAD_NAMES = "fast|dtr+|+evict|dtr+evict+off+off|filter:dtr,filter:lru|filter|director:|filter:x|fifo0|lru+offload+fifo0"
+
+
+@pytest.mark.parametrize("text", [*BAD_NAMES.split("|"), "", "speed:9", "torture+evict", None, 3])
+def test_a_bad_name_is_told_what_would_do(text: object) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_policy(text)  # type: ignore[arg-type]
+    message = str(error.value)
+    assert repr(text) in message
+    for name in (*POLICIES, *FILTERS, *DIRECTORS, *PREFETCHERS):
+        assert name in message
+
+
+def test_keep_releases_nothing() -> None:
+    keep = parse_policy("nothing")
+    assert len(rank(Candidates.build([1, 2, 3]), keep.filter, keep.director, LINK)) == 0

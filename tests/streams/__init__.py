@@ -1,0 +1,1 @@
+"""The host tier on a double of an accelerator's streams: docs/streams.md."""

@@ -1,0 +1,75 @@
+"""The picture of several runs: memory over time, each against its budget line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from memmgr.tools._runs import RunResult
+
+_COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
+
+
+def available() -> bool:
+    """matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:
+    """Draws one strip per run, all on the same axes' scales, and writes a PNG.
+
+    A strip shows the process's resident set over its start, which is what the machine has to have. Where memmgr ran,
+    its own count of bytes on the device lies over it as a thin line.
+
+    Args:
+        results: the runs, top to bottom; one that failed gets an empty strip that says so.
+        path: the PNG.
+        title: above the first strip.
+
+    Raises:
+        ImportError: matplotlib is missing; ask `available` first.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # No pyplot: it keeps figures in a global and picks a backend by looking for a display.
+    figure = Figure(figsize=(9, 0.6 + 1.35 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    strips = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    highest = max((rss for result in results for _, rss, _ in result.timeline), default=1)
+    for index, (strip, result) in enumerate(zip(strips, results, strict=True)):
+        colour = _COLOURS[index % len(_COLOURS)]
+        seconds = [point[0] for point in result.timeline]
+        rss = [point[1] / 1e6 for point in result.timeline]
+        strip.fill_between(seconds, rss, color=colour, alpha=0.35, linewidth=0)
+        strip.plot(seconds, rss, color=colour, linewidth=0.8)
+        counted = [(second, resident / 1e6) for second, _, resident in result.timeline if resident >= 0]
+        if counted:
+            strip.plot(*zip(*counted, strict=True), color=colour, linewidth=0.6, alpha=0.8)
+        budget = result.spec.budget_bytes
+        if budget is not None:
+            strip.axhline(budget / 1e6, color="#c0202a", linewidth=1.1, linestyle=(0, (5, 3)))
+            strip.annotate(
+                f"budget {budget / 1e6:,.0f} MB",
+                (1, budget / 1e6),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                color="#c0202a",
+            )
+        note = "failed" if result.failure else f"{result.seconds_a_step:.2f} s a step"
+        strip.set_title(f"{result.spec.label} · {note}", loc="left", fontsize=9, color=colour, pad=3)
+        strip.spines[["top", "right"]].set_visible(False)
+        strip.tick_params(labelsize=8)
+        strip.margins(x=0)
+    strips[0].set_ylim(0, 1.12 * highest / 1e6)
+    strips[-1].set_xlabel("seconds", fontsize=9)
+    figure.supylabel("memory over the start, MB", fontsize=9)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,345 @@
+"""The process of one run: `python _worker.py '<RunSpec as JSON>'` trains and prints events, one JSON object a line.
+
+Started by `_runs.run`, by its path. Siblings are loaded by their paths too: importing them as `memmgr.tools.x` would
+import memmgr, and an unmanaged run has to be a process in which memmgr does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def _load(name: str) -> ModuleType:
+    """A sibling module, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"_memmgr_worker_{name}", Path(__file__).with_name(name + ".py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _say(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+# ---- memory, seen from outside -------------------------------------------------------------------------------------
+
+
+def rss_bytes() -> int:
+    """The process's resident set now (Linux; elsewhere 0)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def reset_high_water() -> bool:
+    """Makes the kernel's high-water mark of the resident set start again here; False where that is not offered."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    except OSError:
+        return False
+
+
+def high_water_bytes() -> int:
+    """The kernel's high-water mark of the resident set: no peak is too short for it, as it would be for sampling."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Nvml:
+    """Used memory of one GPU as the driver counts it; other processes on it would be counted too."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used_bytes(self) -> int:
+        """Bytes in use on the device now."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+class Sampler:
+    """Reads memory on a thread while the run goes on.
+
+    Args:
+        seconds: between two readings.
+        nvml: read the GPU too.
+    """
+
+    def __init__(self, seconds: float, nvml: Nvml | None = None) -> None:
+        self.resident: Callable[[], int] | None = None
+        self.timeline: list[tuple[float, int, int]] = []
+        self.nvml_peak = 0
+        self._nvml = nvml
+        self._nvml_start = nvml.used_bytes() if nvml else 0
+        self._seconds = seconds
+        self._start_rss = rss_bytes()
+        self._exact = reset_high_water()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="memory sampler", daemon=True)
+        self.began = time.perf_counter()
+        self._thread.start()
+
+    @property
+    def peak_rss(self) -> int:
+        """The resident set at its highest so far, over the start."""
+        sampled = max((rss for _, rss, _ in self.timeline), default=0)
+        return max(sampled, high_water_bytes() - self._start_rss if self._exact else 0)
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        next_resident, resident = 0.0, -1
+        while not self._stop.wait(self._seconds):
+            now = time.perf_counter()
+            if self.resident is not None and now >= next_resident:
+                resident = self.resident()
+                # At most a hundredth of the run goes into asking, however long an answer takes.
+                next_resident = now + max(0.02, 100 * (time.perf_counter() - now))
+            self.timeline.append((now - self.began, rss_bytes() - self._start_rss, resident))
+            if self._nvml is not None:
+                self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
+
+
+def measure_need(step: Callable[[], object], steps: int = 2) -> int:
+    """The most bytes that a step holds at once, on the CPU, seen from outside.
+
+    The resident set is not that figure as it stands: glibc keeps freed heap memory for later, and fragments (5 to 13 %
+    over the live bytes on the demo's GPT). So for these steps glibc is told to map every large block by itself, which
+    it unmaps when freed, and to give back what it kept so far. The kernel's high-water mark then is live bytes plus
+    page rounding. It is slower, hence not done while steps are timed.
+
+    Returns:
+        The resident set at its highest during `steps` calls of `step`; compare with the start that you noted. Without
+        glibc: the same, freed memory that the C library keeps included.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD; setting it also stops glibc from raising it by itself
+        libc.malloc_trim(0)
+    exact = reset_high_water()
+    sampler = Sampler(0.002)
+    base = rss_bytes()
+    for _ in range(steps):
+        step()
+    sampler.stop()
+    return high_water_bytes() if exact else base + sampler.peak_rss
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Model, optimizer and batches of a spec; `step` takes one optimizer step.
+
+    Args:
+        spec: a RunSpec as plain data.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        device = spec["device"]
+        torch.manual_seed(spec["seed"])
+        self.batches: Callable[[], tuple[Tensor, Tensor]]
+        self.model: nn.Module
+        if spec["model"] == "gpt":
+            gpt, corpus = _load("gpt"), _load("_corpus")
+            config = gpt.GPTConfig(**spec["sizes"])
+            self.model = gpt.GPT(config).to(device)
+            self.batches = corpus.Batches(
+                corpus.standard_library(), spec["batch"], config.context, spec["seed"], device
+            )
+        else:
+            sizes = dict(spec["sizes"])
+            height = sizes.pop("height", 32)
+            self.model = _load("_convnet").ConvNet(**sizes).to(device)
+            self.batches = _images(spec["batch"], height, spec["seed"], device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, weight_decay=0.1)
+
+    def step(self) -> float:
+        """Forward, backward, update; the loss."""
+        loss: Tensor = self.model(*self.batches())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def digest(self, losses: list[str]) -> str:
+        """SHA-256 over everything that training leaves behind."""
+        sha = hashlib.sha256()
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        for named in (self.model.state_dict(), moments, rng):
+            for name in sorted(named):
+                sha.update(name.encode())
+                sha.update(named[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        sha.update(" ".join(losses).encode())
+        return sha.hexdigest()
+
+
+def _images(batch: int, height: int, seed: int, device: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Noise with one of ten colours mixed in, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    colours = torch.rand(10, 3, 1, 1, generator=generator)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        labels = torch.randint(10, (batch,), generator=generator)
+        images = torch.randn(batch, 3, height, height, generator=generator) + colours[labels]
+        return images.to(device), labels.to(device)
+
+    return draw
+
+
+def _warm_up(device: str) -> None:
+    """One tiny step, so that code, thread pools and the device's context belong to the start and not to the run."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    nn.functional.cross_entropy(
+        layer(torch.zeros(128, 64, device=device)), torch.zeros(128, device=device).long()
+    ).backward()
+    optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> Iterator[None]:
+    """The context that the spec asks for: memmgr's, or none."""
+    if spec["budget_bytes"] is None:
+        yield
+        return
+    import memmgr
+
+    device = {} if spec["device"] == "cpu" else {"device": spec["device"]}
+    with memmgr.budget(spec["budget_bytes"], policy=spec["policy"], quiet=True, **device, **spec["options"]) as mm:
+        sampler.resident = lambda: int(mm.stats()["resident_bytes.current"])
+        try:
+            yield
+            stats = mm.stats()
+        finally:
+            sampler.resident = None
+    result["stats"] = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+
+
+def _overlap(step: Callable[[], object]) -> dict[str, float]:
+    """How much of one step's copying between device and host lay under kernels, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    copies: list[tuple[float, float]] = []
+    kernels: list[tuple[float, float]] = []
+    for event in profiler.events() or []:
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+            if "Memcpy" in event.name:
+                if "HtoD" in event.name or "DtoH" in event.name:
+                    copies.append(span)
+            elif "Memset" not in event.name:
+                kernels.append(span)
+    busy = _union(kernels)
+    hidden = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in _union(copies) for begin, stop in busy)
+    return {
+        "copy_seconds": sum(end - start for start, end in _union(copies)),
+        "hidden_seconds": hidden,
+        "kernel_seconds": sum(end - start for start, end in busy),
+    }
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time, as spans that do not overlap."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def work(spec: dict[str, Any]) -> dict[str, Any]:
+    """Trains as `spec` says.
+
+    Returns:
+        The fields of a RunResult that are known at the end.
+    """
+    if spec["budget_bytes"] is not None:
+        import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place
+    if spec["deterministic"]:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    on_gpu = spec["device"] == "cuda"
+    _warm_up(spec["device"])
+    if on_gpu and spec["budget_bytes"] is None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    nvml = None
+    if spec["nvml"]:
+        with contextlib.suppress(Exception):  # no driver, no NVML: the figure stays 0 and the report says n/a
+            nvml = Nvml()
+    start = rss_bytes()
+    losses: list[str] = []
+    result: dict[str, Any] = {}
+    sampler = Sampler(spec["sample_seconds"], nvml)
+    with _budget(spec, sampler, result):
+        training = Training(spec)
+        sampler.began = time.perf_counter()
+        for index in range(spec["steps"]):
+            before = time.perf_counter()
+            losses.append(training.step().hex())
+            if on_gpu:
+                torch.cuda.synchronize()
+            _say("step", index=index, loss=losses[-1], seconds=time.perf_counter() - before)
+        digest = training.digest(losses)
+        parameters = sum(p.numel() for p in training.model.parameters())
+        if spec["profile"] and on_gpu:
+            result["overlap"] = _overlap(training.step)
+    result |= {"rss_bytes": sampler.peak_rss, "nvml_bytes": sampler.nvml_peak}
+    sampler.stop()
+    if spec["measure_need"]:
+        result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else measure_need(training.step) - start
+    timeline = [point for point in _thin(sampler.timeline) if point[0] >= 0]
+    return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
+
+
+def _thin(points: list[tuple[float, int, int]], most: int = 3000) -> list[tuple[float, int, int]]:
+    """At most `most` points; the highest of each group stays, so that no peak gets lost."""
+    group = max(1, -(-len(points) // most))
+    return [max(points[i : i + group], key=lambda point: point[1]) for i in range(0, len(points), group)]
+
+
+if __name__ == "__main__":
+    _say("result", **work(json.loads(sys.argv[1])))

@@ -1,0 +1,62 @@
+"""The command `memmgr`: one verb per file, each with `add_arguments`, `run` and a docstring that is its help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+# Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
+VERBS: tuple[tuple[str, str, str], ...] = (
+    ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
+)
+
+
+def _overview() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
+    parser = argparse.ArgumentParser(
+        prog="memmgr",
+        description="Train under a byte budget: less memory, the same bits in every parameter.",
+        epilog=f"verbs:\n{lines}\n\n`memmgr VERB --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"memmgr {_version()}")
+    parser.add_argument("verb", choices=[verb for verb, _, _ in VERBS], metavar="VERB")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("memmgr")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line.
+
+    Args:
+        argv: without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0 when all that the verb promises held.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    overview = _overview()
+    if not words:
+        overview.print_help()
+        return 2
+    verb = overview.parse_args(words[:1]).verb
+    module = import_module({name: path for name, path, _ in VERBS}[verb])
+    parser = argparse.ArgumentParser(
+        prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words[1:])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
