@@ -155,7 +155,7 @@ class budget:
         if manager is None or _current is not manager:
             return  # a forked child: nothing of it is ours
         try:
-            manager.close()
+            manager.close(failed=kind is not None)
         finally:
             _current = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -96,6 +97,7 @@ class Manager:
         native, config = self.native, self.config
         self._begun = time.perf_counter()
         native.reset_counters()
+        gc.collect()  # what is garbage already shall not count against the budget
         stock = self._stock = Stock(native, self.device.type)
         if stock.bytes > config.limit_bytes:
             stock.close()
@@ -110,6 +112,7 @@ class Manager:
                 on_kept=self._kept,
                 on_empty=self._empty,
                 on_oom=self.explain,
+                on_retry=self._retry,
                 on_progress=self._progress,
                 on_pack_other=Plain,
                 on_unpack_other=Plain.get,
@@ -117,6 +120,7 @@ class Manager:
             )
             native.open_arena(config.limit_bytes, stock.bytes)
             wants_tier = config.folder is not None and self._director() != "evict"
+            self._settle_doomed_tier()
             if wants_tier:
                 native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
                 self._has_tier = True
@@ -136,7 +140,7 @@ class Manager:
             self.close(report=False)
             raise
 
-    def close(self, report: bool = True) -> None:
+    def close(self, report: bool = True, failed: bool = False) -> None:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
         native = self.native
         was_open, self.open = self.open, False
@@ -146,28 +150,49 @@ class Manager:
             self.daemon = None
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
+        lazily = failed
         try:
             if was_open:
                 native.set_always_rank(False)
                 native.disarm_all()
-                # What the graph still needs comes back, outside the budget now.
-                native.set_budget(UNLIMITED)
-                for cell in native.handled():
-                    if not cell.present and not cell.stale and cell.gone:
-                        self.replayer.materialize(cell)
                 native.end_pass()
+                self._final = self._collect()
+                if not failed:
+                    # What the graph still needs comes back, outside the budget now.
+                    native.set_budget(UNLIMITED)
+                    for cell in native.handled():
+                        if not cell.stale and cell.gone:
+                            self.replayer.materialize(cell)
+        except BaseException:
+            lazily = True
+            raise
         finally:
             native.set_active(False)
-            self._final = self._collect()
-            native.configure(on_rank=None, on_kept=None, on_empty=None, on_progress=None, on_new_kind=None, on_oom=None)
+            if self._final is None:
+                self._final = self._collect()
+            native.configure(
+                on_rank=None, on_kept=None, on_empty=None, on_progress=None, on_new_kind=None, on_oom=None, on_retry=None
+            )
             native.forget_all()
             native.forget_ops()
             native.close_arena()
-            native.close_tier()
+            # After an exception the traceback keeps the graph; what it needs comes back when, and if, it is asked for.
+            if lazily:
+                native.doom_tier()
+            else:
+                native.close_tier()
             if self._stock is not None:
                 self._stock.close()
         if report and was_open and not self.config.quiet:
             print(self.summary(), file=sys.stderr)
+
+    def _settle_doomed_tier(self) -> None:
+        """An earlier budget ended by an exception and its graph still lives: bring it back before its tier goes."""
+        if self.native.tier_stats():
+            for cell in self.native.handled():
+                if cell.gone and not cell.stale:
+                    self.native.bring_back(cell)
+            self.native.close_tier()
 
     def disable_in_child(self) -> None:
         """In a forked child: hooks and mode stay on the thread's stacks but do nothing."""
@@ -405,6 +430,13 @@ class Manager:
     def _empty(self, want: int) -> int:
         """The vault is empty: the roots that only recipes hold are the last that can go."""
         return self._lose_roots(0)
+
+    def _retry(self) -> bool:
+        """Between two ops, out of memory: garbage cycles may hold tensors."""
+        before = self.native.resident()
+        gc.collect()
+        self._lose_roots(0)
+        return bool(self.native.resident() < before)
 
     # -- errors --
 

@@ -1,6 +1,458 @@
-"""Placeholder until the accounting path lands."""
+"""What replaces the compiled shim where there is no compiler: the same interface in plain Python (design §4, `Errors`).
+
+The budget is kept by accounting before each op instead of in the allocator. That is weaker: memory that an op takes for
+itself is not seen, and a bare op costs tens of microseconds. Exactness is the same. From the ledger up, each file adds
+to the class of the one before: `_py_ledger` bytes, `_py_table` cells, `_py_vault` releases and reloads, here the
+recorder.
+"""
+
 from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from . import _py_types as types
+from ._py_ledger import UNLIMITED
+from ._py_table import _checksum
+from ._py_types import (
+    OP_OPAQUE,
+    OP_PURE,
+    OP_VIEW,
+    PRESENT,
+    TRUST_NEW,
+    C,
+    Cell,
+    Kind,
+    Recipe,
+    Ref,
+    Version,
+)
+from ._py_vault import Vault
+
 warned = False
-def module() -> Any:
-    raise RuntimeError("memmgr: the accounting path is not there yet")
+
+_SWITCHES = [
+    C._get_cudnn_enabled,
+    C._get_cudnn_benchmark,
+    C._get_cudnn_deterministic,
+    C._get_mkldnn_enabled,
+    C._get_mkldnn_deterministic,
+    C._get_deterministic_algorithms,
+    C._get_deterministic_algorithms_warn_only,
+    C._get_deterministic_fill_uninitialized_memory,
+    C._get_flash_sdp_enabled,
+    C._get_mem_efficient_sdp_enabled,
+    C._get_math_sdp_enabled,
+    C._get_cudnn_sdp_enabled,
+    C._get_cpu_allow_fp16_reduced_precision_reduction,
+    torch.get_num_threads,
+]
+_PRECISIONS = {"none": 0, "ieee": 1, "tf32": 2, "bf16": 3}
+_PER_OP_PRECISION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)
+_DENORMAL = 5e-324
+
+
+def _circumstances() -> tuple[int, ...]:
+    """The numeric switches in the order of `_circumstances.py` (rule 5)."""
+    values = [int(switch()) for switch in _SWITCHES]
+    # Nothing asks the processor's control word, but its effect can be seen.
+    values.append(0x8040 if _DENORMAL * 1.0 == 0.0 else 0)
+    if _PER_OP_PRECISION:
+        for backend in ("cuda", "mkldnn"):
+            for op in ("conv", "rnn", "matmul"):
+                values.append(_PRECISIONS[C._get_fp32_precision_getter(backend, op)])
+    else:
+        values.append(["highest", "high", "medium"].index(torch.get_float32_matmul_precision()))
+        values.append(int(C._get_cudnn_allow_tf32()))
+    return tuple(values)
+
+
+class _NotPlain(Exception):
+    """A tensor that a ref cannot describe."""
+
+
+class _Info:
+    __slots__ = ("call", "cls", "mutates", "written_args", "written_kwargs")
+
+    def __init__(self, call: Any, cls: int, mutates: bool, args: tuple[int, ...], kwargs: tuple[str, ...]) -> None:
+        self.call, self.cls, self.mutates = call, cls, mutates
+        self.written_args, self.written_kwargs = args, kwargs
+
+
+class _Encoder:
+    """Arguments with tensors replaced by refs, and what kind of op that is (rule 7)."""
+
+    __slots__ = ("cells", "native", "ok")
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+        self.cells: list[Cell] = []
+        self.ok = True  # every input can be had again
+
+    def value(self, value: Any, key: list[Any]) -> Any:
+        kind = type(value)
+        if value is None or kind is int or kind is float or kind is bool:
+            key.append((kind, value if value == value else "nan"))
+            return value
+        if isinstance(value, torch.Tensor):
+            native = self.native
+            if not native._is_plain(value) or value.is_inference():
+                raise _NotPlain
+            cell = native._lookup(value)
+            if cell.blank or cell.lost or (cell.recipe is not None and not cell.recipe.ok and cell.strong is None):
+                self.ok = False
+            if cell.exposed and cell.checksum is None:
+                # Memory that others can write unseen: replay checks that it is still what it was (rule 7).
+                if value.requires_grad or value.device.type != "cpu":
+                    cell.exposed = False
+                else:
+                    cell.checksum = _checksum(value.untyped_storage())
+            cell.last_access = native._clock
+            self.cells.append(cell)
+            key.append((value.dtype, value.device, value.size(), value.stride()))
+            return Ref(value, cell, False)
+        if kind is tuple or kind is list:
+            key.append((kind, len(value)))
+            copy = [self.value(item, key) for item in value]
+            return tuple(copy) if kind is tuple else copy
+        try:
+            key.append((kind, hash(value)))
+        except TypeError:
+            key.append(kind)
+        return value
+
+
+class Native(Vault):
+    """The recorder, over the vault."""
+
+    Cell, Recipe, Ref = Cell, Recipe, Ref
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops: dict[Any, _Info] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._environments: list[tuple[int, ...]] = []
+        self._dispatching_types: dict[type, bool] = {torch.Tensor: False, torch.nn.Parameter: False}
+        self._always_rank = False
+        self._events = self._backoff = 0
+        self._position = 0
+        self._serial = 0
+        self.dispatch = self._make_dispatch()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        """Other threads are gone, with the locks that they held."""
+        import threading
+
+        self._lock = threading.RLock()
+        self._forked, self._active = True, False
+        self._budget, self._tier = UNLIMITED, None
+
+    # -- recipes --
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Recipe | None:
+        """A recipe, or None when a tensor cannot be described."""
+        self._settle()
+        encoder = _Encoder(self)
+        key: list[Any] = [func]
+        try:
+            with self._lock:
+                encoded = encoder.value(tuple(args), key)
+                named = None
+                if kwargs:
+                    named = {}
+                    for name, value in kwargs.items():
+                        key.append(name)
+                        named[name] = encoder.value(value, key)
+                env = self.environment()
+                key.append(env)
+                kind = self._kinds.get(tuple(key))
+                if kind is None:
+                    kind = self._kinds[tuple(key)] = Kind(func, hash(tuple(key)) & (2**64 - 1))
+                recipe = Recipe(func, encoded, named, tuple(encoder.cells), kind, self._replayed)
+                self._serial += 1
+                recipe.serial, recipe.env, recipe.ok = self._serial, env, encoder.ok
+                for cell in encoder.cells:
+                    self._link(recipe, cell)
+                return recipe
+        except _NotPlain:
+            return None
+
+    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
+        """Runs the op and notes how long it took without our own stalls."""
+        stalled, begun = self._stalled(), time.perf_counter_ns()
+        made = self._live
+        out = self._accounted(recipe._func, call, args, kwargs, _retry)
+        recipe.kept.made_bytes = max(recipe.kept.made_bytes, self._live - made)
+        spent = time.perf_counter_ns() - begun - (self._stalled() - stalled)
+        recipe.cost = max(0, spent) * 1e-9
+        self._clock += recipe.cost
+        return out
+
+    def _replayed(self, recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Any:
+        if recipe.special is None:
+            self._reserve(recipe.kept.made_bytes, True)
+        out = func(*args, **kwargs)
+        self._after(self._note(out, [args, kwargs]))
+        return out
+
+    def adopt(self, recipe: Recipe, out: Any) -> None:
+        """The outputs of the op become the recipe's cells."""
+        if isinstance(out, torch.Tensor):
+            made = None
+            if self._is_plain(out) and not out.is_inference():
+                with self._lock:
+                    storage = out.untyped_storage()
+                    known = self._known(storage)
+                    if (known is None or known.cell is None) and storage.nbytes() > 0:
+                        made = self._make_cell(out)
+                        made.exposed = False
+                        made.cost = recipe.cost
+                        if recipe.ok:  # a recipe that cannot run would only keep the cell from being a root
+                            made.recipe = recipe
+            recipe.made.append(types.weakref.ref(made) if made is not None and made.recipe is not None else None)
+        elif isinstance(out, list | tuple):
+            for item in out:
+                self.adopt(recipe, item)
+        else:
+            recipe.made.append(None)
+
+    # -- pressure --
+
+    def _maybe_rank(self) -> None:
+        rank = self._call.get("on_rank")
+        if rank is None:
+            return
+        if self._always_rank:
+            rank(0)
+            return
+        self._events += 1
+        if self._events <= self._backoff or self._budget == UNLIMITED:
+            return
+        reserve = max(self._largest * 3 // 2, self._budget // 32)
+        if self._resident() + reserve <= self._budget or self._armed_bytes >= reserve:
+            return
+        self._events = 0
+        armed = rank(reserve)
+        # Ranking is not free: when it finds little, wait for a few more events before the next try.
+        self._backoff = 0 if armed >= reserve else min(256, self._backoff * 2 + 8)
+
+    def _check_kept(self) -> None:
+        kept = self._call.get("on_kept")
+        if kept is None or self._kept_new_bytes < max(1 << 20, self._resident() // 256):
+            return
+        self._kept_new_bytes = 0
+        kept()
+
+    def after_op(self) -> None:
+        self._maybe_rank()
+        self._check_kept()
+
+    # -- ops --
+
+    def _steps_aside(self, types_: Any) -> bool:
+        """A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6)."""
+        for kind in types_:
+            own = self._dispatching_types.get(kind)
+            if own is None:
+                own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+                self._dispatching_types[kind] = own
+            if own:
+                return True
+        return False
+
+    def _is_known(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            if not self._is_plain(value):
+                return bool(C._dispatch_keys(value).has(C.DispatchKey.Python))
+            known = self._known(value.untyped_storage())
+            return known is not None and known.cell is not None
+        return isinstance(value, list | tuple) and any(self._is_known(item) for item in value)
+
+    def _writes_known(self, info: _Info, args: Any, kwargs: Any) -> bool:
+        """Does the op write to memory that somebody may still ask for? Most writes of an optimizer step do not."""
+        if info.cls == OP_OPAQUE and not info.written_args and not info.written_kwargs:
+            return self._is_known([*args, *(kwargs or {}).values()])
+        if any(i < len(args) and self._is_known(args[i]) for i in info.written_args):
+            return True
+        return bool(kwargs) and any(self._is_known(kwargs.get(name)) for name in info.written_kwargs)
+
+    def _make_dispatch(self) -> Callable[..., Any]:
+        def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # A thread that outlives the context still has the mode on its stack (rule 10).
+            if not self._active:
+                return func(*args, **(kwargs or {}))
+            self._settle()
+            if self._steps_aside(types):
+                return NotImplemented
+            try:
+                return self._op(func, types, args, kwargs)
+            except torch.OutOfMemoryError as error:
+                self._explain(error)
+                raise
+
+        return dispatch
+
+    def _explain(self, error: BaseException) -> None:
+        explain = self._call.get("on_oom")
+        if explain is not None:
+            explain(error)  # raises
+
+    def _op(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        info = self._ops.get(func)
+        if info is None:
+            info = self._ops[func] = _Info(*self._call["on_classify"](func))
+        if not torch.is_grad_enabled():
+            if (info.mutates or info.cls == OP_OPAQUE) and self._writes_known(info, args, kwargs):
+                return self._slow(func, types, args, kwargs, info.cls | 16)
+            if info.cls == OP_VIEW:
+                return info.call(*args, **(kwargs or {}))
+            return self._accounted(func, info.call, args, kwargs, not info.mutates)
+        if info.cls == OP_VIEW:
+            return info.call(*args, **(kwargs or {}))
+        if info.cls != OP_PURE:
+            return self._slow(func, types, args, kwargs, info.cls)
+        self._n["recorded_ops"] += 1
+        self._scan_floor(True)
+        self._maybe_rank()
+        recipe = self.record(func, args, kwargs)
+        if recipe is None:
+            return self._accounted(func, info.call, args, kwargs, True)
+        # First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
+        first = self._call.get("on_new_kind")
+        if first is not None and recipe.kept.trust == TRUST_NEW:
+            out = first(recipe, info.call, args, kwargs)
+        else:
+            out = self.call(recipe, info.call, args, kwargs, True)
+        self.adopt(recipe, out)
+        self._check_kept()
+        return out
+
+    def _slow(self, func: Any, types: Any, args: Any, kwargs: Any, cls: int) -> Any:
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            return self._call["on_slow"](func, types, args, kwargs, cls)
+
+        return self._accounted(func, slowly, args, kwargs, False)
+
+    # -- saved tensors --
+
+    def pack(self, tensor: Any) -> Any:
+        self._n["packs"] += 1
+        if not self._active or not self._is_plain(tensor) or tensor.is_inference():
+            return self._call["on_pack_other"](tensor)
+        ref = self.handle(tensor)
+        self._maybe_rank()
+        return ref
+
+    def unpack(self, ref: Any) -> Any:
+        if type(ref) is not Ref:
+            return self._call["on_unpack_other"](ref)
+        self._settle()
+        self._n["unpacks"] += 1
+        cell = ref.cell
+        self._position = cell.seq
+        progress = self._call.get("on_progress")
+        if self._offloaded_cells > 0 and progress is not None:
+            progress(cell.seq)
+        try:
+            for _ in range(64):
+                if cell.stale or (cell.gone == PRESENT and not cell.fresh):
+                    raise _modified(ref)
+                with self._lock:
+                    storage = cell.strong if cell.gone == PRESENT else None
+                    if storage is not None:
+                        self._disarm(cell)
+                        if cell.slot >= 0:
+                            self._drop_slot(cell)  # from here on somebody could write
+                if storage is not None:
+                    cell.last_access = self._clock
+                    if storage.nbytes() < cell.nbytes:
+                        raise RuntimeError("memmgr: the storage of a saved tensor was resized")
+                    out = ref.over(storage)
+                    self._maybe_rank()
+                    return out
+                if self.bring_back(cell):
+                    self._call["on_missing"](cell)
+        except torch.OutOfMemoryError as error:
+            self._explain(error)
+            raise
+        raise RuntimeError("memmgr: a saved tensor leaves as fast as it is brought back; the budget is too small")
+
+    # -- set-up --
+
+    def configure(self, **callbacks: Any) -> None:
+        for name, callback in callbacks.items():
+            if callback is None:
+                self._call.pop(name, None)
+            else:
+                self._call[name] = callback
+
+    def set_active(self, value: bool) -> None:
+        self._active = bool(value)
+
+    def set_always_rank(self, value: bool) -> None:
+        self._always_rank = bool(value)
+
+    def environment(self) -> int:
+        """Id of the current numeric switches."""
+        now = _circumstances()
+        if now not in self._environments:
+            self._environments.append(now)
+        return self._environments.index(now)
+
+    def environment_values(self, number: int) -> tuple[int, ...]:
+        return self._environments[number]
+
+    def forget_ops(self) -> None:
+        self._ops.clear()
+
+    def forget_kinds(self) -> None:
+        for kind in self._kinds.values():
+            kind.trust = TRUST_NEW  # recipes may still point at them
+
+    def kinds(self) -> list[tuple[Any, int]]:
+        return [(kind.func, kind.trust) for kind in self._kinds.values()]
+
+    def clock(self) -> float:
+        return self._clock
+
+    def position(self) -> int:
+        return self._position
+
+    def table_size(self) -> tuple[int, int]:
+        return len(self.table()), len(self._kinds)
+
+    def find_payload(self, tensor: Any) -> None:
+        """Nothing to find: no tensor is looked into."""
+
+
+def _modified(ref: Ref) -> RuntimeError:
+    # Autograd's own words, so that what matches on them goes on matching (rule 8).
+    moved: list[Version] = [v for v in ref.cell.versions if v.twin._version != v.at]
+    at, now = (moved[-1].at, moved[-1].twin._version) if moved else (0, 1)
+    name = str(ref.dtype).removeprefix("torch.")
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[torch.{name} {list(ref.sizes)}] is at version {now}; expected version {at} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+_module: Native | None = None
+
+
+def module() -> Native:
+    """The one replacement of the shim in this process."""
+    global _module
+    if _module is None:
+        _module = Native()
+    return _module
+
+
+__all__ = ["Native", "module", "warned"]

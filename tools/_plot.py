@@ -22,8 +22,8 @@ def available() -> bool:
 def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:
     """Draws one strip per run, all on the same axes' scales, and writes a PNG.
 
-    A strip shows the process's resident set over its start, which is what the machine has to have. Where memmgr ran,
-    its own count of bytes on the device lies over it as a thin line.
+    The line is the process's resident set over its start, which is what the machine has to have; the dark area below
+    it is what tensors hold of that. In an unmanaged run the latter is known for the last two steps only.
 
     Args:
         results: the runs, top to bottom; one that failed gets an empty strip that says so.
@@ -40,16 +40,16 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
     figure = Figure(figsize=(9, 0.6 + 1.35 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     strips = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    highest = max((rss for result in results for _, rss, _ in result.timeline), default=1)
+    highest = max([1, *(rss for result in results for _, rss, _ in result.timeline)])
+    highest = max([highest, *(result.spec.budget_bytes or 0 for result in results)])
     for index, (strip, result) in enumerate(zip(strips, results, strict=True)):
         colour = _COLOURS[index % len(_COLOURS)]
         seconds = [point[0] for point in result.timeline]
         rss = [point[1] / 1e6 for point in result.timeline]
-        strip.fill_between(seconds, rss, color=colour, alpha=0.35, linewidth=0)
-        strip.plot(seconds, rss, color=colour, linewidth=0.8)
-        counted = [(second, resident / 1e6) for second, _, resident in result.timeline if resident >= 0]
-        if counted:
-            strip.plot(*zip(*counted, strict=True), color=colour, linewidth=0.6, alpha=0.8)
+        held = [resident / 1e6 if resident >= 0 else float("nan") for _, _, resident in result.timeline]
+        strip.fill_between(seconds, rss, color=colour, alpha=0.15, linewidth=0)
+        strip.fill_between(seconds, held, color=colour, alpha=0.6, linewidth=0)
+        strip.plot(seconds, rss, color=colour, linewidth=0.9)
         budget = result.spec.budget_bytes
         if budget is not None:
             strip.axhline(budget / 1e6, color="#c0202a", linewidth=1.1, linestyle=(0, (5, 3)))
@@ -69,7 +69,7 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
         strip.tick_params(labelsize=8)
         strip.margins(x=0)
     strips[0].set_ylim(0, 1.12 * highest / 1e6)
-    strips[-1].set_xlabel("seconds", fontsize=9)
-    figure.supylabel("memory over the start, MB", fontsize=9)
+    strips[-1].set_xlabel("seconds      (line: the process's resident set; dark: held by tensors)", fontsize=9)
+    figure.supylabel("MB over the start", fontsize=9)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=130)

@@ -77,8 +77,11 @@ class RunResult:
         need_bytes: what the run needs (unmanaged runs that measure it), else 0.
         nvml_bytes: the GPU's used memory at its highest, over the start, as NVML sees it; 0 where not sampled.
         stats: `mm.stats()` when the context ended; empty without memmgr.
-        timeline: (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1).
+        timeline: (seconds since the first step began, RSS over the start, bytes held by tensors or -1 where unknown).
+            The latter are `resident_bytes.current` under a budget; an unmanaged run knows them in the two steps at its
+            end that measure the need.
         overlap: with `profile`: copy_seconds, hidden_seconds, kernel_seconds.
+        strips: with `profile`: the same step as lines of text, kernels above copies.
         failure: empty, or the last lines of what went wrong.
     """
 
@@ -93,6 +96,7 @@ class RunResult:
     stats: dict[str, float] = field(default_factory=dict)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
     overlap: dict[str, float] = field(default_factory=dict)
+    strips: list[str] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -134,7 +138,8 @@ def run(
         The result; a crash, an error or a timeout is told in its `failure`, not raised.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
-    kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE_DIR", "MEMMGR_SHIM")  # how memmgr is set up, not whether it is on
+    # How memmgr is set up, not whether it is on.
+    kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_SHIM", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
     if spec.budget_bytes is None:
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
     else:

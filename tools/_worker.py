@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import threading
@@ -91,16 +92,17 @@ class Sampler:
     Args:
         seconds: between two readings.
         nvml: read the GPU too.
+        start: the resident set that counts as nothing; None takes the present one.
     """
 
-    def __init__(self, seconds: float, nvml: Nvml | None = None) -> None:
+    def __init__(self, seconds: float, nvml: Nvml | None = None, start: int | None = None) -> None:
         self.resident: Callable[[], int] | None = None
         self.timeline: list[tuple[float, int, int]] = []
         self.nvml_peak = 0
         self._nvml = nvml
         self._nvml_start = nvml.used_bytes() if nvml else 0
         self._seconds = seconds
-        self._start_rss = rss_bytes()
+        self._start_rss = rss_bytes() if start is None else start
         self._exact = reset_high_water()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="memory sampler", daemon=True)
@@ -131,29 +133,32 @@ class Sampler:
                 self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
 
 
-def measure_need(step: Callable[[], object], steps: int = 2) -> int:
+def measure_need(step: Callable[[], object], start: int, steps: int = 2) -> tuple[int, list[tuple[float, int, int]]]:
     """The most bytes that a step holds at once, on the CPU, seen from outside.
 
     The resident set is not that figure as it stands: glibc keeps freed heap memory for later, and fragments (5 to 13 %
     over the live bytes on the demo's GPT). So for these steps glibc is told to map every large block by itself, which
     it unmaps when freed, and to give back what it kept so far. The kernel's high-water mark then is live bytes plus
-    page rounding. It is slower, hence not done while steps are timed.
+    page rounding. It is slower, hence not done while steps are timed. Without glibc, the plain resident set is taken.
+
+    Args:
+        step: takes one training step.
+        start: the resident set that counts as nothing.
+        steps: how many are taken.
 
     Returns:
-        The resident set at its highest during `steps` calls of `step`; compare with the start that you noted. Without
-        glibc: the same, freed memory that the C library keeps included.
+        The need in bytes, and its timeline as in RunResult, from zero seconds on.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD; setting it also stops glibc from raising it by itself
         libc.malloc_trim(0)
-    exact = reset_high_water()
-    sampler = Sampler(0.002)
-    base = rss_bytes()
+    sampler = Sampler(0.005, start=start)
     for _ in range(steps):
         step()
+    need = sampler.peak_rss
     sampler.stop()
-    return high_water_bytes() if exact else base + sampler.peak_rss
+    return need, [(second, rss, rss) for second, rss, _ in sampler.timeline]
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -204,7 +209,8 @@ class Training:
         for named in (self.model.state_dict(), moments, rng):
             for name in sorted(named):
                 sha.update(name.encode())
-                sha.update(named[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                content = named[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+                sha.update(content.numpy().data)
         sha.update(" ".join(losses).encode())
         return sha.hexdigest()
 
@@ -253,41 +259,74 @@ def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> I
     result["stats"] = {key: value for key, value in stats.items() if isinstance(value, int | float)}
 
 
-def _overlap(step: Callable[[], object]) -> dict[str, float]:
-    """How much of one step's copying between device and host lay under kernels, by torch's profiler."""
+Span = tuple[float, float]
+
+
+def _overlap(step: Callable[[], object]) -> dict[str, Any]:
+    """How much of one step's copying between device and host lay under kernels, by torch's profiler.
+
+    Returns:
+        The RunResult fields `overlap` and `strips`.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    copies: list[tuple[float, float]] = []
-    kernels: list[tuple[float, float]] = []
+    copies: list[Span] = []
+    kernels: list[Span] = []
     for event in profiler.events() or []:
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
             if "Memcpy" in event.name:
                 if "HtoD" in event.name or "DtoH" in event.name:
                     copies.append(span)
             elif "Memset" not in event.name:
                 kernels.append(span)
-    busy = _union(kernels)
-    hidden = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in _union(copies) for begin, stop in busy)
-    return {
-        "copy_seconds": sum(end - start for start, end in _union(copies)),
-        "hidden_seconds": hidden,
-        "kernel_seconds": sum(end - start for start, end in busy),
+    copying, computing = union(copies), union(kernels)
+    overlap = {
+        "copy_seconds": length(copying),
+        "hidden_seconds": sum(within(computing, *span) for span in copying),
+        "kernel_seconds": length(computing),
     }
+    return {"overlap": overlap, "strips": strips({"kernels": computing, "copies": copying})}
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time, as spans that do not overlap."""
-    union: list[tuple[float, float]] = []
+def union(spans: list[Span]) -> list[Span]:
+    """The same time, as spans in order that do not overlap."""
+    merged: list[Span] = []
     for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            union.append((start, end))
-    return union
+            merged.append((start, end))
+    return merged
+
+
+def length(spans: list[Span]) -> float:
+    """Seconds in spans that do not overlap."""
+    return sum(end - start for start, end in spans)
+
+
+def within(spans: list[Span], start: float, end: float) -> float:
+    """Seconds of `spans` (which do not overlap) that lie between `start` and `end`."""
+    return sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in spans)
+
+
+def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
+    """One line of text per row: how busy it was over time, each character a slice (blank, then . : # for thirds)."""
+    spans = [span for row in rows.values() for span in row]
+    if not spans:
+        return []
+    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    slice_seconds = (last - first) / columns or 1.0
+    lines = []
+    for name, row in rows.items():
+        shares = [within(row, first + i * slice_seconds, first + (i + 1) * slice_seconds) for i in range(columns)]
+        marks = (" .:#"[min(3, math.ceil(3 * share / slice_seconds - 1e-6))] for share in shares)
+        lines.append(f"{name:<8}|{''.join(marks)}|")
+    lines.append(f"{'':<8} {1e3 * (last - first):.1f} ms")
+    return lines
 
 
 def work(spec: dict[str, Any]) -> dict[str, Any]:
@@ -298,10 +337,15 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     """
     if spec["budget_bytes"] is not None:
         import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place
+    on_gpu = spec["device"] == "cuda"
     if spec["deterministic"]:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    on_gpu = spec["device"] == "cuda"
+    if spec["deterministic"] and on_gpu:
+        # The fused attention kernels' backward adds in the order in which its blocks happen to finish.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     _warm_up(spec["device"])
     if on_gpu and spec["budget_bytes"] is None:
         torch.cuda.empty_cache()
@@ -326,12 +370,16 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
         digest = training.digest(losses)
         parameters = sum(p.numel() for p in training.model.parameters())
         if spec["profile"] and on_gpu:
-            result["overlap"] = _overlap(training.step)
+            result |= _overlap(training.step)
     result |= {"rss_bytes": sampler.peak_rss, "nvml_bytes": sampler.nvml_peak}
     sampler.stop()
-    if spec["measure_need"]:
-        result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else measure_need(training.step) - start
-    timeline = [point for point in _thin(sampler.timeline) if point[0] >= 0]
+    timeline = _thin([point for point in sampler.timeline if point[0] >= 0])
+    if spec["measure_need"] and on_gpu:
+        result["need_bytes"] = torch.cuda.max_memory_allocated()
+    elif spec["measure_need"]:
+        result["need_bytes"], measured = measure_need(training.step, start)
+        end = time.perf_counter() - sampler.began - (measured[-1][0] if measured else 0)
+        timeline += [(end + second, rss, live) for second, rss, live in _thin(measured)]
     return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
 
 

@@ -30,7 +30,7 @@ from memmgr.tools._screen import ProgressBar, megabytes, table
 RSS_SLACK_BYTES = 64_000_000
 """What a managed process may take beside its budget: code, recipes, threads' stacks, copy buffers."""
 
-FULL = RunSpec("unmanaged", steps=8, sizes={"layers": 6, "heads": 6, "width": 384, "context": 256}, batch=12)
+FULL = RunSpec("unmanaged", steps=10, sizes={"layers": 6, "heads": 6, "width": 384, "context": 256}, batch=12)
 QUICK = RunSpec("unmanaged", steps=3, sizes={"layers": 4, "heads": 4, "width": 128, "context": 128}, batch=12)
 
 
@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if _plot.available():
         picture = args.out / "memmgr-demo.png" if args.out.is_dir() else args.out
         picture.parent.mkdir(parents=True, exist_ok=True)
-        _plot.memory_over_time(results, picture, "The same training, the same bits, in less memory")
+        claim = "the same bits in less memory" if good else "NOT what was promised: see the table"
+        _plot.memory_over_time(results, picture, f"GPT, {results[0].parameters / 1e6:.1f} M parameters: {claim}")
     if args.json:
         runs = [v.result.to_json() | {"same_bits": v.same_bits, "within": v.within} for v in verdicts]
         print(json.dumps({"good": good, "picture": str(picture) if picture else None, "runs": runs}, indent=1))
@@ -130,20 +131,11 @@ def _judge(result: RunResult, unmanaged: RunResult) -> Verdict:
     return Verdict(result, result.same_bits(unmanaged), within)
 
 
+_HEAD = tuple("run,budget,peak,process RSS,s/step,ratio,evicted,offloaded,recomputed,same bits".split(","))
+
+
 def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
     unmanaged = verdicts[0].result
-    head = (
-        "run",
-        "budget",
-        "peak",
-        "process RSS",
-        "s/step",
-        "ratio",
-        "evicted",
-        "offloaded",
-        "recomputed",
-        "same bits",
-    )
     rows = []
     for verdict in verdicts:
         result, stats = verdict.result, verdict.result.stats
@@ -168,7 +160,7 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
     print(
         f"\n{unmanaged.parameters / 1e6:.1f} M parameters, {unmanaged.spec.steps} steps, batch {unmanaged.spec.batch}"
     )
-    table(head, rows)
+    table(_HEAD, rows)
     losses = [float.fromhex(loss) for loss in unmanaged.losses]
     if losses:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; bits {unmanaged.digest[:16]}")

@@ -76,7 +76,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, time, width) to the same shape."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class GPT(nn.Module):

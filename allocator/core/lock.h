@@ -31,7 +31,7 @@ class Lock {
   pthread_mutex_t* native() { return &mutex_; }
 
  private:
-  static constexpr int kSpins = 8000;
+  static constexpr int kSpins = 2000;
   pthread_mutex_t mutex_;
 };
 

@@ -108,7 +108,7 @@ static void drop_slot(Cell* c) {
     slot = c->slot;
     c->slot = -1;
     c->slot_state = NO_SLOT;
-    incoming = std::move(c->incoming);
+    incoming = take_incoming_locked(c);
   }
   if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);  // waits for what is under way, so `incoming` may go after it
 }
@@ -189,6 +189,7 @@ static void remove_handle(Cell* c) {
     }
     drop_slot(c);
     release_strong(c);
+    if (g.tier_doomed) close_doomed_tier();
     return;
   }
   drop_slot(c);
@@ -414,7 +415,6 @@ bool bring_back(Cell* c, bool* recompute) {
     return true;
   }
   const uint64_t t0 = now_ns();
-  const bool prefetched = c->incoming.get() != nullptr;
   int rc = 0;
   const mm_slot slot = c->slot;
   mm_tier* tier = g.tier;
@@ -423,8 +423,9 @@ bool bring_back(Cell* c, bool* recompute) {
   {
     std::lock_guard<std::mutex> lock(g.mu);
     c->busy = true;
-    bytes = std::move(c->incoming);
+    bytes = take_incoming_locked(c);
   }
+  const bool prefetched = bytes.get() != nullptr;
   const auto n = static_cast<size_t>(c->nbytes);
   c10::Allocator* allocator = c10::GetAllocator(c10::kCPU);
   Py_BEGIN_ALLOW_THREADS
@@ -467,6 +468,17 @@ bool bring_back(Cell* c, bool* recompute) {
     }
     PyErr_Format(PyExc_OSError, "memmgr: reading a saved tensor back from the disk tier failed: %s", std::strerror(-rc));
     return false;
+  }
+  if (c->has_checksum && !c->exposed) {
+    const uint64_t got = checksum_bytes(bytes.get(), n);
+    c->has_checksum = false;
+    if (got != c->checksum) {
+      std::lock_guard<std::mutex> lock(g.mu);
+      c->busy = false;
+      PyErr_Format(PyExc_RuntimeError, "memmgr: %zu bytes came back from the tier below other than they went (%s, slot %lld)", n,
+                   prefetched ? "prefetched" : "read when needed", static_cast<long long>(slot));
+      return false;
+    }
   }
   {
     std::lock_guard<std::mutex> lock(g.mu);
@@ -947,18 +959,31 @@ static PyObject* py_drop_recipe(PyObject*, PyObject* o) {
 // End of a pass: what nobody saved and no recipe names needs no recipe; dead storages leave the table.
 static PyObject* py_end_pass(PyObject*, PyObject*) {
   settle();
-  std::vector<Cell*> cells;
-  for (auto& [s, c] : g.table)
-    if (c->recipe && c->handles == 0 && c->names == 0) {
-      Py_INCREF(c);
-      cells.push_back(c);
+  sweep();
+  // Dropping one recipe may leave its inputs unnamed, so go on until nothing changes; each round shortens the chains.
+  bool changed = true;
+  while (changed) {
+    changed = false;
+    std::vector<Cell*> cells;
+    for (auto& [s, c] : g.table)
+      if (c->recipe && c->handles == 0 && c->names == 0) {
+        Py_INCREF(c);
+        cells.push_back(c);
+      }
+    for (Cell* c : cells) {
+      changed = true;
+      drop_recipe(c);
+      deferred_decref(reinterpret_cast<PyObject*>(c));
     }
-  for (Cell* c : cells) {
-    drop_recipe(c);
-    deferred_decref(reinterpret_cast<PyObject*>(c));
   }
   sweep();
   Py_RETURN_NONE;
+}
+
+static PyObject* py_table(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (auto& [s, c] : g.table) PyList_Append(list, reinterpret_cast<PyObject*>(c));
+  return list;
 }
 
 // The roots that are held only because recipes name them.
@@ -1184,6 +1209,7 @@ static PyObject* py_prefetch(PyObject*, PyObject* args) {
   const int rc = mm_tier_read(g.tier, c->slot, p);
   if (rc < 0) return PyLong_FromLong(0);
   c->incoming = std::move(bytes);
+  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
   return PyLong_FromLong(1);
 }
 
@@ -1345,6 +1371,7 @@ PyMethodDef cell_functions[] = {
     {"cut_children", py_cut_children, METH_O, ""},
     {"drop_recipe", py_drop_recipe, METH_O, ""},
     {"end_pass", py_end_pass, METH_NOARGS, ""},
+    {"table", py_table, METH_NOARGS, "all cells that are known by a storage"},
     {"kept_roots", py_kept_roots, METH_NOARGS, ""},
     {"forget_all", py_forget_all, METH_NOARGS, ""},
     {"handled", py_handled, METH_NOARGS, ""},

@@ -336,11 +336,33 @@ static PyObject* translate_oom(PyObject* result) {
   return nullptr;
 }
 
+// Runs an op that writes nothing. Out of memory: garbage cycles may hold tensors, so Python collects them and the op
+// runs once more, here between two ops, where no lock of torch's is held.
+static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
+  PyObject* out = PyObject_Call(call, args, kw);
+  if (out || !g.on_retry || !out_of_memory_type || !PyErr_ExceptionMatches(out_of_memory_type)) return out;
+  PyObject *t, *v, *tb;
+  PyErr_Fetch(&t, &v, &tb);
+  Py_CLEAR(tb);  // the frames hold tensors
+  PyObject* r = PyObject_CallNoArgs(g.on_retry);
+  const bool worth = r && PyObject_IsTrue(r) == 1;
+  Py_XDECREF(r);
+  if (!worth) {
+    PyErr_Clear();
+    PyErr_Restore(t, v, tb);
+    return nullptr;
+  }
+  Py_XDECREF(t);
+  Py_XDECREF(v);
+  return PyObject_Call(call, args, kw);
+}
+
 // Runs the op and notes how long it took without our own stalls.
-static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject* kwargs) {
+static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject* kwargs, bool again) {
   const uint64_t stall0 = tl_stall_ns;
   const uint64_t t0 = now_ns();
-  PyObject* out = PyObject_Call(call, args, kwargs == Py_None ? nullptr : kwargs);
+  kwargs = kwargs == Py_None ? nullptr : kwargs;
+  PyObject* out = again ? call_again(call, args, kwargs) : PyObject_Call(call, args, kwargs);
   const uint64_t dt = now_ns() - t0, stalled = tl_stall_ns - stall0;
   r->cost = static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9;
   g.clock += r->cost;
@@ -387,7 +409,7 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   if (!c10::GradMode::is_enabled()) {
     if ((info->mutates || info->cls == OP_OPAQUE) && writes_known(info, args, kw))
       return slow(func, types, args, kwargs, info->cls | 16);
-    return translate_oom(PyObject_Call(info->call, args, kw));
+    return translate_oom(info->mutates ? PyObject_Call(info->call, args, kw) : call_again(info->call, args, kw));
   }
   if (info->cls == OP_VIEW) return PyObject_Call(info->call, args, kw);
   if (info->cls != OP_PURE) return slow(func, types, args, kwargs, info->cls);
@@ -403,7 +425,7 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   const bool first = g.on_new_kind && r->kind->trust.load(std::memory_order_relaxed) == TRUST_NEW;
   PyObject* out = translate_oom(first ? PyObject_CallFunction(g.on_new_kind, "OOOO", reinterpret_cast<PyObject*>(r),
                                                               info->call, args, kwargs)
-                                      : timed_call(r, info->call, args, kw));
+                                      : timed_call(r, info->call, args, kw, true));
   if (out) adopt_one(r, out);
   Py_DECREF(r);
   if (out && !kept_check()) {
@@ -429,7 +451,7 @@ static PyObject* py_record(PyObject*, PyObject* args) {
 static PyObject* py_call(PyObject*, PyObject* args) {
   PyObject *r, *call, *a, *k;
   if (!PyArg_ParseTuple(args, "O!OOO", &RecipeType, &r, &call, &a, &k)) return nullptr;
-  return timed_call(reinterpret_cast<Recipe*>(r), call, a, k);
+  return timed_call(reinterpret_cast<Recipe*>(r), call, a, k, false);
 }
 
 static PyObject* py_adopt(PyObject*, PyObject* args) {
@@ -542,6 +564,7 @@ static PyObject* configure(PyObject*, PyObject* args, PyObject* kwargs) {
     FIELD(on_kept)
     FIELD(on_empty)
     FIELD(on_oom)
+    FIELD(on_retry)
     FIELD(on_progress)
 #undef FIELD
     if (!std::strcmp(name, "on_pack_other")) where = &on_pack_other;

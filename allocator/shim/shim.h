@@ -146,7 +146,7 @@ struct OpInfo {
 
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, reloads{0}, reload_bytes{0},
-      prefetch_hits{0}, prefetch_misses{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0}, unpacks{0},
+      prefetch_hits{0}, prefetch_misses{0}, prefetch_cancels{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0}, unpacks{0},
       write_backs{0}, unranked{0}, tier_errors{0};
 };
 
@@ -157,6 +157,7 @@ struct Shim {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   std::atomic<bool> forked{false};
+  bool tier_doomed = false;      // the budget is closed; the tier goes with the last cell that needs it
   bool may_offload = true;       // the policy allows the tier as a last resort
   bool may_evict = true;         // ... and recomputation
   bool verify = false;
@@ -171,6 +172,7 @@ struct Shim {
   uint64_t armed_bytes = 0;
   uint64_t handled_bytes = 0;    // present bytes of cells with handles
   uint64_t gone_bytes = 0;       // bytes of cells with handles that are gone
+  uint64_t incoming_bytes = 0;   // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
 
   // Guarded by the GIL
@@ -204,6 +206,7 @@ struct Shim {
   PyObject* on_kept = nullptr;      // (): roots that only recipes hold may have grown too many
   PyObject* on_empty = nullptr;     // (bytes) -> bytes: the vault is empty
   PyObject* on_oom = nullptr;       // (): an op ended out of memory; raises BudgetError
+  PyObject* on_retry = nullptr;     // () -> bool: an op found no memory; was anything freed?
   PyObject* on_progress = nullptr;  // (seq): a handle was used while offloaded cells exist
   Counters n;
 };
@@ -221,6 +224,14 @@ inline bool data_present(const c10::StorageImpl* s) {
   return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get() != nullptr || s->nbytes() == 0;
 }
 
+// A moved-from DataPtr still shows its old address, so it is cleared by hand.
+inline at::DataPtr take_incoming_locked(Cell* c) {
+  at::DataPtr bytes = std::move(c->incoming);
+  c->incoming.clear();
+  if (bytes.get()) g.incoming_bytes -= std::min<uint64_t>(g.incoming_bytes, static_cast<uint64_t>(c->nbytes));
+  return bytes;
+}
+
 // vault.cpp
 int install_allocator();
 void uninstall_allocator();
@@ -233,6 +244,7 @@ void disarm_locked(Cell* c);
 void scan_floor(bool at_op_boundary);
 uint64_t checksum_bytes(const void* p, size_t n);
 uint64_t now_ns();
+void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
 
 // cells.cpp

@@ -85,16 +85,24 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
       mm_tier_free(g.tier, bad);
     } else if (only_free) {
       return false;
-    } else if (action != EVICT || !can_evict(c)) {
-      // A write is under way. Waiting for it is cheaper than beginning another one.
+    } else {
+      // A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it has to end
+      // before the bytes go, and its copy goes with them.
+      const bool evict = action == EVICT && can_evict(c);
       c->busy = true;
       const mm_slot slot = c->slot;
+      if (evict) {
+        c->slot = -1;
+        c->slot_state = NO_SLOT;
+      }
       lock.unlock();
-      const int rc = mm_tier_wait(g.tier, slot);
+      int rc = 0;
+      if (evict) mm_tier_free(g.tier, slot);
+      else rc = mm_tier_wait(g.tier, slot);
       lock.lock();
       c->busy = false;
-      if (rc < 0 || !ours_alone_locked(c) || c->slot != slot) return false;
-      gone = OFFLOADED;
+      if (rc < 0 || !ours_alone_locked(c) || (!evict && c->slot != slot)) return false;
+      if (!evict) gone = OFFLOADED;
     }
   }
   if (gone == OFFLOADED) g.n.clean_drops++;
@@ -138,6 +146,10 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     }
   } else {
     g.offloaded_cells++;
+    if (g.verify) {
+      c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
+      c->has_checksum = true;
+    }
   }
   c->gone = gone;
   g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, c->nbytes);
@@ -153,6 +165,28 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
   return true;
 }
 
+// Gives up what was brought back too early, the last needed first: the copies below are still good.
+static uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock) {
+  uint64_t released = 0;
+  while (released < want && g.incoming_bytes > 0) {
+    Cell* c = g.oldest;
+    while (c && (!c->incoming.get() || c->busy)) c = c->next;
+    if (!c) break;
+    c->busy = true;
+    const mm_slot slot = c->slot;
+    at::DataPtr bytes = take_incoming_locked(c);
+    const auto n = static_cast<uint64_t>(c->nbytes);
+    lock.unlock();
+    mm_tier_wait(g.tier, slot);  // nobody writes into the block any more
+    bytes.clear();
+    lock.lock();
+    c->busy = false;
+    released += n;
+    g.n.prefetch_cancels++;
+  }
+  return released;
+}
+
 // Takes what was ranked, in its order; then, if that was not enough, whatever may leave, stalest first.
 uint64_t release_from_vault(uint64_t want) {
   uint64_t released = 0;
@@ -165,6 +199,7 @@ uint64_t release_from_vault(uint64_t want) {
     const auto n = static_cast<uint64_t>(c->nbytes);
     if (release_cell_locked(c, action, lock, false)) released += n;
   }
+  if (released < want) released += cancel_prefetches(want - released, lock);
   if (released >= want) return released;
   // The list may change whenever the lock is dropped, so begin again after each release.
   bool found = true;
@@ -215,7 +250,7 @@ void scan_floor(bool at_op_boundary) {
   auto& mark = at_op_boundary ? g.held_peak_bytes : g.floor_bytes;
   std::unique_lock<std::mutex> lock(g.mu, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  const uint64_t free_to_go = std::min(g.handled_bytes, resident);
+  const uint64_t free_to_go = std::min(g.handled_bytes + g.incoming_bytes, resident);
   const uint64_t estimate = resident - free_to_go + g.held_estimate.load(std::memory_order_relaxed);
   if (estimate <= mark.load(std::memory_order_relaxed)) return;
   const uint64_t held = program_bytes_locked();
@@ -229,7 +264,7 @@ void throw_out_of_memory(size_t bytes) {
   mm_arena_stats s{};
   if (g.arena) mm_arena_stats_get(g.arena, &s);
   const uint64_t resident = s.live_bytes + s.outside_bytes;
-  const uint64_t may_leave = std::min(g.handled_bytes, resident);
+  const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
   const uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
   raise_to(g.floor_bytes, floor);
   auto mib = [](uint64_t b) { return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB"; };
@@ -361,7 +396,29 @@ static PyObject* py_open_tier(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Closes the tier as soon as no cell needs it: at once, or with the last handle (after an exception the graph lives on
+// in its traceback, and bringing everything back would pass the budget).
+void close_doomed_tier() {
+  if (!g.tier_doomed) return;
+  mm_tier* t = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (g.offloaded_cells > 0) return;
+    t = g.tier;
+    g.tier = nullptr;
+    g.tier_doomed = false;
+  }
+  if (t) mm_tier_close(t);
+}
+
+static PyObject* py_doom_tier(PyObject*, PyObject*) {
+  g.tier_doomed = g.tier != nullptr;
+  close_doomed_tier();
+  Py_RETURN_NONE;
+}
+
 static PyObject* py_close_tier(PyObject*, PyObject*) {
+  g.tier_doomed = false;
   mm_tier* t;
   {
     std::lock_guard<std::mutex> lock(g.mu);
@@ -493,6 +550,7 @@ static PyObject* py_counters(PyObject*, PyObject*) {
   PUT(reload_bytes);
   PUT(prefetch_hits);
   PUT(prefetch_misses);
+  PUT(prefetch_cancels);
   PUT(clean_drops);
   PUT(stall_ns);
   PUT(recorded_ops);
@@ -517,6 +575,7 @@ static PyObject* py_reset_counters(PyObject*, PyObject*) {
   ZERO(reload_bytes);
   ZERO(prefetch_hits);
   ZERO(prefetch_misses);
+  ZERO(prefetch_cancels);
   ZERO(clean_drops);
   ZERO(stall_ns);
   ZERO(recorded_ops);
@@ -554,6 +613,7 @@ PyMethodDef vault_methods[] = {
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
     {"open_tier", py_open_tier, METH_VARARGS, "open_tier(folder, capacity, bytes_per_second, workers)"},
+    {"doom_tier", py_doom_tier, METH_NOARGS, "close the tier when the last cell that needs it is gone"},
     {"close_tier", py_close_tier, METH_NOARGS, ""},
     {"tier_inject", py_tier_inject, METH_VARARGS, "fault injection for tests"},
     {"add_outside", py_add_outside, METH_VARARGS, ""},

@@ -239,7 +239,7 @@ for _name, (_build, _batch, _optimizer) in HF.items():
     case(_name)(_hf_case(_build, _batch, _optimizer))
 
 
-@case(slow=True)
+@case()
 def hf_gpt2_mid(seed: int, scope: Scope) -> Record:
     """About 1.7 million parameters: kernels take their parallel paths."""
     model = _gpt2(vocab_size=256, n_embd=160, n_layer=5, n_head=5, n_positions=128)
@@ -613,7 +613,7 @@ def _fresh_dynamo() -> None:
     counters.clear()
 
 
-@case(slow=True)
+@case()
 def compiled_submodule(seed: int, scope: Scope) -> Record:
     """Compared with the compiled unmanaged run; that it was compiled under the budget too is part of the record."""
     _fresh_dynamo()
@@ -654,7 +654,7 @@ def compiled_aot_eager(seed: int, scope: Scope) -> Record:
     return record
 
 
-@case(slow=True)
+@case()
 def compiled_optimizer_step(seed: int, scope: Scope) -> Record:
     _fresh_dynamo()
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 32), nn.Sigmoid())

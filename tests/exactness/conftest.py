@@ -8,10 +8,6 @@ import importlib.util
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than about five seconds")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _frozen_heap() -> None:
     """Each run collects garbage first; what the imports made is no garbage and need not be walked 500 times."""

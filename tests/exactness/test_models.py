@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 from . import cases
@@ -12,10 +10,8 @@ from .harness import HUGE_BYTES, MODES, check, managed, reference
 PARAMS = [pytest.param(name, mode, marks=[pytest.mark.slow] * c.slow, id=f"{name}-{mode}") for name, c in cases.CASES.items() for mode in MODES]
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    warnings.simplefilter("ignore")  # what transformers, peft and Dynamo say is not under test
-    warnings.filterwarnings("error", module=r"memmgr")
+# What transformers, peft and Dynamo say is not under test; what memmgr says is.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:memmgr")]
 
 
 @pytest.mark.parametrize(("name", "mode"), PARAMS)

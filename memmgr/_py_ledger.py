@@ -1,0 +1,430 @@
+"""The books of the accounting path: which storages are alive, what that sums to, and what an op is going to need.
+
+Resident are the bytes of all storages that an op was seen to make, until they die, and those that were there before.
+What an op takes for itself while it runs is not seen: that is why this path is the weaker one (design §4).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import _py_types as types
+from ._py_types import C, Cell, Known
+
+UNLIMITED = 2**64 - 1
+COUNTERS = (
+    "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
+    "clean_drops stall_ns recorded_ops packs unpacks write_backs unranked tier_errors"
+).split()
+
+_dispatch_keys = C._dispatch_keys
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_OUTLANDISH = [
+    getattr(C.DispatchKey, name)
+    for name in ("Python", "FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "ZeroTensor", "NestedTensor")
+    if hasattr(C.DispatchKey, name)
+]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested arguments or outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Ledger:
+    """Live storages, the budget, and predictions of what ops need."""
+
+    def __init__(self) -> None:
+        # Guards all state but never a callback, an op or a transfer. What may run at any moment (finalizers, the ends of
+        # objects) takes no lock: it leaves a note that the next holder reads.
+        self._lock: Any = threading.RLock()
+        self._tls = threading.local()
+        self._table: dict[int, Known] = {}
+        self._deaths: deque[Known | int] = deque()
+        self._plain_keys: dict[int, bool] = {}
+        self._sizes: dict[Any, tuple[int, bool]] = {}  # kind of op -> (bytes that it makes, always the same so far)
+        self._call: dict[str, Any] = {}  # the manager's callbacks
+        self._n = dict.fromkeys(COUNTERS, 0)
+        self._active = False
+        self._forked = False
+        self._budget = UNLIMITED
+        self._outside = 0
+        self._live = 0
+        self._virtual = 0  # gone, but live in a run without memmgr
+        self._live_peak = self._resident_peak = self._unmanaged_peak = 0
+        self._made = self._died = self._reclaims = self._failures = 0
+        self._largest = 0
+        self._floor = self._held_peak = self._held_estimate = 0
+        self._tier_error = ""
+
+    # -- what other parts fill in --
+
+    def _release_from_vault(self, want: int) -> int:
+        raise NotImplementedError
+
+    def _may_leave_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _program_bytes(self) -> int:
+        raise NotImplementedError
+
+    # -- storages --
+
+    def _is_plain(self, tensor: Any) -> bool:
+        """Dense strided memory on a device, and nothing that carries more than sizes and strides."""
+        keys = _dispatch_keys(tensor)
+        raw = keys.raw_repr()
+        known = self._plain_keys.get(raw)
+        if known is None:
+            known = (
+                keys.has(C.DispatchKey.Dense)
+                and not any(keys.has(key) for key in _OUTLANDISH)
+                and tensor.layout is torch.strided
+                and tensor.device.type in ("cpu", "cuda", "privateuseone")
+                and not tensor.is_quantized
+            )
+            self._plain_keys[raw] = known
+        return known
+
+    def _count_deaths(self) -> None:
+        deaths, table = self._deaths, self._table
+        while deaths:
+            try:
+                dead = deaths.popleft()
+            except IndexError:
+                return
+            if isinstance(dead, int):
+                self._outside += dead
+                continue
+            if table.get(dead.key) is dead:
+                del table[dead.key]
+            if dead.counted:
+                self._live -= dead.nbytes
+                self._died += 1
+            dead.cell = None
+
+    def _known(self, storage: Any) -> Known | None:
+        found = self._table.get(storage._cdata)
+        # Addresses are used again: the weak reference says whose entry it is.
+        return found if found is not None and found() is storage else None
+
+    def _register(self, storage: Any, counted: bool) -> Known:
+        known = Known(storage, self._deaths.append, counted)
+        self._table[known.key] = known
+        if counted:
+            self._made += 1
+            self._live += known.nbytes
+            self._largest = max(self._largest, known.nbytes)
+            self._raise_peaks()
+        return known
+
+    def _resized(self, known: Known, nbytes: int) -> None:
+        if known.counted:
+            self._live += nbytes - known.nbytes
+            self._raise_peaks()
+        known.nbytes = nbytes
+
+    def _raise_peaks(self) -> None:
+        if self._deaths:
+            self._count_deaths()
+        resident = self._live + self._outside
+        self._live_peak = max(self._live_peak, self._live)
+        self._resident_peak = max(self._resident_peak, resident)
+        self._unmanaged_peak = max(self._unmanaged_peak, resident + self._virtual)
+
+    def _resident(self) -> int:
+        if self._deaths:
+            with self._lock:
+                self._count_deaths()
+        return self._live + self._outside
+
+    def _new_storage(self, nbytes: int, firm: bool = True) -> Any:
+        """Fresh memory of ours, after making room for it."""
+        self._reserve(nbytes, firm)
+        storage = torch.UntypedStorage(nbytes, device="cpu")
+        with self._lock:
+            self._register(storage, True)
+        return storage
+
+    def _note(self, out: Any, given: Any) -> int:
+        """Enters the storages that an op made; returns their bytes."""
+        made = 0
+        theirs: set[int] | None = None
+        for tensor in tensors_in(out):
+            if not self._is_plain(tensor) or tensor.device.type != "cpu":
+                continue
+            storage = tensor.untyped_storage()
+            known = self._known(storage)
+            if known is not None:
+                if known.nbytes != (nbytes := storage.nbytes()):
+                    with self._lock:
+                        made += max(0, nbytes - known.nbytes)
+                        self._resized(known, nbytes)
+                continue
+            if theirs is None:
+                theirs = {t.untyped_storage()._cdata for t in tensors_in(given) if self._is_plain(t)}
+            with self._lock:
+                made += storage.nbytes() if (mine := storage._cdata not in theirs) else 0
+                self._register(storage, mine)
+        return made
+
+    # -- what an op will need --
+
+    def _kind_key(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return (kind, value)
+        if isinstance(value, torch.Tensor):
+            return (value.dtype, value.size()) if self._is_plain(value) else kind
+        if kind is tuple or kind is list:
+            return tuple(self._kind_key(item) for item in value)
+        return kind
+
+    def _predict(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, bool]:
+        """(bytes, whether that is sure)."""
+        known = self._sizes.get(key)
+        if known is not None:
+            return known
+        shadow = _meta_bytes(func, args, kwargs)
+        if shadow is not None:
+            return shadow, True
+        given = [args, kwargs or {}]
+        return sum(t.numel() * t.element_size() for t in tensors_in(given) if self._is_plain(t)), False
+
+    def _learn(self, key: Any, made: int) -> None:
+        known = self._sizes.get(key)
+        if known is None:
+            if len(self._sizes) > 100_000:
+                self._sizes.clear()
+            self._sizes[key] = (made, True)
+        elif known[0] != made:
+            self._sizes[key] = (max(made, known[0]), False)  # depends on the data
+
+    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, retry: bool) -> Any:
+        """Runs an op with the budget kept: room is made before, what it made is entered after."""
+        limited = self._budget != UNLIMITED
+        key = None
+        if limited:
+            key = (func, self._kind_key(args), tuple((k, self._kind_key(v)) for k, v in (kwargs or {}).items()))
+            self._reserve(*self._predict(key, func, args, kwargs), retry)
+        out = call(*args, **kwargs) if kwargs else call(*args)
+        made = self._note(out, [args, kwargs or {}])
+        if limited:
+            self._learn(key, made)
+        self._after(made)
+        return out
+
+    def _after(self, made: int) -> None:
+        if made >= 65536:
+            self._scan_floor(False)
+        if made and self._resident() > self._budget:
+            self._reserve(0, True)  # the guess was too small
+
+    # -- room --
+
+    def _reserve(self, want: int, firm: bool, retry: bool = False) -> None:
+        """Makes room for `want` more bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, and `firm`.
+        """
+        if self._resident() + want <= self._budget:
+            return
+        if not getattr(self._tls, "no_reclaim", False) and want <= self._budget:
+            begun = time.perf_counter_ns()
+            try:
+                for attempt in range(64):
+                    need = self._resident() + want - self._budget
+                    self._reclaims += 1
+                    released = self._release_from_vault(need)
+                    empty = self._call.get("on_empty")
+                    if not released and empty is not None and attempt < 4:
+                        released = empty(need)
+                    if self._resident() + want <= self._budget:
+                        return
+                    if not released:
+                        break
+            finally:
+                spent = time.perf_counter_ns() - begun
+                self._n["stall_ns"] += spent
+                self._tls.stall_ns = getattr(self._tls, "stall_ns", 0) + spent
+        if not firm:
+            return
+        again = self._call.get("on_retry")
+        if retry and again is not None and again():
+            return self._reserve(want, firm)
+        self._failures += 1
+        self._throw_out_of_memory(want)
+
+    def _throw_out_of_memory(self, want: int) -> None:
+        resident = self._resident()
+        may_leave = min(self._may_leave_bytes(), resident)
+        self._floor = floor = max(self._floor, resident - may_leave + self._held_estimate + want)
+        text = (
+            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "
+            f"{_mib(self._budget)} is spent: {_mib(resident)} resident, of which nothing more can be let go. Smallest "
+            f"budget that would have worked so far: {_mib(floor)} ({floor} bytes)."
+        )
+        if self._tier_error:
+            text += f" The disk tier failed: {self._tier_error}."
+        raise torch.OutOfMemoryError(text)
+
+    def _scan_floor(self, at_op_boundary: bool) -> None:
+        """floor: what is resident and may not leave, at its worst; held: the same seen between two ops."""
+        resident = self._resident()
+        free_to_go = min(self._may_leave_bytes(), resident)
+        mark = self._held_peak if at_op_boundary else self._floor
+        if resident - free_to_go + self._held_estimate <= mark:
+            return
+        self._held_estimate = held = self._program_bytes()
+        seen = resident - free_to_go + min(held, free_to_go)
+        if at_op_boundary:
+            self._held_peak = max(self._held_peak, seen)
+        else:
+            self._floor = max(self._floor, seen)
+
+    # -- the part of the interface that is about bytes --
+
+    def open_arena(self, budget: int, outside: int, reserve: int = 0) -> None:
+        del reserve
+        if self._forked:
+            raise RuntimeError("memmgr: cannot install in a forked child")
+        self._budget, self._outside = budget, outside
+        self._live_peak = self._resident_peak = self._unmanaged_peak = 0
+        self._floor = self._held_peak = self._held_estimate = self._largest = 0
+        self._tier_error = ""
+        self._raise_peaks()
+
+    def close_arena(self) -> None:
+        with self._lock:
+            self._count_deaths()
+            self._budget, self._outside = UNLIMITED, 0
+            self._sizes.clear()
+
+    def set_budget(self, budget: int) -> None:
+        self._budget = budget
+
+    def add_outside(self, delta: int) -> None:
+        self._deaths.append(delta)
+
+    def resident(self) -> int:
+        return self._resident()
+
+    def set_no_reclaim(self, value: bool) -> None:
+        self._tls.no_reclaim = bool(value)
+
+    def storage_info(self, tensor: Any) -> tuple[int, int, bool, bool] | None:
+        """(address of the storage, bytes, covers it all and is dense, is in the books)."""
+        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        known = self._known(storage)
+        return storage._cdata, storage.nbytes(), whole and _dense(tensor), known is not None and known.counted
+
+    def arena_stats(self) -> dict[str, int]:
+        resident = self._resident()
+        return {
+            "budget_bytes": self._budget,
+            "outside_bytes": self._outside,
+            "live_bytes": self._live,
+            "live_peak_bytes": self._live_peak,
+            "resident_peak_bytes": self._resident_peak,
+            "requested_bytes": self._live,
+            "committed_bytes": resident,
+            "committed_peak_bytes": self._resident_peak,
+            "live_blocks": self._made - self._died,
+            "free_bytes": 0,
+            "largest_free_bytes": 0,
+            "allocations": self._made,
+            "frees": self._died,
+            "reclaims": self._reclaims,
+            "reclaims_contiguity": 0,
+            "reclaim_nanoseconds": self._n["stall_ns"],
+            "failures": self._failures,
+            "small_blocks": 0,
+            "unmanaged_peak_bytes": self._unmanaged_peak,
+        }
+
+    def arena_blocks(self) -> list[tuple[int, int, int]]:
+        alive = [(known(), known.nbytes) for known in list(self._table.values()) if known.counted]
+        return sorted((storage.data_ptr(), nbytes, 1) for storage, nbytes in alive if storage is not None)
+
+    def arena_check(self) -> None:
+        with self._lock:
+            self._count_deaths()
+            total = sum(known.nbytes for known in self._table.values() if known.counted)
+            if total != self._live:
+                raise AssertionError(f"the books say {self._live} bytes, the live storages have {total}")
+            if min(self._live, self._virtual) < 0:
+                raise AssertionError(f"negative: live {self._live}, virtual {self._virtual}")
+
+    def counters(self) -> dict[str, int]:
+        return {**self._n, "floor_bytes": self._floor, "held_peak_bytes": self._held_peak}
+
+    def reset_counters(self) -> None:
+        self._n = dict.fromkeys(COUNTERS, 0)
+        self._reclaims = self._failures = 0
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _mib(size: int) -> str:
+    return f"{size // 1048576}.{size % 1048576 * 10 // 1048576} MiB"
+
+
+def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """The bytes that an op will make, from its shape function; None when it has none."""
+    if getattr(func, "namespace", "") not in ("aten", "prims"):
+        return None
+    given: set[int] = set()
+
+    def shadow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+            given.add(twin.untyped_storage()._cdata)
+            return twin
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if isinstance(value, list | tuple):
+            return type(value)([shadow(item) for item in value])
+        return value
+
+    silence = types.quiet()
+    try:
+        with C._AutoDispatchBelowAutograd():
+            twins, named = shadow(args), {key: shadow(value) for key, value in (kwargs or {}).items()}
+            if not given:
+                named["device"] = torch.device("meta")  # a factory
+            out = func(*twins, **named)
+            made = {s._cdata: s.nbytes() for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given}
+    except Exception:
+        return None
+    finally:
+        del silence
+    return sum(made.values())
+
+
+__all__ = ["COUNTERS", "UNLIMITED", "Cell", "Ledger", "tensors_in"]

@@ -1,0 +1,368 @@
+"""Cells, recipes and refs of the accounting path: the same words and fields as in `allocator/shim/shim.h`.
+
+Nothing here decides anything. What must happen when a handle or a recipe goes is put on the `graveyard`, because Python
+may end an object at any moment, in any thread; `_py_table` buries it at the next quiet one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+C: Any = torch._C
+
+PRESENT, EVICTED, OFFLOADED = range(3)
+KEEP, EVICT, OFFLOAD = range(3)
+OP_VIEW, OP_PURE, OP_SLOW, OP_OPAQUE = range(4)
+TRUST_NEW, TRUST_YES, TRUST_NO = range(3)
+
+_use_count = C._storage_Use_Count
+_set_version = C._autograd._unsafe_set_version_counter
+_ADINPLACE = C.DispatchKey.ADInplaceOrView
+_EMPTY = torch.empty(0)
+
+# (what, payload): "handle" cell | "recipe" (serial, inputs) | "slot" (slot, the memory that a transfer may still use)
+graveyard: deque[tuple[str, Any]] = deque()
+bury: Callable[[], None] = lambda: None  # set by `_py_table`: empties the graveyard if no lock is in the way
+
+
+def quiet() -> Any:
+    """While the result lives, this thread's ops do not reach any dispatch mode."""
+    return C._DisableTorchDispatch()
+
+
+# ---- storages -------------------------------------------------------------------------------------------------------
+
+
+class Known(weakref.ref):  # type: ignore[type-arg]
+    """A storage that was seen alive: weak, so that it dies when nobody else has it."""
+
+    __slots__ = ("cell", "counted", "key", "nbytes")
+
+    cell: Cell | None
+    counted: bool  # part of the live bytes; else it was there before, or belongs to somebody else
+    key: int
+    nbytes: int
+
+    def __new__(cls, storage: Any, died: Callable[[Any], None], counted: bool) -> Known:
+        return super().__new__(cls, storage, died)
+
+    def __init__(self, storage: Any, died: Callable[[Any], None], counted: bool) -> None:
+        super().__init__(storage, died)
+        self.key = storage._cdata
+        self.nbytes = storage.nbytes()
+        self.counted = counted
+        self.cell = None
+
+
+def _references(storage: Any) -> tuple[int, int]:
+    return _use_count(storage._cdata), sys.getrefcount(storage)
+
+
+class _Slot:
+    __slots__ = ("strong",)
+
+
+def _measure_alone() -> tuple[int, int]:
+    slot = _Slot()
+    slot.strong = torch.UntypedStorage(8)
+    return _references(slot.strong)
+
+
+# How the two counts read when one slot of ours holds a storage and nobody else has it; it depends on torch's version.
+_ALONE = _measure_alone()
+
+
+# ---- versions (rule 3) ----------------------------------------------------------------------------------------------
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of zero bytes with the version counter of `tensor`: it keeps no memory alive.
+
+    Sharing the counter is the work of a dispatch layer that is switched off inside a dispatch mode.
+    """
+    silence = quiet()
+    with C._SetExcludeDispatchKeyGuard(_ADINPLACE, False):
+        twin = tensor.detach()
+    twin.data = _EMPTY
+    del silence
+    return twin
+
+
+def same_counter(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Torch does not show the counter itself, so it is moved, looked at and put back. Callers hold the lock."""
+    now = twin._version
+    if tensor._version != now:
+        return False
+    _set_version((twin,), (now + 1,))
+    moved = tensor._version != now
+    _set_version((twin,), (now,))
+    return moved
+
+
+class Version:
+    """A version counter and the value at which the cell's bytes were seen."""
+
+    __slots__ = ("at", "twin")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.twin = alias(tensor)
+        self.at = self.twin._version
+
+
+# ---- cells, recipes, refs -------------------------------------------------------------------------------------------
+
+
+class Kind:
+    """Op, shapes, dtypes, strides, arguments and circumstances (rule 7), and what its ops turned out to need."""
+
+    __slots__ = ("func", "hash", "made_bytes", "trust")
+
+    def __init__(self, func: Any, number: int) -> None:
+        self.func = func
+        self.hash = number
+        self.trust = TRUST_NEW
+        self.made_bytes = 0
+
+
+class Cell:
+    """One version of one storage's bytes."""
+
+    __slots__ = (
+        "__weakref__",
+        "armed",
+        "blank",
+        "busy",
+        "checksum",
+        "cost",
+        "exposed",
+        "gone",
+        "handles",
+        "incoming",
+        "known",
+        "last_access",
+        "listed",
+        "lost",
+        "managed",
+        "named_by",
+        "names",
+        "nbytes",
+        "note",
+        "pinned",
+        "recipe",
+        "seq",
+        "slot",
+        "stale",
+        "stamp",
+        "strong",
+        "unsettled",
+        "versions",
+    )
+
+    def __init__(self, known: Known, exposed: bool, clock: float) -> None:
+        self.strong: Any = None  # our one reference to the storage
+        self.known: Known | None = known
+        self.versions: list[Version] = []
+        self.recipe: Recipe | None = None
+        self.named_by: dict[int, Any] = {}  # serial of a recipe that needs this cell -> weak reference to it
+        self.nbytes = known.nbytes
+        self.seq = -1
+        self.slot = -1
+        self.armed = KEEP
+        self.cost = 0.0
+        self.last_access = clock
+        self.checksum: int | None = None
+        self.incoming: Any = None  # a storage that a read is under way into
+        self.note: Any = None
+        self.handles = 0
+        self.names = 0
+        self.stamp = 0
+        self.gone = PRESENT
+        self.listed = False
+        self.stale = self.blank = self.unsettled = self.lost = self.busy = self.managed = self.pinned = False
+        self.exposed = exposed
+
+    def __del__(self) -> None:
+        if self.slot >= 0:
+            graveyard.append(("slot", (self.slot, self.strong, self.incoming)))
+            bury()
+
+    def storage(self) -> Any:
+        """The storage, if it is alive and has the bytes."""
+        if self.gone != PRESENT:
+            return None
+        if self.strong is not None:
+            return self.strong
+        return self.known() if self.known is not None else None
+
+    @property
+    def present(self) -> bool:
+        """The bytes are in memory."""
+        return self.storage() is not None
+
+    @property
+    def fresh(self) -> bool:
+        """No version counter moved since the cell was seen."""
+        for version in self.versions:
+            if version.twin._version != version.at:
+                return False
+        return True
+
+    @property
+    def alone(self) -> bool:
+        """Nobody else can reach the storage, neither through a tensor nor through the storage object."""
+        return self.strong is not None and _references(self.strong) == _ALONE
+
+    @property
+    def ours_alone(self) -> bool:
+        """The bytes may leave."""
+        return (
+            self.gone == PRESENT
+            and self.nbytes > 0
+            and not (self.busy or self.pinned or self.unsettled or self.stale)
+            and self.alone
+            and self.strong.nbytes() == self.nbytes
+        )
+
+    @property
+    def held(self) -> bool:
+        """We hold the storage."""
+        return self.strong is not None
+
+    @property
+    def use_count(self) -> int:
+        storage = self.strong if self.strong is not None else (self.known() if self.known is not None else None)
+        return 0 if storage is None else int(_use_count(storage._cdata))
+
+    @property
+    def arriving(self) -> bool:
+        """A read of its bytes is under way."""
+        return self.incoming is not None
+
+    def shares_counter(self, tensor: torch.Tensor) -> bool:
+        return any(same_counter(version.twin, tensor) for version in self.versions)
+
+
+class Ref:
+    """A view of a cell: dtype, sizes, strides, offset. With `handle`, the cell's bytes are wanted while it lives."""
+
+    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides")
+
+    def __init__(self, tensor: torch.Tensor, cell: Cell, handle: bool) -> None:
+        self.cell = cell
+        self.dtype = tensor.dtype
+        self.sizes = tensor.size()
+        self.strides = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.mutated = False
+        self.handle = handle
+
+    def __del__(self) -> None:
+        if self.handle:
+            graveyard.append(("handle", self.cell))
+            bury()
+
+    def over(self, storage: Any) -> torch.Tensor:
+        """The view as a tensor over `storage`; its version counter is its own."""
+        silence = quiet()
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.sizes, self.strides)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        del silence
+        return tensor
+
+
+class Accounted:
+    """A recipe's op, with the budget kept before it runs: a replay is below the dispatch mode that sees other ops."""
+
+    __slots__ = ("_func", "_recipe", "_run")
+
+    def __init__(self, func: Any, recipe: Recipe, run: Callable[..., Any]) -> None:
+        self._func, self._recipe, self._run = func, recipe, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._recipe, self._func, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._func, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._func is (other._func if isinstance(other, Accounted) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._func)
+
+    def __str__(self) -> str:
+        return str(self._func)
+
+    __repr__ = __str__
+
+
+class Recipe:
+    """An op and its arguments, with tensors replaced by refs."""
+
+    __slots__ = (
+        "__weakref__",
+        "_func",
+        "_run",
+        "args",
+        "cost",
+        "env",
+        "inputs",
+        "kept",
+        "kwargs",
+        "made",
+        "ok",
+        "rng",
+        "serial",
+        "special",
+        "stamp",
+    )
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, inputs: tuple[Cell, ...], kind: Kind, run: Any) -> None:
+        self._func, self._run = func, run
+        self.args, self.kwargs, self.inputs = args, kwargs, inputs
+        self.kept = kind
+        self.rng: Any = None
+        self.special: Any = None
+        self.made: list[Any] = []  # weak references to the output cells, None where an output has no cell
+        self.env = 0
+        self.cost = 0.0
+        self.ok = True
+        self.stamp = 0
+        self.serial = 0
+
+    def __del__(self) -> None:
+        if self.serial:
+            graveyard.append(("recipe", (self.serial, self.inputs)))
+            bury()
+
+    @property
+    def func(self) -> Accounted:
+        return Accounted(self._func, self, self._run)
+
+    @property
+    def outputs(self) -> tuple[Cell | None, ...]:
+        return tuple(ref() if ref is not None else None for ref in self.made)
+
+    @property
+    def kind(self) -> int:
+        return self.kept.hash
+
+    @property
+    def trust(self) -> int:
+        return self.kept.trust
+
+    @trust.setter
+    def trust(self, value: int) -> None:
+        self.kept.trust = value

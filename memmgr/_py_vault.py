@@ -1,0 +1,441 @@
+"""Letting go and bringing back on the accounting path: the same rules as in `allocator/shim/vault.cpp`, in Python.
+
+Evicting drops our reference to the storage; bytes that come back are a new storage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import _py_types as types
+from ._py_table import Table, _checksum
+from ._py_tier import address, open_tier
+from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, TRUST_YES, Cell, Recipe
+
+
+def _can_evict(cell: Cell) -> bool:
+    recipe = cell.recipe
+    return recipe is not None and recipe.ok and recipe.kept.trust == TRUST_YES and not cell.exposed
+
+
+class Vault(Table):
+    """Releases cells in the order of the policies, and reloads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_evict = self._may_offload = True
+        self._verify = False
+        self._sample = 64
+
+    # -- letting go --
+
+    def _release(self, cell: Cell, action: int) -> bool:
+        """Lets the bytes go if they are ours alone. The lock is held; it is dropped while bytes are copied."""
+        self._disarm(cell)
+        if not cell.ours_alone or not cell.fresh or cell.incoming is not None:
+            return False
+        gone = PRESENT
+        tier = self._tier
+        if cell.slot >= 0 and tier is not None:
+            state = tier.poll(cell.slot)
+            if state == 0 and (action != EVICT or not _can_evict(cell)):
+                # A write is under way. Waiting for it is cheaper than beginning another one.
+                slot = cell.slot
+                code = self._unlocked(cell, lambda: tier.wait(slot))
+                if code < 0 or not cell.ours_alone or cell.slot != slot:
+                    return False
+                state = 1
+            if state == 1:
+                gone = OFFLOADED  # clean: copied when the bytes were ours alone, and nobody has had them since
+                self._n["clean_drops"] += 1
+            elif state < 0:
+                self._tier_failed(state)
+                bad, cell.slot = cell.slot, -1
+                tier.free(bad)
+        if gone == PRESENT and action == EVICT and _can_evict(cell):
+            gone = EVICTED
+        if gone == PRESENT and tier is not None and self._may_offload and cell.slot < 0:
+            source = address(cell.strong)
+            slot = self._unlocked(cell, lambda: tier.write_now(source, cell.nbytes))
+            if slot < 0:
+                self._tier_failed(slot)
+            elif not cell.ours_alone or not cell.fresh:
+                tier.free(slot)  # somebody took the bytes meanwhile: the copy may not be what they leave behind
+                return False
+            else:
+                self._n["offloads"] += 1
+                self._n["offload_bytes"] += cell.nbytes
+                cell.slot = slot
+                gone = OFFLOADED
+        if gone == PRESENT and self._may_evict and _can_evict(cell):
+            gone = EVICTED
+        if gone == PRESENT:
+            return False
+        if gone == EVICTED:
+            nth, self._n["evictions"] = self._n["evictions"], self._n["evictions"] + 1
+            self._n["evicted_bytes"] += cell.nbytes
+            if self._verify or (self._sample and nth % self._sample == 0):
+                cell.checksum = _checksum(cell.strong)
+        else:
+            self._offloaded_cells += 1
+        cell.gone = gone
+        if cell.listed:
+            self._handled_bytes = max(0, self._handled_bytes - cell.nbytes)
+        self._gone_bytes += cell.nbytes
+        self._virtual += cell.nbytes
+        if cell.known is not None:
+            cell.known.cell = None
+        cell.strong = cell.known = None
+        self._count_deaths()
+        return True
+
+    def _unlocked(self, cell: Cell, transfer: Any) -> int:
+        cell.busy = True
+        depth = 0
+        while self._lock._is_owned():  # callers may hold it more than once
+            self._lock.release()
+            depth += 1
+        try:
+            return int(transfer())
+        finally:
+            for _ in range(depth):
+                self._lock.acquire()
+            cell.busy = False
+
+    def _tier_failed(self, code: int) -> None:
+        self._n["tier_errors"] += 1
+        self._tier_error = os.strerror(-code)
+
+    def _cancel_prefetches(self, want: int) -> int:
+        """Gives up what was brought back too early, the last needed first: the copies below are still good."""
+        released = 0
+        for cell in list(self._handled):
+            if released >= want:
+                break
+            tier, slot = self._tier, cell.slot
+            if cell.incoming is None or cell.busy or tier is None:
+                continue
+            incoming, cell.incoming = cell.incoming, None
+            self._incoming_bytes -= cell.nbytes
+            self._unlocked(cell, lambda tier=tier, slot=slot: tier.wait(slot))
+            del incoming
+            released += cell.nbytes
+            self._n["prefetch_cancels"] += 1
+        return released
+
+    def _release_from_vault(self, want: int) -> int:
+        """Takes what was ranked, in its order; then, if that was not enough, whatever may leave, oldest save first."""
+        released = 0
+        self._settle()
+        with self._lock:
+            while released < want and self._armed_next < len(self._armed):
+                cell = self._armed[self._armed_next]
+                self._armed_next += 1
+                if cell.armed != KEEP and self._release(cell, cell.armed):
+                    released += cell.nbytes
+            if released < want:
+                released += self._cancel_prefetches(want - released)
+            for cell in list(self._handled):
+                if released >= want:
+                    break
+                if not cell.ours_alone:
+                    continue
+                evictable = self._may_evict and _can_evict(cell)
+                if not evictable and not (self._tier is not None and self._may_offload) and cell.slot < 0:
+                    continue
+                errors = self._n["tier_errors"]
+                if self._release(cell, EVICT if evictable and not self._may_offload else OFFLOAD):
+                    released += cell.nbytes
+                    self._n["unranked"] += 1
+                elif self._n["tier_errors"] != errors:
+                    break  # the tier fails: do not try every cell
+        return released
+
+    # -- bringing back --
+
+    def bring_back(self, cell: Cell) -> bool:
+        """Reloads; True when the cell wants recomputation instead.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+            OSError: the copy cannot be read and there is no recipe.
+        """
+        with self._lock:
+            self._wait_not_busy(cell)
+            if cell.gone == PRESENT and cell.present:
+                return False
+            if cell.gone != OFFLOADED:
+                return True
+            tier, slot, incoming = self._tier, cell.slot, cell.incoming
+            assert tier is not None
+            cell.incoming = None
+            if incoming is not None:
+                self._incoming_bytes -= cell.nbytes
+            cell.busy = True
+        begun, made_room = time.perf_counter_ns(), self._stalled()
+        storage = incoming
+        try:
+            if incoming is not None:
+                code = tier.wait(slot)
+            else:
+                storage = self._new_storage(cell.nbytes)
+                code = tier.read_now(slot, address(storage))
+        finally:
+            cell.busy = False
+        with self._lock:
+            if code < 0:
+                self._tier_failed(code)
+                if cell.recipe is None or not cell.recipe.ok:
+                    raise OSError(
+                        -code, f"memmgr: reading a saved tensor back from the disk tier failed: {os.strerror(-code)}"
+                    )
+                # The copy cannot be read, but the bytes can be made again.
+                self._offloaded_cells -= 1
+                cell.gone = EVICTED
+                self._drop_slot(cell)
+                return True
+            self._gone_over(cell)
+            if cell.listed:
+                self._handled_bytes += cell.nbytes
+            cell.strong = storage
+            cell.versions = []  # nobody has had it, so nobody can have written
+            self._enter(storage, cell)
+        self._n["reloads"] += 1
+        self._n["reload_bytes"] += cell.nbytes
+        self._n["prefetch_hits" if incoming is not None else "prefetch_misses"] += 1
+        self._add_stall(time.perf_counter_ns() - begun - (self._stalled() - made_room))
+        return False
+
+    def _stalled(self) -> int:
+        return int(getattr(self._tls, "stall_ns", 0))
+
+    def _add_stall(self, spent: int) -> None:
+        self._n["stall_ns"] += spent
+        self._tls.stall_ns = self._stalled() + spent
+
+    def prefetch(self, cell: Cell, keep_free: int) -> int:
+        """1: begun, 0: no room, -1: nothing to do."""
+        with self._lock:
+            tier = self._tier
+            if cell.gone != OFFLOADED or cell.incoming is not None or cell.busy or cell.slot < 0 or tier is None:
+                return -1
+            if self._resident() + cell.nbytes + keep_free > self._budget:
+                return 0
+            storage = torch.UntypedStorage(cell.nbytes, device="cpu")
+            if tier.read(cell.slot, address(storage)) < 0:
+                return 0
+            self._register(storage, True)
+            cell.incoming = storage
+            self._incoming_bytes += cell.nbytes
+            return 1
+
+    def clone_storage(self, cell: Cell) -> torch.Tensor:
+        """A private copy of the cell's bytes, for ops that write (rule 2), as a byte tensor."""
+        lease = self.lease(cell)
+        if lease is None:
+            raise RuntimeError("memmgr: the cell's bytes are not in memory")
+        source = lease.untyped_storage()
+        copy = self._new_storage(source.nbytes())
+        if source.nbytes():
+            ctypes.memmove(address(copy), address(source), source.nbytes())
+        return _bytes_of(copy)
+
+    def lease(self, cell: Cell) -> torch.Tensor | None:
+        """A byte tensor over the whole storage: while it lives the cell is not ours alone, so it stays."""
+        with self._lock:
+            storage = cell.storage()
+            return None if storage is None else _bytes_of(storage)
+
+    # -- what the policies say and see --
+
+    def arm(self, ranked: Any) -> None:
+        with self._lock:
+            if self._armed_next >= len(self._armed):
+                self._armed, self._armed_next = [], 0
+            for cell, action in ranked:
+                if action == KEEP or cell.armed != KEEP or not cell.listed:
+                    continue
+                cell.armed = int(action)
+                self._armed.append(cell)
+                self._armed_bytes += cell.nbytes
+
+    def disarm_all(self) -> None:
+        with self._lock:
+            for cell in self._armed:
+                cell.armed = KEEP
+            self._armed, self._armed_next, self._armed_bytes = [], 0, 0
+
+    def release(self, cell: Cell, action: int) -> bool:
+        self._settle()
+        with self._lock:
+            return self._release(cell, action)
+
+    def write_back(self, cell: Cell) -> bool:
+        """Queues an early copy of bytes that are ours alone."""
+        with self._lock:
+            if self._tier is None or cell.slot >= 0 or not cell.ours_alone or not cell.fresh:
+                return False
+            slot = self._tier.write(address(cell.strong), cell.nbytes)
+            if slot < 0:
+                self._tier_failed(slot)
+                return False
+            cell.slot = slot
+            self._n["write_backs"] += 1
+            self._n["offloads"] += 1
+            self._n["offload_bytes"] += cell.nbytes
+            return True
+
+    def columns(self, neighbours: bool = True) -> tuple[Any, ...]:
+        """(cells, size, staleness, cost, chain, component, recomputable, clean, seq): what could leave now."""
+        self._settle()
+        with self._lock:
+            cells = [cell for cell in self._handled if cell.armed == KEEP and cell.ours_alone]
+            chain, component = [], []
+            for cell in cells:
+                ahead = behind = 0.0
+                if neighbours and cell.recipe is not None:
+                    ahead, behind = self._chain_cost(cell.recipe), self._children_cost(cell)
+                chain.append(ahead)
+                component.append(ahead + behind)
+        columns = (
+            np.array([cell.nbytes for cell in cells], dtype=np.int64),
+            np.array([self._clock - cell.last_access for cell in cells], dtype=np.float64),
+            np.array([cell.cost for cell in cells], dtype=np.float64),
+            np.array(chain, dtype=np.float64),
+            np.array(component, dtype=np.float64),
+            np.array([_can_evict(cell) for cell in cells], dtype=np.uint8),
+            np.array([cell.slot >= 0 for cell in cells], dtype=np.uint8),
+            np.array([cell.seq for cell in cells], dtype=np.int64),
+        )
+        return (cells, *(bytearray(column.tobytes()) for column in columns))
+
+    def _chain_cost(self, recipe: Recipe) -> float:
+        """The cost of what must run again before the recipe can, each op once."""
+        self._stamp += 1
+        recipe.stamp = stamp = self._stamp
+        total, work = 0.0, [recipe]
+        for _ in range(512):
+            if not work:
+                break
+            for parent in work.pop().inputs:
+                above = parent.recipe
+                if above is None or above.stamp == stamp or parent.slot >= 0 or parent.present:
+                    continue
+                above.stamp = stamp
+                total += above.cost
+                work.append(above)
+        return total
+
+    def _children_cost(self, cell: Cell) -> float:
+        self._stamp += 1
+        stamp, total, work = self._stamp, 0.0, [cell]
+        for _ in range(128):
+            if not work:
+                break
+            for ref in list(work.pop().named_by.values())[:32]:
+                recipe = ref()
+                if recipe is None or recipe.stamp == stamp:
+                    continue
+                recipe.stamp = stamp
+                gone = next((out for out in recipe.outputs if out is not None and out.gone == EVICTED), None)
+                if gone is not None:
+                    total += recipe.cost
+                    work.append(gone)
+        return total
+
+    def offloaded(self, limit: int) -> tuple[list[Cell], int, int]:
+        """(cells that backward will need, soonest first, position of the last use, bytes in flight)."""
+        found: list[Cell] = []
+        in_flight = 0
+        with self._lock:
+            for cell in reversed(self._handled):
+                if len(found) >= limit:
+                    break
+                if cell.gone != OFFLOADED or cell.managed:
+                    continue
+                if cell.incoming is None:
+                    found.append(cell)
+                elif self._tier is not None and cell.slot >= 0 and self._tier.poll(cell.slot) == 0:
+                    in_flight += cell.nbytes
+        return found, self.position(), in_flight
+
+    def position(self) -> int:
+        raise NotImplementedError
+
+    def pressure(self) -> tuple[int, int, int, int, int, int, int]:
+        """(resident, budget, handled, gone, armed, largest request, offloaded cells)."""
+        return (
+            self._resident(),
+            self._budget,
+            self._handled_bytes,
+            self._gone_bytes,
+            self._armed_bytes,
+            self._largest,
+            self._offloaded_cells,
+        )
+
+    def set_options(self, may_evict: bool, may_offload: bool, verify: bool, sample: int) -> None:
+        self._may_evict, self._may_offload = bool(may_evict), bool(may_offload)
+        self._verify, self._sample = bool(verify), sample
+
+    # -- the tier --
+
+    def open_tier(self, folder: str, capacity: int, rate: int, workers: int) -> None:
+        self._tier = open_tier(folder, capacity, rate, workers)
+
+    def close_tier(self) -> None:
+        self._tier_doomed = False
+        self._settle()
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            for cell in self.handled():
+                cell.slot = -1
+            tier.close()
+
+    def doom_tier(self) -> None:
+        """Closes the tier when the last cell that needs it is gone."""
+        self._tier_doomed = self._tier is not None
+        self._settle()
+        with self._lock:
+            self._close_doomed_tier()
+
+    def tier_inject(self, write_errno: int, after_writes: int, read_errno: int, after_reads: int) -> None:
+        if self._tier is not None:
+            self._tier.inject(write_errno, after_writes, read_errno, after_reads)
+
+    def tier_stats(self) -> dict[str, int]:
+        return self._tier.stats() if self._tier is not None else {}
+
+    def tier_probe(self, size: int) -> tuple[float, float] | None:
+        """(seconds to write, seconds to read) so many bytes, or None."""
+        tier = self._tier
+        if tier is None:
+            return None
+        storage = torch.UntypedStorage(size, device="cpu")
+        ctypes.memset(address(storage), 1, size)
+        begun = time.perf_counter()
+        slot = tier.write(address(storage), size)
+        code = slot if slot < 0 else tier.wait(slot)
+        wrote = time.perf_counter()
+        if code >= 0:
+            code = tier.read(slot, address(storage)) or tier.wait(slot)
+        done = time.perf_counter()
+        if slot >= 0:
+            tier.free(slot)
+        return None if code < 0 else (wrote - begun, done - wrote)
+
+
+def _bytes_of(storage: Any) -> torch.Tensor:
+    silence = types.quiet()
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    del silence
+    return tensor
+
+
+__all__ = ["Vault"]

@@ -1,0 +1,295 @@
+"""Issue 2, point 1: DataLoader workers and other children stay unmanaged, and take nothing of the parent's with them."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from . import cases, children
+from .harness import HUGE_BYTES, MODES, Record, Scope, assert_same, bits, check, managed, reference
+
+BIG_BYTES = 512 << 20
+"""More than any budget of this file: an allocation of it succeeds only where no budget is kept."""
+
+pytestmark = [pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]  # 3.12 warns of fork beside threads
+
+
+class Pictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Trains a little of its own in the worker, and proves that no budget is kept there."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert torch.utils.data.get_worker_info() is not None, "not in a worker"
+        torch.empty(BIG_BYTES // 4)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        g = torch.Generator().manual_seed(index)
+        x = torch.randn(3, 16, 16, generator=g)
+        w = torch.randn(16, 16, generator=g).requires_grad_()
+        (x @ w).tanh().exp().sum().backward()
+        assert w.grad is not None
+        return x + w.grad * 0.01, torch.rand(()) * 0 + torch.tensor(float(index % 5))
+
+
+class WorkerState:
+    """``worker_init_fn``: runs in each worker before its first item."""
+
+    def __call__(self, worker: int) -> None:
+        torch.set_num_threads(1)
+
+
+def _loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
+    def fn(seed: int, scope: Scope) -> Record:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
+        opt, record = cases.adamw(model), Record()
+        loader = DataLoader(Pictures(), batch_size=12, shuffle=True, num_workers=2, multiprocessing_context=context, persistent_workers=persistent, worker_init_fn=WorkerState())
+        with scope():
+            for _ in range(2):
+                for x, y in loader:
+                    opt.zero_grad()
+                    loss = nn.functional.cross_entropy(model(x), y.long())
+                    loss.backward()
+                    opt.step()
+                    record.losses(loss.detach())
+            del x, y, loss
+            if persistent:
+                loader._iterator._shutdown_workers()
+                loader._iterator = None
+        record.model(model)
+        record.optimizer(opt)
+        record.rng()
+        return record
+
+    return fn
+
+
+LOADERS = {f"{context}{'-persistent' * persistent}": _loader(context, persistent) for context, persistent in (("fork", False), ("fork", True), ("spawn", True))}
+
+
+@pytest.mark.parametrize("mode", ["torture", "auto@50"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_loader_workers(name: str, mode: str) -> None:
+    if mode == "torture":  # under a limit that BIG_BYTES would pass
+        got = managed(LOADERS[name], 256 << 20, "torture", place="loop")
+        assert_same(reference(LOADERS[name]), got.record, mode)
+        assert got.stats["evictions"] + got.stats["offloads"] > 0
+    else:
+        check(LOADERS[name], mode)
+
+
+# --- fork, bare -------------------------------------------------------------------------------------------------------
+
+
+def _in_fork(body: Callable[[], Any], timeout: float = 30) -> bytes:
+    """Runs ``body`` in a forked child and returns the bytes that it returns."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(read)
+            signal.alarm(int(timeout))
+            os.write(write, body())
+            status = 0
+        except BaseException as e:  # noqa: BLE001 - told to the parent
+            os.write(write, f"ERROR {type(e).__name__}: {e}".encode())
+        finally:
+            os._exit(status)
+    os.close(write)
+    answer = b""
+    while chunk := os.read(read, 1 << 16):
+        answer += chunk
+    os.close(read)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"the child ended with {status}: {answer[:500]!r}"
+    return answer
+
+
+def _digest(*tensors: torch.Tensor) -> bytes:
+    return hashlib.sha1(b"".join(bits(t).data for t in tensors)).digest()
+
+
+def _forks(body: Callable[[nn.Module, torch.Tensor, Record], None]) -> Callable[[int, Scope], Record]:
+    def fn(seed: int, scope: Scope) -> Record:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # OpenMP's own threads do not survive a fork
+        try:
+            model, record = cases.MLP(), Record()
+            opt = cases.adamw(model)
+            with scope():
+                for _ in range(6):
+                    loss = model(torch.randn(128, 32)).square().mean()
+                    body(model, loss, record)
+                    loss.backward()
+                    opt.step()
+                    opt.zero_grad()
+                    record.losses(loss.detach())
+            del loss
+            record.model(model)
+            record.rng()
+            return record
+        finally:
+            torch.set_num_threads(threads)
+
+    return fn
+
+
+def _child_allocates(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    def body() -> bytes:
+        t = torch.ones(BIG_BYTES // 4)
+        s = t[:1000].sum()
+        del t
+        return bits(s).data
+
+    record.put(f"child[{len(record)}]", int.from_bytes(_in_fork(body), "little"))
+
+
+def _child_writes(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    """What a child writes into inherited tensors is its own: the arena is private memory."""
+
+    def body() -> bytes:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7.0)
+        return _digest(*model.parameters())
+
+    answer = _in_fork(body)
+    record.put(f"child[{len(record)}]", answer.hex())
+
+
+def _child_runs_backward(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    """The inherited graph works in the child; its cells may lie in the parent's disk tier."""
+
+    def body() -> bytes:
+        loss.backward()
+        return _digest(*[p.grad for p in model.parameters()])
+
+    record.put(f"child[{len(record)}]", _in_fork(body).hex())
+
+
+def _child_frees_everything(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    def body() -> bytes:
+        import gc
+
+        nonlocal model, loss
+        digest = _digest(*model.parameters())
+        del model, loss
+        gc.collect()
+        torch.randn(1000).sum()
+        return digest
+
+    record.put(f"child[{len(record)}]", _in_fork(body).hex())
+
+
+def _child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    def body() -> bytes:
+        assert torch._C._len_torch_dispatch_stack() == 0
+        model.zero_grad()
+        for _ in range(3):
+            model(torch.randn(64, 32)).square().mean().backward()
+        return _digest(*[p.grad for p in model.parameters()], torch.get_rng_state())
+
+    record.put(f"child[{len(record)}]", _in_fork(body).hex())
+
+
+FORKS = {f.__name__[1:]: _forks(f) for f in (_child_allocates, _child_writes, _child_runs_backward, _child_frees_everything)}
+
+
+def _unmanaged_child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
+    _child_trains(model, loss, record)
+
+
+FORKS["child_trains"] = _forks(_unmanaged_child_trains)
+
+
+@pytest.mark.parametrize("mode", ["torture", "offload@50", "evict@50"])
+@pytest.mark.parametrize("name", FORKS)
+def test_forked_child(name: str, mode: str) -> None:
+    if mode == "torture":
+        got = managed(FORKS[name], 256 << 20, "torture", place="loop")
+        assert_same(reference(FORKS[name]), got.record, mode)
+    else:
+        check(FORKS[name], mode)
+
+
+def _double(t: torch.Tensor) -> None:
+    t.mul_(2)
+
+
+def shared_memory_with_a_child(seed: int, scope: Scope) -> Record:
+    """A tensor in shared memory that a child changes between forward and backward."""
+    record, w = Record(), nn.Parameter(torch.randn(64, 64))
+    with scope():
+        for step in range(6):
+            x = torch.randn(64, 64).share_memory_()
+            h = (w + x).exp().tanh() * (w * x).sigmoid()
+            if step >= 4:
+                process = multiprocessing.get_context("fork").Process(target=_double, args=(x,))
+                process.start()
+                process.join(30)
+                assert process.exitcode == 0
+            loss = h.sum()
+            del h
+            loss.backward()
+            record.losses(loss.detach())
+    del loss
+    record.put("grad", w.grad)
+    return record
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_memory_written_by_a_child(mode: str) -> None:
+    check(shared_memory_with_a_child, mode, moves=False)
+
+
+# --- the environment path ---------------------------------------------------------------------------------------------
+
+
+def script() -> None:
+    """An unmodified training script with workers; prints a digest of what it trained."""
+    torch.manual_seed(0)
+    record = _loader(sys.argv[2], False)(0, __import__("contextlib").nullcontext)
+    print("DIGEST", hashlib.sha1(repr(sorted(record.items())).encode()).hexdigest())
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_an_unmodified_script(context: str) -> None:
+    """``MEMMGR_BUDGET`` is inherited by the workers' environment and must arm nothing there."""
+
+    def digest(env: dict[str, str]) -> str:
+        output = children.run("test_children", "script", context, timeout=90, env=env)
+        return next(line for line in output.splitlines() if line.startswith("DIGEST"))
+
+    assert digest({}) == digest({"MEMMGR_BUDGET": "256MB"})
+
+
+def test_a_child_leaves_no_process_behind() -> None:
+    before = _descendants()
+    managed(LOADERS["fork"], HUGE_BYTES, "auto", place="loop")
+    deadline = time.monotonic() + 5
+    while _descendants() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _descendants() - before
+
+
+def _descendants() -> set[int]:
+    import psutil
+
+    return {p.pid for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline()) and "forkserver" not in " ".join(p.cmdline())}
+
+
+if __name__ == "__main__":
+    children.arm()
+    script()

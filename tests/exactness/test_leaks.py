@@ -1,0 +1,264 @@
+"""Issue 2, point 8: a thousand passes leak nothing. Each scenario runs in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import cases, children
+
+SCENARIOS: dict[str, Callable[[], Iterator[None]]] = {}
+GROWTH_BYTES = 4 << 20
+"""What the process may grow by between the warm state and the end: malloc's own slack, not a byte a pass."""
+
+
+def scenario(passes: int) -> Callable[[Callable[[Any, str], Iterator[None]]], Callable[[Any, str], Iterator[None]]]:
+    def register(fn: Any) -> Any:
+        fn.passes = passes
+        SCENARIOS[fn.__name__] = fn
+        return fn
+
+    return register
+
+
+def _tight(step: Callable[[], None], share: float = 0.5) -> int:
+    import memmgr
+
+    with memmgr.budget(1 << 32, quiet=True) as mm:
+        for _ in range(3):
+            step()
+    stats = mm.stats()
+    return max(int(stats["unmanaged_peak_bytes"] * share), int(stats["floor_bytes"] * 1.1))
+
+
+def _budget(step: Callable[[], None], policy: str) -> Any:
+    import memmgr
+
+    return memmgr.budget(_tight(step), policy=policy, quiet=True)
+
+
+@scenario(1000)
+def thousand_passes(policy: str) -> Iterator[None]:
+    model = cases.MLP(depth=2)
+    opt = cases.adamw(model)
+
+    def step() -> None:
+        model(torch.randn(128, 32)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    with _budget(step, policy):
+        for _ in range(1000):
+            step()
+            yield
+
+
+@scenario(400)
+def shapes_that_never_repeat(policy: str) -> Iterator[None]:
+    """Plans, kinds and interned circumstances are caches: they must be bounded."""
+    model = cases.MLP(depth=2)
+
+    def step(n: int = 300) -> None:
+        model(torch.randn(n, 32)).square().mean().backward()
+
+    with _budget(step, policy):
+        for i in range(400):
+            step(20 + (i * 37) % 281)
+            yield
+
+
+@scenario(400)
+def hidden_state_carried(policy: str) -> Iterator[None]:
+    """Truncated BPTT: recipes must not chain from pass to pass through the hidden state."""
+    cell = nn.GRUCell(16, 64)
+    state = torch.zeros(64, 64)
+
+    def step() -> None:
+        nonlocal state
+        h, loss = state.detach(), torch.zeros(())
+        for _ in range(4):
+            h = F.dropout(cell(torch.randn(64, 16), h), 0.1)
+            loss = loss + h.square().mean()
+        loss.backward()
+        state = h
+
+    with _budget(step, policy):
+        for _ in range(400):
+            step()
+            yield
+
+
+@scenario(300)
+def running_value_without_grad(policy: str) -> Iterator[None]:
+    """A value that every pass updates out of place, from tensors that need no gradient: a chain of recipes over all passes."""
+    w = nn.Parameter(torch.randn(64, 64))
+    ema = torch.zeros(64, 64)
+
+    def step() -> None:
+        nonlocal ema
+        h = (w + ema).tanh() * w.exp()
+        ema = ema * 0.9 + h.detach() * 0.1
+        h.mean().backward()
+
+    with _budget(step, policy):
+        for _ in range(300):
+            step()
+            yield
+
+
+@scenario(300)
+def graphs_dropped_without_backward(policy: str) -> Iterator[None]:
+    model = cases.MLP(depth=2)
+
+    def step(backward: bool = True) -> None:
+        loss = model(torch.randn(128, 32)).square().mean()
+        if backward:
+            loss.backward()
+
+    with _budget(step, policy):
+        for i in range(300):
+            step(i % 4 == 0)
+            yield
+
+
+@scenario(300)
+def exceptions_in_forward_and_backward(policy: str) -> Iterator[None]:
+    model = cases.MLP(depth=2)
+
+    def step(fail: int = 0) -> None:
+        h = model(torch.randn(128, 32))
+        if fail == 1:
+            raise ArithmeticError
+        if fail == 2:
+            h.register_hook(cases._raise)
+        h.square().mean().backward()
+
+    with _budget(step, policy):
+        for i in range(300):
+            try:
+                step(i % 3)
+            except ArithmeticError:
+                pass
+            yield
+
+
+@scenario(150)
+def entering_and_leaving(policy: str) -> Iterator[None]:
+    import memmgr
+
+    model = cases.MLP(depth=2)
+
+    def step() -> None:
+        model(torch.randn(128, 32)).square().mean().backward()
+
+    limit = _tight(step)
+    for _ in range(150):
+        with memmgr.budget(limit, policy=policy, quiet=True):
+            step()
+            step()
+        yield
+
+
+@scenario(200)
+def a_new_thread_each_pass(policy: str) -> Iterator[None]:
+    model = cases.MLP(depth=2)
+
+    def step() -> None:
+        model(torch.randn(128, 32)).square().mean().backward()
+
+    with _budget(step, policy):
+        for _ in range(200):
+            t = threading.Thread(target=step)
+            t.start()
+            t.join()
+            yield
+
+
+@scenario(200)
+def second_order(policy: str) -> Iterator[None]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def step() -> None:
+        x = torch.randn(256, 32, requires_grad=True)
+        (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        g.square().sum().backward()
+        model.zero_grad()
+
+    with _budget(step, policy):
+        for _ in range(200):
+            step()
+            yield
+
+
+@scenario(200)
+def reference_cycles(policy: str) -> Iterator[None]:
+    """Graphs in cycles die by the collector, in whatever thread it runs."""
+    model = cases.MLP(depth=2)
+
+    def step() -> None:
+        loss = model(torch.randn(64, 32)).square().mean()
+        loss.me = [loss]  # type: ignore[attr-defined]
+        loss.backward(retain_graph=True)
+
+    with _budget(lambda: (step(), gc.collect(), None)[2], policy):
+        for _ in range(200):
+            step()
+            gc.collect()
+            yield
+
+
+def _snapshot() -> dict[str, Any]:
+    gc.collect()
+    ours = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects() if str(type(o).__module__).startswith("memmgr"))
+    everything = len(gc.get_objects())
+    tensors = sum(issubclass(type(o), torch.Tensor | torch.UntypedStorage) for o in gc.get_objects())
+    return {"rss": psutil.Process().memory_info().rss, "threads": threading.active_count(), "native threads": psutil.Process().num_threads(),
+            "files": len(os.listdir("/proc/self/fd")), "maps": len(open("/proc/self/maps").readlines()), "objects": everything, "tensors": tensors, "ours": dict(ours)}
+
+
+def main(name: str, policy: str) -> None:
+    torch.manual_seed(0)
+    marks = [SCENARIOS[name].passes * k // 10 for k in (4, 7, 10)]  # type: ignore[attr-defined]
+    taken = []
+    done = 0
+    for _ in SCENARIOS[name](policy):
+        done += 1
+        if done in marks:
+            taken.append(_snapshot())
+    print("SNAPSHOTS", json.dumps(taken))
+
+
+@pytest.mark.parametrize(("name", "policy"), [(n, "auto") for n in SCENARIOS] + [("thousand_passes", "torture"), ("thousand_passes", "evict"), ("thousand_passes", "offload"),
+                                                                               ("hidden_state_carried", "evict"), ("running_value_without_grad", "evict")])
+def test_flat(name: str, policy: str) -> None:
+    output = children.run("test_leaks", name, policy, timeout=120)
+    first, middle, last = json.loads(next(line for line in output.splitlines() if line.startswith("SNAPSHOTS")).removeprefix("SNAPSHOTS "))
+    grown = {}
+    for key in ("threads", "native threads", "files"):
+        if last[key] > first[key]:
+            grown[key] = (first[key], middle[key], last[key])
+    for key, slack in (("rss", GROWTH_BYTES), ("maps", 32), ("objects", 400), ("tensors", 20)):
+        if last[key] - first[key] > slack and last[key] > middle[key]:
+            grown[key] = (first[key], middle[key], last[key])
+    for kind, count in last["ours"].items():
+        at = first["ours"].get(kind, 0)
+        if count > at + max(20, at // 10) and count > middle["ours"].get(kind, 0):
+            grown[kind] = (at, middle["ours"].get(kind, 0), count)
+    assert not grown, f"grew from 40 % over 70 % to the end: {grown}"
+
+
+if __name__ == "__main__":
+    children.arm()
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,147 @@
+"""The demo: its verdict, its output with and without the optional packages, and one quick run for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memmgr.tools import _plot, _screen, cli, demo
+from memmgr.tools._runs import Event, RunResult, RunSpec
+
+MB = 1_000_000
+
+
+def _fake(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
+    """A run that went as promised."""
+    for index in range(spec.steps):
+        on_event({"event": "step", "index": index, "loss": (5.0 - index).hex(), "seconds": 0.1})
+    result = RunResult(spec, ["0x1.0p+2"], "abc", 10_900_000, [0.2, 0.1, 0.1], 110 * MB, timeline=[(0.0, MB, -1)])
+    if spec.budget_bytes is None:
+        result.need_bytes = 100 * MB
+        return result
+    result.rss_bytes = spec.budget_bytes + 10 * MB
+    result.stats = {"resident_bytes.peak": spec.budget_bytes, "evictions": 3, "evicted_bytes": 4 * MB, "offloads": 5}
+    result.stats |= {"offload_bytes": 6 * MB, "recomputes": 7, "recompute_seconds": 0.25}
+    result.timeline = [(0.0, MB, MB), (1.0, 2 * MB, 2 * MB)]
+    return result
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Runs the demo over made-up results; `change` may spoil those under a budget."""
+
+    def call(*words: str, change: Callable[[RunResult], object] = lambda result: None) -> int:
+        def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
+            result = _fake(spec, on_event)
+            if spec.budget_bytes is not None:
+                change(result)
+            return result
+
+        monkeypatch.setattr(demo, "run_worker", worker)
+        return cli.main(["demo", "--out", str(tmp_path / "x.png"), *words])
+
+    return call
+
+
+def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert fake() == 0
+    shown = capsys.readouterr()
+    assert "same bits: yes" in shown.out
+    assert "75 %" in shown.out and "35 MB" in shown.out and "3 (4.0 MB)" in shown.out and "7 (0.2 s)" in shown.out
+    assert "[40/40]" in shown.err
+    if _plot.available():
+        assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_bits_fail(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake(change=lambda result: setattr(result, "digest", "abd")) == 1
+    assert "same bits: NO" in capsys.readouterr().out
+
+
+def test_another_loss_fails(fake: Callable[..., int]) -> None:
+    assert fake(change=lambda result: result.losses.append("0x0p+0")) == 1
+
+
+def test_a_passed_budget_fails(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    def pass_it(result: RunResult) -> None:
+        result.stats["resident_bytes.peak"] += 512
+
+    assert fake(change=pass_it) == 1
+    assert "the budget was passed" in capsys.readouterr().out
+
+
+def test_a_process_that_grows_beside_its_budget_fails(fake: Callable[..., int]) -> None:
+    assert fake(change=lambda result: setattr(result, "rss_bytes", result.rss_bytes + 60 * MB)) == 1
+
+
+def test_a_failed_run_fails_and_says_why(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake(change=lambda result: setattr(result, "failure", "BudgetError: 1 GB")) == 1
+    assert "BudgetError: 1 GB" in capsys.readouterr().out
+
+
+def test_options(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake("--budgets", "60%, 40", "--policy", "lru+offload", "--steps", "4", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["spec"]["budget_bytes"] for run in runs] == [None, 60 * MB, 40 * MB]
+    assert {run["spec"]["policy"] for run in runs[1:]} == {"lru+offload"}
+    assert {run["spec"]["steps"] for run in runs} == {4}
+
+
+@pytest.mark.parametrize("words", [("--budgets", "0"), ("--budgets", "half"), ("--budgets", ""), ("--steps", "0")])
+def test_bad_options_are_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["demo", *words])
+    assert end.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_without_rich_and_matplotlib(
+    fake: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_screen, "_rich", lambda: False)
+    monkeypatch.setattr(_plot, "available", lambda: False)
+    assert fake() == 0
+    assert "pip install 'memmgr[demo]'" in capsys.readouterr().out
+
+
+def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    fake("--json")
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["spec"]["budget_bytes"] for run in runs[1:]] == [75 * MB, 50 * MB, 35 * MB]
+    assert [run["spec"]["measure_need"] for run in runs] == [True, False, False, False]
+
+
+def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
+        asked.append(spec)
+        return RunResult(spec, failure="no")
+
+    monkeypatch.setattr(demo, "run_worker", worker)
+    assert cli.main(["demo", "--out", str(tmp_path / "x.png")]) == 1
+    assert len(asked) == 1
+
+
+def test_for_real_with_a_small_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The whole way: an unmanaged process, a managed one in 60 % of its memory, the same bits."""
+    code = cli.main(["demo", "--quick", "--steps", "2", "--budgets", "60", "--json", "--out", str(tmp_path / "x.png")])
+    shown = json.loads(capsys.readouterr().out)
+    unmanaged, managed = shown["runs"]
+    assert code == 0, shown
+    assert managed["same_bits"] and managed["within"]
+    assert managed["digest"] == unmanaged["digest"]
+    # Without this the case would prove nothing.
+    assert unmanaged["rss_bytes"] > 1.3 * managed["spec"]["budget_bytes"]
+    assert managed["stats"]["evictions"] + managed["stats"]["offloads"] > 0
+
+
+def test_the_picture_survives_a_failed_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    good = _fake(replace(demo.QUICK, budget_bytes=2 * MB), lambda event: None)
+    _plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
+    assert (tmp_path / "y.png").stat().st_size > 1000

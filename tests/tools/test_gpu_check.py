@@ -1,0 +1,61 @@
+"""The GPU check's frame, and a rehearsal of it on the CPU device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memmgr.tools import _gpu_sections, cli, gpu_check
+
+
+def test_each_section_exists_and_together_they_leave_time_to_install() -> None:
+    assert [name for name, _, _ in gpu_check.SECTIONS] == list(_gpu_sections.SECTIONS)
+    assert sum(limit for _, _, limit in gpu_check.SECTIONS) <= 500
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu-check", "--sections", "exactnes"]) == 2
+    assert "exactness" in capsys.readouterr().err
+
+
+def test_a_crash_and_a_hang_cost_their_own_section_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = (("crashes", "One", 60), ("timings", "Two", 0.05), ("crashes", "Three", 60))
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    keep = tmp_path / "kept"
+    keep.mkdir()
+    monkeypatch.setenv("OUT", str(keep))
+    report = tmp_path / "report.md"
+    words = ["--device", "cpu", "--quick", "--sections", "crashes,timings", "--out", str(report)]
+    assert cli.main(["gpu-check", *words]) == 1
+    text = report.read_text()
+    assert text.count("KeyError") == 2
+    assert "**Stopped after 0 s.**" in text
+    assert text.index("## One") < text.index("## Two") < text.index("## Three")
+    assert "| torch |" in text and "| CPU |" in text
+    assert (keep / "report.md").read_text() == text
+
+
+def test_rehearsal_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUT", raising=False)
+    report = tmp_path / "report.md"
+    code = cli.main(["gpu-check", "--device", "cpu", "--quick", "--out", str(report)])
+    text = report.read_text()
+    assert code == 0, text
+    assert "A rehearsal" in text
+    assert text.count("Held.") == 4
+    assert "NO" not in text and "failed" not in text
+    assert "Recording an op:" in text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA here")
+    report = tmp_path / "report.md"
+    code = cli.main(["gpu-check", "--quick", "--out", str(report)])
+    assert code == 0, report.read_text()

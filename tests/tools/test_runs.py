@@ -1,0 +1,135 @@
+"""Runs in processes of their own: what comes back, also when they fail."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr.tools import _runs
+from memmgr.tools._runs import RunResult, RunSpec, run
+
+WORKER = Path(_runs.__file__).with_name("_worker.py")
+TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
+
+
+@pytest.fixture(scope="module")
+def worker() -> dict[str, Any]:
+    return runpy.run_path(str(WORKER), run_name="worker under test")
+
+
+def test_an_unmanaged_run_has_no_memmgr_in_it() -> None:
+    """Its figures are what memmgr is compared with, so they must not contain memmgr."""
+    program = (
+        "import json, runpy, sys\n"
+        f"worker = runpy.run_path({str(WORKER)!r}, run_name='worker')\n"
+        f"worker['work'](json.loads({_json(TINY)!r}))\n"
+        "sys.exit([name for name in sys.modules if name.split('.')[0] == 'memmgr'] or 0)\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _json(spec: RunSpec) -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps(asdict(spec))
+
+
+def test_the_environment_cannot_put_an_unmanaged_run_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMMGR_BUDGET", "1KB")
+    result = run(TINY)
+    assert not result.failure
+    assert not result.stats
+
+
+def test_the_same_spec_gives_the_same_bits_and_another_seed_does_not() -> None:
+    events: list[_runs.Event] = []
+    first, second = run(TINY, events.append), run(TINY)
+    other = run(replace(TINY, seed=7))
+    assert not first.failure
+    assert first.same_bits(second)
+    assert not first.same_bits(other)
+    assert [event["index"] for event in events if event["event"] == "step"] == [0, 1]
+    assert len(first.step_seconds) == len(first.losses) == TINY.steps
+    assert first.rss_bytes > 0
+    assert all(second >= 0 for second, _, _ in first.timeline)
+
+
+def test_a_convnet_runs_and_is_reproducible() -> None:
+    spec = replace(TINY, model="convnet", sizes={"width": 4, "stages": 2, "blocks": 1, "height": 8})
+    assert run(spec).same_bits(run(spec))
+
+
+def test_a_crash_is_told() -> None:
+    result = run(replace(TINY, sizes={"layers": 1, "heads": 3, "width": 32}))
+    assert "Error" in result.failure
+    assert not result.same_bits(result)
+
+
+def test_a_run_that_takes_too_long_is_stopped() -> None:
+    result = run(replace(TINY, steps=1_000_000), timeout_seconds=1)
+    assert result.failure == "stopped after 1 s"
+
+
+def test_other_peoples_prints_are_not_events() -> None:
+    result = RunResult(TINY)
+    _runs._take("hello\n", result, lambda event: pytest.fail("not an event"))
+    assert result == RunResult(TINY)
+
+
+@pytest.mark.parametrize(("seconds", "median"), [([9.0, 1.0, 3.0], 2.0), ([9.0, 1.0, 2.0, 5.0], 2.0), ([4.0], 4.0)])
+def test_the_first_step_does_not_count(seconds: list[float], median: float) -> None:
+    assert RunResult(TINY, step_seconds=seconds).seconds_a_step == median
+
+
+def test_the_need_is_what_is_live_at_the_worst_moment() -> None:
+    """120 MB live at once, on a heap that was fragmented before; measured where its mallopt disturbs nobody."""
+    program = (
+        "import runpy, torch\n"
+        f"worker = runpy.run_path({str(WORKER)!r}, run_name='worker')\n"
+        "def step():\n"
+        "    kept = [torch.ones(5_000_000) for _ in range(4)]\n"
+        "    more = [torch.ones(2_500_000) for _ in range(4)]\n"
+        "    del kept\n"
+        "    return [torch.ones(5_000_000) for _ in range(3)]\n"
+        "torch.ones(1000)\n"
+        "start = worker['rss_bytes']()\n"
+        "holes = [torch.ones(n) for n in range(100_000, 4_000_000, 300_000) for _ in range(2)]\n"
+        "del holes[::2]\n"
+        "del holes\n"
+        "need, timeline = worker['measure_need'](step, start)\n"
+        "print(need, len(timeline))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    need, points = map(int, done.stdout.split())
+    assert need == pytest.approx(120e6, rel=0.03)
+    assert points > 0
+
+
+def test_thinning_keeps_the_peaks(worker: dict[str, Any]) -> None:
+    points = [(float(i), 1000 if i == 777 else i % 10, -1) for i in range(10_000)]
+    thin = worker["_thin"](points, most=100)
+    assert len(thin) <= 100
+    assert (777.0, 1000, -1) in thin
+    assert worker["_thin"]([]) == []
+
+
+def test_overlap_arithmetic(worker: dict[str, Any]) -> None:
+    spans = worker["union"]([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
+    assert spans == [(0.0, 2.0), (3.0, 4.0)]
+    assert worker["length"](spans) == 3.0
+    assert worker["within"](spans, 1.5, 3.5) == 1.0
+
+
+def test_strips(worker: dict[str, Any]) -> None:
+    lines = worker["strips"]({"kernels": [(0.0, 2.0)], "copies": [(2.0, 3.0), (3.0, 4.0)]}, columns=4)
+    assert lines == ["kernels |##  |", "copies  |  ##|", "         4000.0 ms"]
+    assert worker["strips"]({"kernels": []}) == []

@@ -1,0 +1,254 @@
+"""The sections of the GPU check, each a process: `python -m memmgr.tools._gpu_sections NAME cuda|cpu [--quick]`.
+
+A section prints Markdown, a line as soon as it is known, and ends with 0 if what it checks held, 3 if it did not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memmgr.tools._runs import RunResult, RunSpec, run
+from memmgr.tools._screen import megabytes
+
+SIZES: dict[bool, tuple[RunSpec, RunSpec]] = {
+    False: (
+        RunSpec("gpt", steps=6, sizes={"layers": 12, "heads": 12, "width": 768, "context": 512}, batch=16),
+        RunSpec(
+            "convnet", steps=6, model="convnet", sizes={"width": 64, "stages": 3, "blocks": 3, "height": 64}, batch=64
+        ),
+    ),
+    True: (
+        RunSpec("gpt", steps=3, sizes={"layers": 3, "heads": 4, "width": 64, "context": 128}, batch=16),
+        RunSpec(
+            "convnet", steps=3, model="convnet", sizes={"width": 16, "stages": 2, "blocks": 2, "height": 24}, batch=48
+        ),
+    ),
+}
+"""By `quick`: a transformer and a convnet. The quick ones only show that the machinery runs."""
+
+
+def _line(*cells: object) -> None:
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def _head(*names: str) -> None:
+    _line(*names)
+    _line(*["---"] * len(names))
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "**NO**"
+
+
+DID_NOT_HOLD = 3
+"""Exit code; a traceback ends with 1."""
+
+
+class _Failed(Exception):
+    """A run that the section cannot do without came to nothing."""
+
+
+def _unmanaged(spec: RunSpec, **changes: Any) -> RunResult:
+    result = run(replace(spec, measure_need=True, **changes), timeout_seconds=120)
+    if result.failure or result.need_bytes <= 0:
+        raise _Failed(f"{spec.label} unmanaged: {result.failure or 'its need could not be measured'}")
+    return result
+
+
+def _managed(spec: RunSpec, need_bytes: int, share: float, **changes: Any) -> RunResult:
+    return run(replace(spec, budget_bytes=int(share * need_bytes), **changes), timeout_seconds=120)
+
+
+def _last_line(result: RunResult) -> str:
+    return result.failure.splitlines()[-1].replace("|", "/")[:160]
+
+
+def exactness(device: str, quick: bool) -> bool:
+    """Under deterministic algorithms a run in 60 % of its memory ends with the bits of the unmanaged one."""
+    good = True
+    _head("model", "parameters", "need", "budget", "peak", "evictions", "offloads", "recomputes", "same bits")
+    for base in SIZES[quick]:
+        spec = replace(base, device=device, deterministic=True)
+        plain = _unmanaged(spec)
+        if device == "cuda":
+            # Without this, a difference could be torch's own.
+            again = run(spec, timeout_seconds=120)
+            row = (f"{spec.label}, unmanaged again", f"{plain.parameters:,}", megabytes(plain.need_bytes))
+            _line(*row, "none", "-", "-", "-", "-", _yes(plain.same_bits(again)))
+        managed = _managed(spec, plain.need_bytes, 0.6)
+        if managed.failure:
+            good = False
+            _line(spec.label, *["-"] * 7, f"**failed**: {_last_line(managed)}")
+            continue
+        same, budget = managed.same_bits(plain), managed.spec.budget_bytes or 0
+        good = good and same and managed.peak_bytes <= budget
+        counts = (f"{managed.stats.get(key, 0):,.0f}" for key in ("evictions", "offloads", "recomputes"))
+        sizes = (megabytes(plain.need_bytes), megabytes(budget), megabytes(managed.peak_bytes))
+        _line(spec.label, f"{plain.parameters:,}", *sizes, *counts, _yes(same))
+    return good
+
+
+def peak(device: str, quick: bool) -> bool:
+    """What the driver sees over the process's start, against the budget.
+
+    NVML counts code and library workspaces that are loaded on first use too: the unmanaged row says how much that is.
+    """
+    spec = replace(SIZES[quick][0], device=device, nvml=device == "cuda")
+    plain = _unmanaged(spec)
+    good = True
+    _head(
+        "run", "budget", "peak by torch or memmgr", "NVML over the start", "NVML - peak", "process RSS over the start"
+    )
+    shares = (0.75, 0.5) if not quick else (0.6,)
+    for result in (plain, *(_managed(spec, plain.need_bytes, share) for share in shares)):
+        budget = result.spec.budget_bytes
+        name = "unmanaged" if budget is None else f"{budget / plain.need_bytes:.0%}"
+        if result.failure:
+            good = False
+            _line(name, megabytes(budget or 0), f"**failed**: {_last_line(result)}", "-", "-", "-")
+            continue
+        good = good and (budget is None or result.peak_bytes <= budget)
+        seen = megabytes(result.nvml_bytes) if result.nvml_bytes else "n/a"
+        more = megabytes(max(0, result.nvml_bytes - result.peak_bytes)) if result.nvml_bytes else "n/a"
+        limit = megabytes(budget) if budget else "none"
+        _line(name, limit, megabytes(result.peak_bytes), seen, more, megabytes(result.rss_bytes))
+    return good
+
+
+def overlap(device: str, quick: bool) -> bool:
+    """Offloading alone at 50 %, with the prefetcher on and off: how much of the copying lies under compute."""
+    spec = replace(SIZES[quick][0], device=device, profile=device == "cuda")
+    plain = _unmanaged(replace(spec, profile=False))
+    good = True
+    _head(
+        "prefetcher", "s/step", "ratio", "offloaded", "reloads", "prefetch hits", "stalled", "copying", "under compute"
+    )
+    _line("(unmanaged)", f"{plain.seconds_a_step:.4f}", "1.00x", *["-"] * 6)
+    timelines: list[str] = []
+    for name in ("off", "bandwidth"):
+        result = _managed(spec, plain.need_bytes, 0.5, policy=f"lru+offload+{name}")
+        if result.failure:
+            good = False
+            _line(name, f"**failed**: {_last_line(result)}", *["-"] * 7)
+            continue
+        stats = result.stats
+        copies = result.overlap.get("copy_seconds", 0.0)
+        _line(
+            name,
+            f"{result.seconds_a_step:.4f}",
+            f"{result.seconds_a_step / plain.seconds_a_step:.2f}x",
+            megabytes(stats.get("offload_bytes", 0)),
+            f"{stats.get('reloads', 0):,.0f}",
+            f"{stats.get('prefetch_hits', 0):,.0f}",
+            f"{stats.get('stall_seconds', 0):.3f} s",
+            f"{1e3 * copies:.1f} ms" if copies else "n/a",
+            f"{result.overlap['hidden_seconds'] / copies:.0%}" if copies else "n/a",
+        )
+        timelines += [f"prefetcher {name}, one step", *result.strips] if result.strips else []
+    if timelines:
+        print("\n```", *timelines, "```", sep="\n", flush=True)
+    return good
+
+
+class _Nothing(TorchDispatchMode):
+    """The least that any dispatch mode costs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def timings(device: str, quick: bool) -> bool:
+    """Host time per recorded op and per saved tensor, then step times at 50 %."""
+    _head("host µs per op, median of interleaved rounds", "plain", "empty dispatch mode", "under a budget")
+    per_op = _op_costs(device, rounds=3 if quick else 15, ops=200 if quick else 1000)
+    for name, costs in per_op.items():
+        _line(name, *(f"{1e6 * cost:.2f}" for cost in costs))
+    saving, not_saving = per_op["sin (saves its input)"], per_op["neg (saves nothing)"]
+    saved = (saving[2] - saving[0]) - (not_saving[2] - not_saving[0])
+    print(
+        f"\nRecording an op: {1e6 * (not_saving[2] - not_saving[0]):.2f} µs; a saved tensor: {1e6 * saved:.2f} µs more.\n"
+    )
+    good = True
+    _head("run at 50 % of the need", "s/step", "ratio", "evictions", "offloads", "recomputing", "stalled")
+    for base in SIZES[quick][: 1 if quick else 2]:
+        spec = replace(base, device=device, steps=base.steps if quick else 12)
+        plain = _unmanaged(spec)
+        _line(f"{spec.label} unmanaged", f"{plain.seconds_a_step:.4f}", "1.00x", *["-"] * 4)
+        for policy in ("auto",) if quick else ("auto", "evict", "offload"):
+            result = _managed(spec, plain.need_bytes, 0.5, policy=policy)
+            if result.failure:
+                good = False
+                _line(f"{spec.label} {policy}", f"**failed**: {_last_line(result)}", *["-"] * 5)
+                continue
+            stats = result.stats
+            _line(
+                f"{spec.label} {policy}",
+                f"{result.seconds_a_step:.4f}",
+                f"{result.seconds_a_step / plain.seconds_a_step:.2f}x",
+                f"{stats.get('evictions', 0):,.0f}",
+                f"{stats.get('offloads', 0):,.0f}",
+                f"{stats.get('recompute_seconds', 0):.3f} s",
+                f"{stats.get('stall_seconds', 0):.3f} s",
+            )
+    return good
+
+
+def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, float, float]]:
+    """Seconds per op: plain, under an empty dispatch mode, under a budget that nothing has to leave for."""
+    import memmgr
+
+    x = torch.zeros(64, device=device, requires_grad=True)
+
+    def chain(op: Callable[[Tensor], Tensor]) -> float:
+        y = x
+        before = time.perf_counter()
+        for _ in range(ops):
+            y = op(y)
+        return (time.perf_counter() - before) / ops
+
+    costs: dict[str, tuple[float, float, float]] = {}
+    for name, op in {"neg (saves nothing)": torch.neg, "sin (saves its input)": torch.sin}.items():
+        seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
+        for index in range(rounds + 1):
+            plain = chain(op)
+            with _Nothing():  # type: ignore[no-untyped-call]
+                empty = chain(op)
+            # A fresh context each time: after passes that fitted with room to spare the recorder sleeps.
+            with memmgr.budget("1GB", device=device, quiet=True):
+                managed = chain(op)
+            if index:  # the first round warms up
+                for measured, value in zip(seconds, (plain, empty, managed), strict=True):
+                    measured.append(value)
+        costs[name] = (statistics.median(seconds[0]), statistics.median(seconds[1]), statistics.median(seconds[2]))
+    return costs
+
+
+SECTIONS: dict[str, Callable[[str, bool], bool]] = {
+    "exactness": exactness,
+    "peak": peak,
+    "overlap": overlap,
+    "timings": timings,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs one section; its exit code."""
+    name, device, *flags = argv
+    try:
+        return 0 if SECTIONS[name](device, "--quick" in flags) else DID_NOT_HOLD
+    except _Failed as error:
+        print(f"\n**failed**:\n\n```\n{error}\n```", flush=True)
+        return DID_NOT_HOLD
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
