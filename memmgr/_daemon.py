@@ -1,58 +1,78 @@
-"""The thread that brings cells back before they are asked for."""
+"""The thread that brings cells back before they are asked for, and answers a malloc that found the vault empty."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmgr.policies import Upcoming
+from memmgr.policies import Action, Upcoming
 
 if TYPE_CHECKING:
     from ._manager import Manager
 
 
 class Daemon:
-    """Prefetches in the order of backward. Decides in `policies`, copies in the tier's own threads."""
+    """Prefetches in the order of backward. Decides in `policies`, copies in the tier's own threads.
+
+    It sleeps on an eventfd: a thread inside malloc wakes it without the GIL (design §4).
+    """
 
     LOOK = 256  # offloaded cells to look at per round
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
-        self._wake = threading.Event()
+        self._native = manager.native
         self._stop = False
+        self._parked: deque[Any] = deque()
         self._thread = threading.Thread(target=self._loop, name="memmgr", daemon=True)
         self._thread.memmgr_own = True  # type: ignore[attr-defined]
         self.errors: list[BaseException] = []
+        self._native.daemon_open()
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
+        """Ends the thread and closes its file."""
         self._stop = True
-        self._wake.set()
+        self._native.daemon_wake()
         self._thread.join()
+        self._native.daemon_close()
 
     def wake(self) -> None:
-        if not self._wake.is_set():
-            self._wake.set()
+        """There is something to prefetch."""
+        self._native.daemon_wake()
+
+    def park(self, cell: Any) -> None:
+        """A managed tensor was used: its bytes go back to the tier as soon as they are written."""
+        self._parked.append(cell)
+        self._native.daemon_wake()
 
     def _loop(self) -> None:
         while True:
-            self._wake.wait()
+            wanted = self._native.daemon_wait()
             if self._stop:
+                self._native.daemon_answer(0)
                 return
-            self._wake.clear()
             try:
-                self._round()
+                if wanted:
+                    self._native.daemon_answer(self._manager.surprise(wanted))
+                while self._parked:
+                    self._native.release(self._parked.popleft(), int(Action.OFFLOAD))
+                self._prefetch()
             except BaseException as error:  # a prefetch that fails costs time, not correctness; kept for the report
                 self.errors.append(error)
-                return
+                if wanted:
+                    self._native.daemon_answer(0)
 
-    def _round(self) -> None:
-        manager = self._manager
-        native = manager.native
+    def _prefetch(self) -> None:
+        manager, native = self._manager, self._native
+        if not manager.last.in_backward:
+            return
         cells, position, in_flight = native.offloaded(self.LOOK)
         if not cells:
             return

@@ -13,6 +13,11 @@ def autoload() -> None:
     """Arms memmgr if `MEMMGR_BUDGET` is set."""
     if "MEMMGR_BUDGET" not in os.environ:
         return
-    from . import _armed  # noqa: PLC0415 - nothing is imported when the variable is unset
+    try:
+        from . import _armed  # nothing of ours is imported when the variable is unset
 
-    _armed.arm()
+        _armed.arm()
+    except Exception as error:  # a failed `import torch` would be our fault
+        import warnings
+
+        warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)

@@ -56,7 +56,10 @@ class ManagedTensor(torch.Tensor):
     def _let_go(self) -> None:
         """Hands the bytes over to the manager, if a budget is open."""
         manager = _budget.current()
-        if manager is None or self._plain is None:
+        if manager is None:
+            return
+        if self._plain is None:
+            manager.settle_managed(self._handle.cell)
             return
         plain, self._plain = self._plain, None
         with manager.unseen():
@@ -94,25 +97,20 @@ class ManagedTensor(torch.Tensor):
             return value
 
         args, kwargs = tree_map(plain, args), tree_map(plain, kwargs or {})
+        mutates = not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable
+        if mutates:
+            # The bytes may change: the handles go first, a new version gets new ones.
+            for owner, tensor in used:
+                owner._plain, owner._handle = tensor, None
         out = func(*args, **kwargs)
-        if not func._schema.is_mutable:
-            return out
-        written = {id(tensor): owner for owner, tensor in used}
-        manager = _budget.current()
-        for owner, tensor in used:
-            # The bytes may have changed: a new version of the cell.
-            owner._plain, owner._handle = tensor, None
-
-        def back(value: Any) -> Any:
-            return written.get(id(value), value) if isinstance(value, torch.Tensor) else value
-
-        out = tree_map(back, out)
+        owners = {id(tensor): owner for owner, tensor in used}
+        if mutates:
+            out = tree_map(lambda v: owners.get(id(v), v) if isinstance(v, torch.Tensor) else v, out)
         del args, kwargs
-        if manager is not None:
-            owners = [owner for owner, _ in used]
-            used.clear()
-            for owner in owners:
-                owner._let_go()
+        done = [owner for owner, _ in used]
+        used.clear()
+        for owner in done:
+            owner._let_go()
         return out
 
 

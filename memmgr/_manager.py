@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from ._daemon import Daemon
 from ._errors import BudgetError
 from ._guards import Guards
 from ._recorder import Plain, Recorder, make_mode
-from ._replay import Replayer
+from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
+from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders
 
 UNLIMITED = 2**64 - 1
@@ -60,7 +61,18 @@ class Pass:
     uses: int = 0
     unpacks_before: int = 0
     in_backward: bool = False
-    history: list[tuple[float, float]] = field(default_factory=list)
+    backward_growth: float = 0.0
+
+
+@dataclass
+class _Thread:
+    """Mode and hooks of one thread, and whether they are on its stacks."""
+
+    mode: Any
+    hooks: Any
+    mode_in: bool = True
+    hooks_in: bool = True
+    popped: bool = False
 
 
 class Manager:
@@ -88,7 +100,10 @@ class Manager:
         self._wall = 0.0
         self._final: dict[str, Any] | None = None
         self._torture_turn = 0
-        self._peak_need = 0
+        self._under: tuple[int, Any] = (0, None)
+        self._at_turn = 0
+        self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
+        self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
 
@@ -124,8 +139,7 @@ class Manager:
             if wants_tier:
                 native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
                 self._has_tier = True
-            may_evict = self._director() != "offload"
-            native.set_options(may_evict, wants_tier, config.verify, SAMPLE)
+            self.restore_options()
             native.set_always_rank(self.policy.torture)
             self.guards.install()
             self.open = True
@@ -199,6 +213,11 @@ class Manager:
         self.open = False
         self.native.set_active(False)
 
+    def restore_options(self) -> None:
+        """What malloc may do by itself with cells that nobody ranked."""
+        director = self._director()
+        self.native.set_options(director != "offload", self._has_tier, self.config.verify, SAMPLE)
+
     def _director(self) -> str:
         name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
         return name.lower()
@@ -210,17 +229,53 @@ class Manager:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.native.pack, self.native.unpack)
         mode.__enter__()
         hooks.__enter__()
-        self._tls.state = [mode, hooks, True]
+        self._tls.state = _Thread(mode, hooks)
 
     def _leave_thread(self) -> None:
         state = getattr(self._tls, "state", None)
         if state is None:
             return
         self._tls.state = None
-        mode, hooks, mode_in = state
-        hooks.__exit__(None, None, None)
-        if mode_in:
-            mode.__exit__(None, None, None)
+        if state.hooks_in:
+            state.hooks.__exit__(None, None, None)
+        if state.mode_in:
+            state.mode.__exit__(None, None, None)
+
+    def ours_on_top(self) -> bool:
+        """Are the innermost mode and hooks of this thread ours, so that they can be taken off and put back?"""
+        state = getattr(self._tls, "state", None)
+        if state is None or not state.mode_in or not state.hooks_in:
+            return False
+        depth = torch._C._len_torch_dispatch_stack()
+        if depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not state.mode:
+            return False
+        top = hooks_on_top()
+        return top is not None and top[0] is self.native.pack
+
+    def step_out(self) -> None:
+        """Takes mode and hooks off this thread's stacks."""
+        state = self._tls.state
+        state.hooks.__exit__(None, None, None)
+        state.mode.__exit__(None, None, None)
+        state.hooks_in = state.mode_in = False
+        self._under = (torch._C._len_torch_dispatch_stack(), hooks_on_top())
+
+    def can_step_in(self) -> bool:
+        """Are the stacks as they were when we stepped out?"""
+        state = getattr(self._tls, "state", None)
+        if state is None or state.mode_in or state.hooks_in:
+            return False
+        depth, top = self._under
+        now = hooks_on_top()
+        same = now is None if top is None else now is not None and now[0] is top[0]
+        return bool(torch._C._len_torch_dispatch_stack() == depth and same)
+
+    def step_in(self) -> None:
+        """Puts them back."""
+        state = self._tls.state
+        state.mode.__enter__()
+        state.hooks.__enter__()
+        state.hooks_in = state.mode_in = True
 
     @contextmanager
     def thread_scope(self) -> Iterator[None]:
@@ -235,38 +290,39 @@ class Manager:
     def hooks_aside(self) -> Iterator[None]:
         """For torch.func, which refuses to run under saved-tensor hooks."""
         state = getattr(self._tls, "state", None)
-        if state is None or not self.open:
+        top = hooks_on_top()
+        if state is None or not state.hooks_in or top is None or top[0] is not self.native.pack:
             yield
             return
-        _, hooks, _ = state
-        hooks.__exit__(None, None, None)
+        state.hooks.__exit__(None, None, None)
         try:
             yield
         finally:
-            hooks.__enter__()
+            state.hooks.__enter__()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Ops of our own, below everything."""
-        from ._replay import _BelowAutograd
-
         with _BelowAutograd():
             yield
 
     def mode_is_out(self) -> bool:
+        """Is the mode off this thread's stack for the time of a backward?"""
         state = getattr(self._tls, "state", None)
-        return self.open and state is not None and not state[2]
+        return self.open and state is not None and state.popped and not state.mode_in
 
     def push_mode(self) -> None:
+        """Records again: grad mode was switched on inside backward."""
         state = self._tls.state
-        state[0].__enter__()
-        state[2] = True
+        state.mode.__enter__()
+        state.mode_in = True
 
     def pop_mode(self) -> None:
+        """Undoes `push_mode`."""
         state = getattr(self._tls, "state", None)
-        if state is not None and state[2]:
-            state[0].__exit__(None, None, None)
-            state[2] = False
+        if state is not None and state.mode_in:
+            state.mode.__exit__(None, None, None)
+            state.mode_in = False
 
     # -- passes --
 
@@ -276,12 +332,13 @@ class Manager:
         if not outermost:
             yield
             return
+        native, last = self.native, self.last
         now = time.perf_counter()
-        last = self.last
         last.turned = now
         last.in_backward = True
-        counters = self.native.counters()
-        forward = now - last.begun
+        uses = native.unpack_count()
+        self._at_turn = native.resident()
+        popped = self._pop_for_backward(create_graph)
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -289,15 +346,54 @@ class Manager:
                 raise
             self.explain(error)
         finally:
+            if popped:
+                self._push_after_backward()
             end = time.perf_counter()
             last.in_backward = False
             if self.open:
                 self.passes += 1
-                last.forward_seconds, last.backward_seconds = forward, end - now
-                last.uses = max(1, self.native.counters()["unpacks"] - counters["unpacks"])
+                last.forward_seconds, last.backward_seconds = now - last.begun, end - now
+                last.uses = max(1, native.unpack_count() - uses)
                 last.begun = end
-                if not create_graph:
-                    self.native.end_pass()
+                if not create_graph and not self.sleeper.asleep:
+                    native.end_pass()
+                self._end_of_pass()
+
+    def _pop_for_backward(self, create_graph: bool) -> bool:
+        """Takes the mode off for a backward in which nothing is gone and nothing will have to go.
+
+        Then no recipe is needed, so nobody's writes need watching; should room run out all the same, cells are
+        offloaded, never dropped. Grad mode switched on inside puts the mode back (see Guards).
+        """
+        native = self.native
+        resident, budget, _, gone, *_ = native.pressure()
+        if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
+            return False
+        if resident + self.last.backward_growth * 1.1 + budget // 50 > budget or not self.passes:
+            return False
+        state = self._tls.state
+        native.set_options(False, True, self.config.verify, 0)
+        self.pop_mode()
+        state.popped = True
+        return True
+
+    def _push_after_backward(self) -> None:
+        state = getattr(self._tls, "state", None)
+        if state is None:
+            return
+        state.popped = False
+        if not state.mode_in:
+            self.push_mode()
+        # Whatever was written unseen: recipes that still name it must not run.
+        self.native.forget_recipes()
+        self.restore_options()
+
+    def _end_of_pass(self) -> None:
+        resident, unmanaged = self.native.peak()
+        self.last.backward_growth = max(0.0, float(resident - self._at_turn))
+        self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
+        self.native.reset_peak()
+        self.sleeper.end_of_pass(unmanaged)
 
     # -- what the policies see --
 
@@ -310,7 +406,8 @@ class Manager:
         return last.backward_seconds / last.uses if last.uses else 0.0
 
     def stall_seconds(self) -> float:
-        return float(self.native.counters()["stall_ns"]) * 1e-9
+        """Time that compute has waited for us so far."""
+        return float(self.native.stalled())
 
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: bandwidth, and the processor time that a byte costs (design §5)."""
@@ -403,6 +500,20 @@ class Manager:
                 native.write_back(cells[i])
         return ranking.released_bytes(candidates)
 
+    def surprise(self, want: int) -> int:
+        """A malloc without the GIL found the vault empty, or the recorder is asleep: hand over what there is."""
+        if self.sleeper.asleep:
+            self.sleeper.surprises += 1
+            with self.unseen():
+                return adopt_graph(self)
+        return self._lose_roots(0)
+
+    def settle_managed(self, cell: Any) -> None:
+        """A managed tensor was used: its bytes go back to the tier."""
+        if self._has_tier and self.daemon is not None:
+            self.native.write_back(cell)
+            self.daemon.park(cell)
+
     def _progress(self, seq: int) -> None:
         if self.daemon is not None:
             self.daemon.wake()
@@ -428,8 +539,8 @@ class Manager:
         return lost
 
     def _empty(self, want: int) -> int:
-        """The vault is empty: the roots that only recipes hold are the last that can go."""
-        return self._lose_roots(0)
+        """The vault is empty and the thread has the GIL."""
+        return self.surprise(want)
 
     def _retry(self) -> bool:
         """Between two ops, out of memory: garbage cycles may hold tensors."""
@@ -487,10 +598,10 @@ class Manager:
         return {
             "budget_bytes": self.config.limit_bytes,
             "resident_bytes.current": native.resident(),
-            "resident_bytes.peak": a.get("resident_peak_bytes", 0),
+            "resident_bytes.peak": max(a.get("resident_peak_bytes", 0), self._peaks[0]),
             "held_bytes.peak": n["held_peak_bytes"],
             "floor_bytes": n["floor_bytes"],
-            "unmanaged_peak_bytes": a.get("unmanaged_peak_bytes", 0),
+            "unmanaged_peak_bytes": max(a.get("unmanaged_peak_bytes", 0), self._peaks[1]),
             "outside_bytes": a.get("outside_bytes", 0),
             "evictions": n["evictions"],
             "evicted_bytes": n["evicted_bytes"],

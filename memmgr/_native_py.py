@@ -9,15 +9,17 @@ recorder.
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import _py_types as types
+from ._py_encode import Encoder, NotPlain, numeric_switches
 from ._py_ledger import UNLIMITED
-from ._py_table import _checksum
+from ._py_predict import is_plain
 from ._py_types import (
     OP_OPAQUE,
     OP_PURE,
@@ -35,45 +37,6 @@ from ._py_vault import Vault
 
 warned = False
 
-_SWITCHES = [
-    C._get_cudnn_enabled,
-    C._get_cudnn_benchmark,
-    C._get_cudnn_deterministic,
-    C._get_mkldnn_enabled,
-    C._get_mkldnn_deterministic,
-    C._get_deterministic_algorithms,
-    C._get_deterministic_algorithms_warn_only,
-    C._get_deterministic_fill_uninitialized_memory,
-    C._get_flash_sdp_enabled,
-    C._get_mem_efficient_sdp_enabled,
-    C._get_math_sdp_enabled,
-    C._get_cudnn_sdp_enabled,
-    C._get_cpu_allow_fp16_reduced_precision_reduction,
-    torch.get_num_threads,
-]
-_PRECISIONS = {"none": 0, "ieee": 1, "tf32": 2, "bf16": 3}
-_PER_OP_PRECISION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)
-_DENORMAL = 5e-324
-
-
-def _circumstances() -> tuple[int, ...]:
-    """The numeric switches in the order of `_circumstances.py` (rule 5)."""
-    values = [int(switch()) for switch in _SWITCHES]
-    # Nothing asks the processor's control word, but its effect can be seen.
-    values.append(0x8040 if _DENORMAL * 1.0 == 0.0 else 0)
-    if _PER_OP_PRECISION:
-        for backend in ("cuda", "mkldnn"):
-            for op in ("conv", "rnn", "matmul"):
-                values.append(_PRECISIONS[C._get_fp32_precision_getter(backend, op)])
-    else:
-        values.append(["highest", "high", "medium"].index(torch.get_float32_matmul_precision()))
-        values.append(int(C._get_cudnn_allow_tf32()))
-    return tuple(values)
-
-
-class _NotPlain(Exception):
-    """A tensor that a ref cannot describe."""
-
 
 class _Info:
     __slots__ = ("call", "cls", "mutates", "written_args", "written_kwargs")
@@ -83,53 +46,8 @@ class _Info:
         self.written_args, self.written_kwargs = args, kwargs
 
 
-class _Encoder:
-    """Arguments with tensors replaced by refs, and what kind of op that is (rule 7)."""
-
-    __slots__ = ("cells", "native", "ok")
-
-    def __init__(self, native: Native) -> None:
-        self.native = native
-        self.cells: list[Cell] = []
-        self.ok = True  # every input can be had again
-
-    def value(self, value: Any, key: list[Any]) -> Any:
-        kind = type(value)
-        if value is None or kind is int or kind is float or kind is bool:
-            key.append((kind, value if value == value else "nan"))
-            return value
-        if isinstance(value, torch.Tensor):
-            native = self.native
-            if not native._is_plain(value) or value.is_inference():
-                raise _NotPlain
-            cell = native._lookup(value)
-            if cell.blank or cell.lost or (cell.recipe is not None and not cell.recipe.ok and cell.strong is None):
-                self.ok = False
-            if cell.exposed and cell.checksum is None:
-                # Memory that others can write unseen: replay checks that it is still what it was (rule 7).
-                if value.requires_grad or value.device.type != "cpu":
-                    cell.exposed = False
-                else:
-                    cell.checksum = _checksum(value.untyped_storage())
-            cell.last_access = native._clock
-            self.cells.append(cell)
-            key.append((value.dtype, value.device, value.size(), value.stride()))
-            return Ref(value, cell, False)
-        if kind is tuple or kind is list:
-            key.append((kind, len(value)))
-            copy = [self.value(item, key) for item in value]
-            return tuple(copy) if kind is tuple else copy
-        try:
-            key.append((kind, hash(value)))
-        except TypeError:
-            key.append(kind)
-        return value
-
-
 class Native(Vault):
     """The recorder, over the vault."""
-
-    Cell, Recipe, Ref = Cell, Recipe, Ref
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +60,14 @@ class Native(Vault):
         self._position = 0
         self._serial = 0
         self.dispatch = self._make_dispatch()
+        # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
+        for name in ("pack", "unpack"):
+            setattr(self, name, getattr(self, name))
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
         """Other threads are gone, with the locks that they held."""
-        import threading
-
         self._lock = threading.RLock()
         self._forked, self._active = True, False
         self._budget, self._tier = UNLIMITED, None
@@ -158,7 +77,7 @@ class Native(Vault):
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Recipe | None:
         """A recipe, or None when a tensor cannot be described."""
         self._settle()
-        encoder = _Encoder(self)
+        encoder = Encoder(self)
         key: list[Any] = [func]
         try:
             with self._lock:
@@ -180,7 +99,7 @@ class Native(Vault):
                 for cell in encoder.cells:
                     self._link(recipe, cell)
                 return recipe
-        except _NotPlain:
+        except NotPlain:
             return None
 
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
@@ -205,7 +124,7 @@ class Native(Vault):
         """The outputs of the op become the recipe's cells."""
         if isinstance(out, torch.Tensor):
             made = None
-            if self._is_plain(out) and not out.is_inference():
+            if is_plain(out) and not out.is_inference():
                 with self._lock:
                     storage = out.untyped_storage()
                     known = self._known(storage)
@@ -215,7 +134,7 @@ class Native(Vault):
                         made.cost = recipe.cost
                         if recipe.ok:  # a recipe that cannot run would only keep the cell from being a root
                             made.recipe = recipe
-            recipe.made.append(types.weakref.ref(made) if made is not None and made.recipe is not None else None)
+            recipe.made.append(weakref.ref(made) if made is not None and made.recipe is not None else None)
         elif isinstance(out, list | tuple):
             for item in out:
                 self.adopt(recipe, item)
@@ -268,7 +187,7 @@ class Native(Vault):
 
     def _is_known(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            if not self._is_plain(value):
+            if not is_plain(value):
                 return bool(C._dispatch_keys(value).has(C.DispatchKey.Python))
             known = self._known(value.untyped_storage())
             return known is not None and known.cell is not None
@@ -343,7 +262,7 @@ class Native(Vault):
 
     def pack(self, tensor: Any) -> Any:
         self._n["packs"] += 1
-        if not self._active or not self._is_plain(tensor) or tensor.is_inference():
+        if not self._active or not is_plain(tensor) or tensor.is_inference():
             return self._call["on_pack_other"](tensor)
         ref = self.handle(tensor)
         self._maybe_rank()
@@ -391,6 +310,10 @@ class Native(Vault):
                 self._call.pop(name, None)
             else:
                 self._call[name] = callback
+        # The recorder must not sleep: without the mode on the stack nothing is accounted.
+        sleeper = getattr(getattr(callbacks.get("on_rank"), "__self__", None), "sleeper", None)
+        if sleeper is not None:
+            sleeper._allowed = False
 
     def set_active(self, value: bool) -> None:
         self._active = bool(value)
@@ -400,7 +323,7 @@ class Native(Vault):
 
     def environment(self) -> int:
         """Id of the current numeric switches."""
-        now = _circumstances()
+        now = numeric_switches()
         if now not in self._environments:
             self._environments.append(now)
         return self._environments.index(now)
@@ -455,4 +378,6 @@ def module() -> Native:
     return _module
 
 
-__all__ = ["Native", "module", "warned"]
+# As in the compiled module, the types are attributes; set here, because inside the class they would hide the names.
+for _type in (Cell, Recipe, Ref):
+    setattr(Native, _type.__name__, _type)

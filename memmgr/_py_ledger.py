@@ -9,39 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from . import _py_types as types
-from ._py_types import C, Cell, Known
+from ._py_predict import Predictions, is_dense, is_plain, tensors_in
+from ._py_types import Known
 
 UNLIMITED = 2**64 - 1
 COUNTERS = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
     "clean_drops stall_ns recorded_ops packs unpacks write_backs unranked tier_errors"
 ).split()
-
-_dispatch_keys = C._dispatch_keys
-_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-_OUTLANDISH = [
-    getattr(C.DispatchKey, name)
-    for name in ("Python", "FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "ZeroTensor", "NestedTensor")
-    if hasattr(C.DispatchKey, name)
-]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested arguments or outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 class Ledger:
@@ -52,10 +31,10 @@ class Ledger:
         # objects) takes no lock: it leaves a note that the next holder reads.
         self._lock: Any = threading.RLock()
         self._tls = threading.local()
+        self._bell = threading.Event()
         self._table: dict[int, Known] = {}
         self._deaths: deque[Known | int] = deque()
-        self._plain_keys: dict[int, bool] = {}
-        self._sizes: dict[Any, tuple[int, bool]] = {}  # kind of op -> (bytes that it makes, always the same so far)
+        self._predictions = Predictions()
         self._call: dict[str, Any] = {}  # the manager's callbacks
         self._n = dict.fromkeys(COUNTERS, 0)
         self._active = False
@@ -82,22 +61,6 @@ class Ledger:
         raise NotImplementedError
 
     # -- storages --
-
-    def _is_plain(self, tensor: Any) -> bool:
-        """Dense strided memory on a device, and nothing that carries more than sizes and strides."""
-        keys = _dispatch_keys(tensor)
-        raw = keys.raw_repr()
-        known = self._plain_keys.get(raw)
-        if known is None:
-            known = (
-                keys.has(C.DispatchKey.Dense)
-                and not any(keys.has(key) for key in _OUTLANDISH)
-                and tensor.layout is torch.strided
-                and tensor.device.type in ("cpu", "cuda", "privateuseone")
-                and not tensor.is_quantized
-            )
-            self._plain_keys[raw] = known
-        return known
 
     def _count_deaths(self) -> None:
         deaths, table = self._deaths, self._table
@@ -164,7 +127,7 @@ class Ledger:
         made = 0
         theirs: set[int] | None = None
         for tensor in tensors_in(out):
-            if not self._is_plain(tensor) or tensor.device.type != "cpu":
+            if not is_plain(tensor) or tensor.device.type != "cpu":
                 continue
             storage = tensor.untyped_storage()
             known = self._known(storage)
@@ -175,60 +138,30 @@ class Ledger:
                         self._resized(known, nbytes)
                 continue
             if theirs is None:
-                theirs = {t.untyped_storage()._cdata for t in tensors_in(given) if self._is_plain(t)}
+                theirs = {t.untyped_storage()._cdata for t in tensors_in(given) if is_plain(t)}
             with self._lock:
                 made += storage.nbytes() if (mine := storage._cdata not in theirs) else 0
                 self._register(storage, mine)
         return made
 
-    # -- what an op will need --
-
-    def _kind_key(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _SCALARS:
-            return (kind, value)
-        if isinstance(value, torch.Tensor):
-            return (value.dtype, value.size()) if self._is_plain(value) else kind
-        if kind is tuple or kind is list:
-            return tuple(self._kind_key(item) for item in value)
-        return kind
-
-    def _predict(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, bool]:
-        """(bytes, whether that is sure)."""
-        known = self._sizes.get(key)
-        if known is not None:
-            return known
-        shadow = _meta_bytes(func, args, kwargs)
-        if shadow is not None:
-            return shadow, True
-        given = [args, kwargs or {}]
-        return sum(t.numel() * t.element_size() for t in tensors_in(given) if self._is_plain(t)), False
-
-    def _learn(self, key: Any, made: int) -> None:
-        known = self._sizes.get(key)
-        if known is None:
-            if len(self._sizes) > 100_000:
-                self._sizes.clear()
-            self._sizes[key] = (made, True)
-        elif known[0] != made:
-            self._sizes[key] = (max(made, known[0]), False)  # depends on the data
+    # -- ops --
 
     def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, retry: bool) -> Any:
         """Runs an op with the budget kept: room is made before, what it made is entered after."""
         limited = self._budget != UNLIMITED
         key = None
         if limited:
-            key = (func, self._kind_key(args), tuple((k, self._kind_key(v)) for k, v in (kwargs or {}).items()))
-            self._reserve(*self._predict(key, func, args, kwargs), retry)
+            key = self._predictions.key(func, args, kwargs)
+            self._reserve(*self._predictions.ask(key, func, args, kwargs), retry)
         out = call(*args, **kwargs) if kwargs else call(*args)
         made = self._note(out, [args, kwargs or {}])
         if limited:
-            self._learn(key, made)
+            self._predictions.learn(key, made)
         self._after(made)
         return out
 
     def _after(self, made: int) -> None:
-        if made >= 65536:
+        if made:
             self._scan_floor(False)
         if made and self._resident() > self._budget:
             self._reserve(0, True)  # the guess was too small
@@ -296,6 +229,25 @@ class Ledger:
         else:
             self._floor = max(self._floor, seen)
 
+    # -- the daemon's bell: nobody asks without the GIL here --
+
+    def daemon_open(self) -> None:
+        self._bell.clear()
+
+    def daemon_wake(self) -> None:
+        self._bell.set()
+
+    def daemon_wait(self) -> int:
+        self._bell.wait()
+        self._bell.clear()
+        return 0
+
+    def daemon_answer(self, released: int) -> None:
+        """Nobody waits for it."""
+
+    def daemon_close(self) -> None:
+        self._bell.set()
+
     # -- the part of the interface that is about bytes --
 
     def open_arena(self, budget: int, outside: int, reserve: int = 0) -> None:
@@ -303,16 +255,30 @@ class Ledger:
         if self._forked:
             raise RuntimeError("memmgr: cannot install in a forked child")
         self._budget, self._outside = budget, outside
-        self._live_peak = self._resident_peak = self._unmanaged_peak = 0
         self._floor = self._held_peak = self._held_estimate = self._largest = 0
         self._tier_error = ""
-        self._raise_peaks()
+        self.reset_peak()
 
     def close_arena(self) -> None:
         with self._lock:
             self._count_deaths()
             self._budget, self._outside = UNLIMITED, 0
-            self._sizes.clear()
+            self._predictions.clear()
+
+    def peak(self) -> tuple[int, int]:
+        """Highest resident, and highest unmanaged need, since the last `reset_peak`."""
+        return self._resident_peak, self._unmanaged_peak
+
+    def reset_peak(self) -> None:
+        self._live_peak = self._resident_peak = self._unmanaged_peak = 0
+        self._raise_peaks()
+
+    def stalled(self) -> float:
+        """Seconds that compute has waited for us."""
+        return self._n["stall_ns"] * 1e-9
+
+    def unpack_count(self) -> int:
+        return self._n["unpacks"]
 
     def set_budget(self, budget: int) -> None:
         self._budget = budget
@@ -328,12 +294,12 @@ class Ledger:
 
     def storage_info(self, tensor: Any) -> tuple[int, int, bool, bool] | None:
         """(address of the storage, bytes, covers it all and is dense, is in the books)."""
-        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         whole = tensor.numel() * tensor.element_size() == storage.nbytes()
         known = self._known(storage)
-        return storage._cdata, storage.nbytes(), whole and _dense(tensor), known is not None and known.counted
+        return storage._cdata, storage.nbytes(), whole and is_dense(tensor), known is not None and known.counted
 
     def arena_stats(self) -> dict[str, int]:
         resident = self._resident()
@@ -380,51 +346,5 @@ class Ledger:
         self._reclaims = self._failures = 0
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _mib(size: int) -> str:
     return f"{size // 1048576}.{size % 1048576 * 10 // 1048576} MiB"
-
-
-def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
-    """The bytes that an op will make, from its shape function; None when it has none."""
-    if getattr(func, "namespace", "") not in ("aten", "prims"):
-        return None
-    given: set[int] = set()
-
-    def shadow(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-            given.add(twin.untyped_storage()._cdata)
-            return twin
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        if isinstance(value, list | tuple):
-            return type(value)([shadow(item) for item in value])
-        return value
-
-    silence = types.quiet()
-    try:
-        with C._AutoDispatchBelowAutograd():
-            twins, named = shadow(args), {key: shadow(value) for key, value in (kwargs or {}).items()}
-            if not given:
-                named["device"] = torch.device("meta")  # a factory
-            out = func(*twins, **named)
-            made = {s._cdata: s.nbytes() for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given}
-    except Exception:
-        return None
-    finally:
-        del silence
-    return sum(made.values())
-
-
-__all__ = ["COUNTERS", "UNLIMITED", "Cell", "Ledger", "tensors_in"]

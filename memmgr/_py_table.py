@@ -3,220 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+import weakref
 import zlib
 from typing import Any
 
 import torch
 
-from . import _py_types as types
-from ._py_ledger import Ledger
-from ._py_tier import Tier, address
-from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, Ref, Version, graveyard
+from ._py_cells import Cells
+from ._py_predict import is_plain
+from ._py_tier import address
+from ._py_types import EVICTED, KEEP, PRESENT, Cell, Recipe, Ref, Version
 
 
-class Table(Ledger):
-    """Finds, makes, overwrites and cuts cells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._handled: dict[Cell, None] = {}  # cells with handles, oldest save first
-        self._armed: list[Cell] = []
-        self._armed_next = 0
-        self._armed_bytes = 0
-        self._handled_bytes = 0  # present bytes of cells with handles
-        self._gone_bytes = 0
-        self._incoming_bytes = 0
-        self._offloaded_cells = 0
-        self._unsettled: list[Cell] = []
-        self._next_seq = 0
-        self._clock = 0.0
-        self._stamp = 0
-        self._kept_new_bytes = 0
-        self._tier: Tier | None = None
-        self._tier_doomed = False
-        self._burier = threading.local()
-        types.bury = self._bury
-
-    # -- endings --
-
-    def _bury(self) -> None:
-        """Buries what ended. Called from anywhere: where this thread or another is at work, that one does it."""
-        if self._lock._is_owned() or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._bury_locked()
-        finally:
-            self._lock.release()
-
-    def _bury_locked(self) -> None:
-        while graveyard:
-            try:
-                what, payload = graveyard.popleft()
-            except IndexError:
-                return
-            if what == "handle":
-                self._remove_handle(payload)
-            elif what == "recipe":
-                for cell in payload[1]:
-                    self._unlink(payload[0], cell)
-            elif self._tier is not None:
-                self._tier.free(payload[0])
-            del payload
-
-    def _settle(self) -> None:
-        """At a quiet moment: what ended is buried, and what the last in-place op wrote has its new version by now."""
-        if not (graveyard or self._unsettled):
-            return
-        with self._lock:
-            self._bury_locked()
-            cells, self._unsettled = self._unsettled, []
-            for cell in cells:
-                for version in cell.versions:
-                    version.at = version.twin._version
-                cell.unsettled = False
-
-    # -- the life of a cell --
-
-    def _disarm(self, cell: Cell) -> None:
-        if cell.armed != KEEP:
-            cell.armed = KEEP
-            self._armed_bytes = max(0, self._armed_bytes - cell.nbytes)
-
-    def _wait_not_busy(self, cell: Cell) -> None:
-        while cell.busy:  # a copy that another thread makes without the lock
-            self._lock.release()
-            try:
-                threading.Event().wait(0.0005)
-            finally:
-                self._lock.acquire()
-
-    def _drop_slot(self, cell: Cell) -> None:
-        slot, incoming = cell.slot, cell.incoming
-        cell.slot, cell.incoming = -1, None
-        if incoming is not None:
-            self._incoming_bytes -= cell.nbytes
-        if slot >= 0 and self._tier is not None:
-            self._tier.free(slot)  # waits for what is under way, so `incoming` may go after it
-
-    def _release_strong(self, cell: Cell) -> None:
-        self._wait_not_busy(cell)
-        cell.strong = None
-        self._disarm(cell)
-
-    def _hold(self, cell: Cell) -> None:
-        if cell.strong is None and cell.known is not None and cell.gone == PRESENT:
-            cell.strong = cell.known()
-
-    def _gone_over(self, cell: Cell) -> None:
-        """A gone cell is wanted no more, or has its bytes again."""
-        if cell.gone == PRESENT:
-            return
-        if cell.gone == OFFLOADED:
-            self._offloaded_cells -= 1
-        self._gone_bytes = max(0, self._gone_bytes - cell.nbytes)
-        self._virtual -= cell.nbytes
-        cell.gone = PRESENT
-
-    def _add_handle(self, cell: Cell) -> None:
-        cell.handles += 1
-        if cell.handles > 1:
-            return
-        if cell.seq < 0:
-            cell.seq, self._next_seq = self._next_seq, self._next_seq + 1
-        self._hold(cell)
-        self._handled[cell] = None
-        cell.listed = True
-        if cell.gone == PRESENT:
-            self._handled_bytes += cell.nbytes
-        else:
-            self._gone_bytes += cell.nbytes
-
-    def _unlist(self, cell: Cell) -> None:
-        if cell.listed:
-            self._handled.pop(cell, None)
-            cell.listed = False
-            if cell.gone == PRESENT:
-                self._handled_bytes = max(0, self._handled_bytes - cell.nbytes)
-
-    def _remove_handle(self, cell: Cell) -> None:
-        cell.handles -= 1
-        if cell.handles > 0:
-            return
-        self._wait_not_busy(cell)
-        self._unlist(cell)
-        self._disarm(cell)
-        root_in_use = cell.recipe is None and cell.names > 0
-        if cell.gone != PRESENT:
-            # Gone and unwanted. A root that recipes still need keeps its copy below; the rest is forgotten.
-            if root_in_use and cell.slot >= 0:
-                return
-            self._gone_over(cell)
-            cell.known = None
-            self._drop_slot(cell)
-            self._close_doomed_tier()
-            return
-        self._drop_slot(cell)
-        if not root_in_use:
-            self._release_strong(cell)
-
-    def _link(self, recipe: Recipe, cell: Cell) -> None:
-        cell.named_by[recipe.serial] = types.weakref.ref(recipe)
-        cell.names += 1
-        if cell.names == 1 and cell.recipe is None and cell.strong is None:
-            self._hold(cell)
-            self._kept_new_bytes += cell.nbytes
-
-    def _unlink(self, serial: int, cell: Cell) -> None:
-        cell.named_by.pop(serial, None)
-        cell.names -= 1
-        if cell.names == 0 and cell.handles == 0:
-            if cell.gone != PRESENT:
-                self._gone_over(cell)
-                cell.known = None
-            self._drop_slot(cell)
-            self._release_strong(cell)
-
-    def _drop_recipe(self, cell: Cell) -> None:
-        recipe, cell.recipe = cell.recipe, None
-        if recipe is not None:
-            recipe.made = [ref if ref is not None and ref() is not cell else None for ref in recipe.made]
-
-    def _cut(self, first: Cell, itself: bool, dry_run: bool) -> list[Cell]:
-        """`first` can no longer be made again, and what depends on it and has no bytes cannot either.
-
-        Returns:
-            The wanted cells that are lost by it; with `dry_run` nothing is changed.
-        """
-        stranded: list[Cell] = []
-        self._stamp += 1
-        stamp, work, head = self._stamp, [first], True
-        while work:
-            cell = work.pop()
-            only_children, head = head and not itself, False
-            if not only_children and cell is not first:
-                if not dry_run:
-                    self._drop_recipe(cell)
-                if cell.present or cell.slot >= 0:
-                    if not dry_run and cell.names > 0:
-                        self._hold(cell)
-                        self._kept_new_bytes += cell.nbytes
-                    continue
-                if cell.handles > 0:
-                    stranded.append(cell)
-                if not dry_run:
-                    cell.lost = True
-            for recipe in [ref() for ref in list(cell.named_by.values())]:
-                if recipe is None or not recipe.ok or recipe.stamp == stamp:
-                    continue
-                recipe.stamp = stamp
-                if not dry_run:
-                    recipe.ok = False
-                for made in recipe.outputs:
-                    if made is not None and made.stamp != stamp:
-                        made.stamp = stamp
-                        work.append(made)
-        return stranded
+class Table(Cells):
+    """Finds, makes, overwrites and forgets cells."""
 
     # -- finding and making --
 
@@ -278,18 +78,18 @@ class Table(Ledger):
 
     def lookup(self, tensor: Any) -> Cell | None:
         self._settle()
-        return self._lookup(tensor) if isinstance(tensor, torch.Tensor) and self._is_plain(tensor) else None
+        return self._lookup(tensor) if isinstance(tensor, torch.Tensor) and is_plain(tensor) else None
 
     def find(self, tensor: Any) -> Cell | None:
         self._settle()
-        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return None
         with self._lock:
             return self._find(tensor)
 
     def handle(self, tensor: Any) -> Ref | None:
         self._settle()
-        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return None
         with self._lock:
             cell = self._lookup(tensor)
@@ -326,13 +126,13 @@ class Table(Ledger):
 
     def checksum(self, tensor: Any) -> int | None:
         """Of the whole storage."""
-        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor) or tensor.device.type != "cpu":
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.device.type != "cpu":
             return None
-        return _checksum(tensor.untyped_storage())
+        return checksum_of(tensor.untyped_storage())
 
     def overwritten(self, tensor: Any, recipe: Recipe | None) -> Cell | None:
         """The op that just ran wrote to the tensor's storage."""
-        if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return None
         with self._lock:
             storage = tensor.untyped_storage()
@@ -370,7 +170,7 @@ class Table(Ledger):
             self._unsettled.append(cell)
             if recipe is not None:
                 cell.recipe, cell.cost = recipe, recipe.cost
-                recipe.made.append(types.weakref.ref(cell))
+                recipe.made.append(weakref.ref(cell))
             return cell
 
     def would_strand(self, thing: Any) -> list[Cell]:
@@ -378,7 +178,7 @@ class Table(Ledger):
         with self._lock:
             if isinstance(thing, Cell):
                 return self._cut(thing, True, True) if thing.names and thing.recipe is None else []
-            if not isinstance(thing, torch.Tensor) or not self._is_plain(thing):
+            if not isinstance(thing, torch.Tensor) or not is_plain(thing):
                 return []
             known = self._known(thing.untyped_storage())
             cell = known.cell if known is not None else None
@@ -437,6 +237,14 @@ class Table(Ledger):
                     self._drop_recipe(cell)
             changed = bool(loose)
 
+    def forget_recipes(self) -> None:
+        """Writes went unwatched for a while, so no recipe from before may run any more."""
+        self._settle()
+        with self._lock:
+            for cell in {*self.table(), *self._handled}:
+                if cell.gone != EVICTED:
+                    self._drop_recipe(cell)
+
     def kept_roots(self) -> list[Cell]:
         """The roots that are held only because recipes name them."""
         self._settle()
@@ -464,26 +272,10 @@ class Table(Ledger):
     def table_size(self) -> tuple[int, int]:
         return len(self.table()), 0
 
-    def _close_doomed_tier(self) -> None:
-        if self._tier_doomed and not self._offloaded_cells and self._tier is not None:
-            tier, self._tier, self._tier_doomed = self._tier, None, False
-            tier.close()
 
-    def _may_leave_bytes(self) -> int:
-        return self._handled_bytes + self._incoming_bytes
-
-    def _program_bytes(self) -> int:
-        """The bytes of listed cells that the program holds as well."""
-        with self._lock:
-            return sum(c.nbytes for c in self._handled if c.strong is not None and c.gone == PRESENT and not c.alone)
-
-
-def _checksum(storage: Any) -> int:
+def checksum_of(storage: Any) -> int:
     size = storage.nbytes()
     if size == 0:
         return 0
     memory = (ctypes.c_char * size).from_address(address(storage))
     return zlib.crc32(memory) << 32 | zlib.adler32(memory)
-
-
-__all__ = ["EVICTED", "Table"]

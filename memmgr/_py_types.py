@@ -1,7 +1,7 @@
 """Cells, recipes and refs of the accounting path: the same words and fields as in `allocator/shim/shim.h`.
 
 Nothing here decides anything. What must happen when a handle or a recipe goes is put on the `graveyard`, because Python
-may end an object at any moment, in any thread; `_py_table` buries it at the next quiet one.
+may end an object at any moment, in any thread; `_py_cells` buries it at the next quiet one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _EMPTY = torch.empty(0)
 
 # (what, payload): "handle" cell | "recipe" (serial, inputs) | "slot" (slot, the memory that a transfer may still use)
 graveyard: deque[tuple[str, Any]] = deque()
-bury: Callable[[], None] = lambda: None  # set by `_py_table`: empties the graveyard if no lock is in the way
+bury: list[Callable[[], None]] = []  # `_py_cells` puts in what empties the graveyard if no lock is in the way
+
+
+def _end(what: str, payload: Any) -> None:
+    graveyard.append((what, payload))
+    for now in bury:
+        now()
 
 
 def quiet() -> Any:
@@ -53,7 +59,7 @@ class Known(weakref.ref):  # type: ignore[type-arg]
         return super().__new__(cls, storage, died)
 
     def __init__(self, storage: Any, died: Callable[[Any], None], counted: bool) -> None:
-        super().__init__(storage, died)
+        super().__init__(storage, died)  # type: ignore[call-arg]
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
         self.counted = counted
@@ -66,6 +72,7 @@ def _references(storage: Any) -> tuple[int, int]:
 
 class _Slot:
     __slots__ = ("strong",)
+    strong: Any
 
 
 def _measure_alone() -> tuple[int, int]:
@@ -189,8 +196,7 @@ class Cell:
 
     def __del__(self) -> None:
         if self.slot >= 0:
-            graveyard.append(("slot", (self.slot, self.strong, self.incoming)))
-            bury()
+            _end("slot", (self.slot, self.strong, self.incoming))
 
     def storage(self) -> Any:
         """The storage, if it is alive and has the bytes."""
@@ -208,10 +214,7 @@ class Cell:
     @property
     def fresh(self) -> bool:
         """No version counter moved since the cell was seen."""
-        for version in self.versions:
-            if version.twin._version != version.at:
-                return False
-        return True
+        return all(version.twin._version == version.at for version in self.versions)
 
     @property
     def alone(self) -> bool:
@@ -266,8 +269,7 @@ class Ref:
 
     def __del__(self) -> None:
         if self.handle:
-            graveyard.append(("handle", self.cell))
-            bury()
+            _end("handle", self.cell)
 
     def over(self, storage: Any) -> torch.Tensor:
         """The view as a tensor over `storage`; its version counter is its own."""
@@ -344,8 +346,7 @@ class Recipe:
 
     def __del__(self) -> None:
         if self.serial:
-            graveyard.append(("recipe", (self.serial, self.inputs)))
-            bury()
+            _end("recipe", (self.serial, self.inputs))
 
     @property
     def func(self) -> Accounted:

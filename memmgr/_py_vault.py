@@ -10,21 +10,16 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import _py_types as types
-from ._py_table import Table, _checksum
+from ._py_columns import Columns, can_evict
+from ._py_table import checksum_of
 from ._py_tier import address, open_tier
-from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, TRUST_YES, Cell, Recipe
+from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell
 
 
-def _can_evict(cell: Cell) -> bool:
-    recipe = cell.recipe
-    return recipe is not None and recipe.ok and recipe.kept.trust == TRUST_YES and not cell.exposed
-
-
-class Vault(Table):
+class Vault(Columns):
     """Releases cells in the order of the policies, and reloads them."""
 
     def __init__(self) -> None:
@@ -38,34 +33,37 @@ class Vault(Table):
     def _release(self, cell: Cell, action: int) -> bool:
         """Lets the bytes go if they are ours alone. The lock is held; it is dropped while bytes are copied."""
         self._disarm(cell)
-        if not cell.ours_alone or not cell.fresh or cell.incoming is not None:
+        if not self._loose(cell) or cell.incoming is not None:
             return False
         gone = PRESENT
         tier = self._tier
         if cell.slot >= 0 and tier is not None:
-            state = tier.poll(cell.slot)
-            if state == 0 and (action != EVICT or not _can_evict(cell)):
-                # A write is under way. Waiting for it is cheaper than beginning another one.
-                slot = cell.slot
-                code = self._unlocked(cell, lambda: tier.wait(slot))
-                if code < 0 or not cell.ours_alone or cell.slot != slot:
+            state, slot = tier.poll(cell.slot), cell.slot
+            if state == 0:
+                # A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it
+                # has to end before the bytes go, and its copy goes with them.
+                evict = action == EVICT and self._may_evict and can_evict(cell)
+                cell.slot = -1 if evict else slot
+                code = self._unlocked(cell, lambda: tier.free(slot) if evict else tier.wait(slot))
+                if code < 0 or not self._loose(cell) or (not evict and cell.slot != slot):
                     return False
-                state = 1
-            if state == 1:
+                gone = PRESENT if evict else OFFLOADED
+            elif state > 0:
                 gone = OFFLOADED  # clean: copied when the bytes were ours alone, and nobody has had them since
-                self._n["clean_drops"] += 1
-            elif state < 0:
+            else:
                 self._tier_failed(state)
-                bad, cell.slot = cell.slot, -1
-                tier.free(bad)
-        if gone == PRESENT and action == EVICT and _can_evict(cell):
+                cell.slot = -1
+                tier.free(slot)
+        if gone == OFFLOADED:
+            self._n["clean_drops"] += 1
+        if gone == PRESENT and action == EVICT and self._may_evict and can_evict(cell):
             gone = EVICTED
         if gone == PRESENT and tier is not None and self._may_offload and cell.slot < 0:
             source = address(cell.strong)
             slot = self._unlocked(cell, lambda: tier.write_now(source, cell.nbytes))
             if slot < 0:
                 self._tier_failed(slot)
-            elif not cell.ours_alone or not cell.fresh:
+            elif not self._loose(cell):
                 tier.free(slot)  # somebody took the bytes meanwhile: the copy may not be what they leave behind
                 return False
             else:
@@ -73,7 +71,7 @@ class Vault(Table):
                 self._n["offload_bytes"] += cell.nbytes
                 cell.slot = slot
                 gone = OFFLOADED
-        if gone == PRESENT and self._may_evict and _can_evict(cell):
+        if gone == PRESENT and self._may_evict and can_evict(cell):
             gone = EVICTED
         if gone == PRESENT:
             return False
@@ -81,9 +79,11 @@ class Vault(Table):
             nth, self._n["evictions"] = self._n["evictions"], self._n["evictions"] + 1
             self._n["evicted_bytes"] += cell.nbytes
             if self._verify or (self._sample and nth % self._sample == 0):
-                cell.checksum = _checksum(cell.strong)
+                cell.checksum = checksum_of(cell.strong)
         else:
             self._offloaded_cells += 1
+            if self._verify:
+                cell.checksum = checksum_of(cell.strong)
         cell.gone = gone
         if cell.listed:
             self._handled_bytes = max(0, self._handled_bytes - cell.nbytes)
@@ -95,6 +95,10 @@ class Vault(Table):
         self._count_deaths()
         return True
 
+    @staticmethod
+    def _loose(cell: Cell) -> bool:
+        return cell.ours_alone and cell.fresh
+
     def _unlocked(self, cell: Cell, transfer: Any) -> int:
         cell.busy = True
         depth = 0
@@ -102,7 +106,7 @@ class Vault(Table):
             self._lock.release()
             depth += 1
         try:
-            return int(transfer())
+            return int(transfer() or 0)
         finally:
             for _ in range(depth):
                 self._lock.acquire()
@@ -146,7 +150,7 @@ class Vault(Table):
                     break
                 if not cell.ours_alone:
                     continue
-                evictable = self._may_evict and _can_evict(cell)
+                evictable = self._may_evict and can_evict(cell)
                 if not evictable and not (self._tier is not None and self._may_offload) and cell.slot < 0:
                     continue
                 errors = self._n["tier_errors"]
@@ -200,6 +204,14 @@ class Vault(Table):
                 cell.gone = EVICTED
                 self._drop_slot(cell)
                 return True
+            if cell.checksum is not None and not cell.exposed:
+                expected, cell.checksum = cell.checksum, None
+                if checksum_of(storage) != expected:
+                    how = "read when needed" if incoming is None else "prefetched"
+                    raise RuntimeError(
+                        f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, "
+                        f"slot {slot})"
+                    )
             self._gone_over(cell)
             if cell.listed:
                 self._handled_bytes += cell.nbytes
@@ -291,64 +303,6 @@ class Vault(Table):
             self._n["offload_bytes"] += cell.nbytes
             return True
 
-    def columns(self, neighbours: bool = True) -> tuple[Any, ...]:
-        """(cells, size, staleness, cost, chain, component, recomputable, clean, seq): what could leave now."""
-        self._settle()
-        with self._lock:
-            cells = [cell for cell in self._handled if cell.armed == KEEP and cell.ours_alone]
-            chain, component = [], []
-            for cell in cells:
-                ahead = behind = 0.0
-                if neighbours and cell.recipe is not None:
-                    ahead, behind = self._chain_cost(cell.recipe), self._children_cost(cell)
-                chain.append(ahead)
-                component.append(ahead + behind)
-        columns = (
-            np.array([cell.nbytes for cell in cells], dtype=np.int64),
-            np.array([self._clock - cell.last_access for cell in cells], dtype=np.float64),
-            np.array([cell.cost for cell in cells], dtype=np.float64),
-            np.array(chain, dtype=np.float64),
-            np.array(component, dtype=np.float64),
-            np.array([_can_evict(cell) for cell in cells], dtype=np.uint8),
-            np.array([cell.slot >= 0 for cell in cells], dtype=np.uint8),
-            np.array([cell.seq for cell in cells], dtype=np.int64),
-        )
-        return (cells, *(bytearray(column.tobytes()) for column in columns))
-
-    def _chain_cost(self, recipe: Recipe) -> float:
-        """The cost of what must run again before the recipe can, each op once."""
-        self._stamp += 1
-        recipe.stamp = stamp = self._stamp
-        total, work = 0.0, [recipe]
-        for _ in range(512):
-            if not work:
-                break
-            for parent in work.pop().inputs:
-                above = parent.recipe
-                if above is None or above.stamp == stamp or parent.slot >= 0 or parent.present:
-                    continue
-                above.stamp = stamp
-                total += above.cost
-                work.append(above)
-        return total
-
-    def _children_cost(self, cell: Cell) -> float:
-        self._stamp += 1
-        stamp, total, work = self._stamp, 0.0, [cell]
-        for _ in range(128):
-            if not work:
-                break
-            for ref in list(work.pop().named_by.values())[:32]:
-                recipe = ref()
-                if recipe is None or recipe.stamp == stamp:
-                    continue
-                recipe.stamp = stamp
-                gone = next((out for out in recipe.outputs if out is not None and out.gone == EVICTED), None)
-                if gone is not None:
-                    total += recipe.cost
-                    work.append(gone)
-        return total
-
     def offloaded(self, limit: int) -> tuple[list[Cell], int, int]:
         """(cells that backward will need, soonest first, position of the last use, bytes in flight)."""
         found: list[Cell] = []
@@ -374,7 +328,9 @@ class Vault(Table):
             self._resident(),
             self._budget,
             self._handled_bytes,
-            self._gone_bytes,
+            max(
+                1, self._gone_bytes
+            ),  # never 0: where nothing is gone the mode could be taken off, and with it our sight
             self._armed_bytes,
             self._largest,
             self._offloaded_cells,
@@ -436,6 +392,3 @@ def _bytes_of(storage: Any) -> torch.Tensor:
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     del silence
     return tensor
-
-
-__all__ = ["Vault"]

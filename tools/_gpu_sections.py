@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memmgr.tools._runs import RunResult, RunSpec, run
+from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
 from memmgr.tools._screen import megabytes
 
 SIZES: dict[bool, tuple[RunSpec, RunSpec]] = {
@@ -27,9 +27,9 @@ SIZES: dict[bool, tuple[RunSpec, RunSpec]] = {
         ),
     ),
     True: (
-        RunSpec("gpt", steps=3, sizes={"layers": 3, "heads": 4, "width": 64, "context": 128}, batch=16),
+        RunSpec("gpt", steps=2, sizes={"layers": 3, "heads": 4, "width": 64, "context": 128}, batch=16),
         RunSpec(
-            "convnet", steps=3, model="convnet", sizes={"width": 16, "stages": 2, "blocks": 2, "height": 24}, batch=48
+            "convnet", steps=2, model="convnet", sizes={"width": 16, "stages": 2, "blocks": 2, "height": 24}, batch=48
         ),
     ),
 }
@@ -58,7 +58,7 @@ class _Failed(Exception):
 
 
 def _unmanaged(spec: RunSpec, **changes: Any) -> RunResult:
-    result = run(replace(spec, measure_need=True, **changes), timeout_seconds=120)
+    result = unmanaged(replace(spec, **changes), timeout_seconds=120)
     if result.failure or result.need_bytes <= 0:
         raise _Failed(f"{spec.label} unmanaged: {result.failure or 'its need could not be measured'}")
     return result

@@ -23,7 +23,8 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
     """Draws one strip per run, all on the same axes' scales, and writes a PNG.
 
     The line is the process's resident set over its start, which is what the machine has to have; the dark area below
-    it is what tensors hold of that. In an unmanaged run the latter is known for the last two steps only.
+    it is what tensors hold of that. In an unmanaged run the latter is known for two more steps only, behind the
+    timed ones (see `_runs.unmanaged`).
 
     Args:
         results: the runs, top to bottom; one that failed gets an empty strip that says so.

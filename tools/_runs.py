@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class RunSpec:
         options: further keyword arguments of `memmgr.budget`.
         device: "cpu" or "cuda".
         deterministic: switch torch's deterministic algorithms on.
-        measure_need: after the last step, take two more with an allocator that keeps nothing back and report how much
-            memory they took (see `_worker.measure_need`).
+        measure_need: find out how much memory the run needs. On the CPU its resident set is made to tell (see
+            `_worker.keep_nothing_back`), which makes it slower: time another run. On CUDA torch's own count is taken.
         nvml: sample the GPU's memory as NVML sees it.
         profile: trace one more step at the end with torch's profiler (CUDA only) and report how much of the copying
             lay under compute.
@@ -77,9 +77,8 @@ class RunResult:
         need_bytes: what the run needs (unmanaged runs that measure it), else 0.
         nvml_bytes: the GPU's used memory at its highest, over the start, as NVML sees it; 0 where not sampled.
         stats: `mm.stats()` when the context ended; empty without memmgr.
-        timeline: (seconds since the first step began, RSS over the start, bytes held by tensors or -1 where unknown).
-            The latter are `resident_bytes.current` under a budget; an unmanaged run knows them in the two steps at its
-            end that measure the need.
+        timeline: (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1 without a
+            budget).
         overlap: with `profile`: copy_seconds, hidden_seconds, kernel_seconds.
         strips: with `profile`: the same step as lines of text, kernels above copies.
         failure: empty, or the last lines of what went wrong.
@@ -124,9 +123,40 @@ class RunResult:
         return plain | {"seconds_a_step": self.seconds_a_step, "peak_bytes": self.peak_bytes}
 
 
-def run(
-    spec: RunSpec, on_event: Callable[[Event], None] = lambda event: None, timeout_seconds: float = 600
-) -> RunResult:
+def ignore(event: Event) -> None:
+    """Does nothing with it."""
+
+
+def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
+    """Runs `spec` without memmgr, and learns what it needs.
+
+    On the CPU that takes a second process: two steps under an allocator that keeps nothing back, whose resident set is
+    the sum of the live tensors but whose time means nothing. Their losses are checked to be the same.
+
+    Args:
+        spec: what to run; `budget_bytes` None.
+        on_event: as for `run`; the steps of the measuring process are not told.
+        timeout_seconds: per process.
+
+    Returns:
+        The result, with `need_bytes`. Its timeline is the timed run's; behind it stand the two measured steps, whose
+        resident set is also entered as the bytes held.
+    """
+    if spec.device != "cpu":
+        return run(replace(spec, measure_need=True), on_event, timeout_seconds)
+    measured = run(replace(spec, measure_need=True, steps=2), timeout_seconds=timeout_seconds)
+    if measured.failure:
+        return replace(measured, spec=spec)
+    result = run(spec, on_event, timeout_seconds)
+    result.need_bytes = measured.need_bytes
+    if not result.failure and result.losses[:2] != measured.losses[: len(result.losses)]:
+        result.failure = "two unmanaged runs gave different losses: the machine or its torch is not reproducible"
+    end = result.timeline[-1][0] if result.timeline else 0.0
+    result.timeline += [(end + second, rss, rss) for second, rss, _ in measured.timeline]
+    return result
+
+
+def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
     """Runs `spec` in a new process.
 
     Args:

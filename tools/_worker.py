@@ -92,17 +92,16 @@ class Sampler:
     Args:
         seconds: between two readings.
         nvml: read the GPU too.
-        start: the resident set that counts as nothing; None takes the present one.
     """
 
-    def __init__(self, seconds: float, nvml: Nvml | None = None, start: int | None = None) -> None:
+    def __init__(self, seconds: float, nvml: Nvml | None = None) -> None:
         self.resident: Callable[[], int] | None = None
         self.timeline: list[tuple[float, int, int]] = []
         self.nvml_peak = 0
         self._nvml = nvml
         self._nvml_start = nvml.used_bytes() if nvml else 0
         self._seconds = seconds
-        self._start_rss = rss_bytes() if start is None else start
+        self._start_rss = rss_bytes()
         self._exact = reset_high_water()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="memory sampler", daemon=True)
@@ -133,32 +132,17 @@ class Sampler:
                 self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
 
 
-def measure_need(step: Callable[[], object], start: int, steps: int = 2) -> tuple[int, list[tuple[float, int, int]]]:
-    """The most bytes that a step holds at once, on the CPU, seen from outside.
+def keep_nothing_back() -> bool:
+    """Tells the C library to map every large block by itself from now on, and so to unmap it when it is freed.
 
-    The resident set is not that figure as it stands: glibc keeps freed heap memory for later, and fragments (5 to 13 %
-    over the live bytes on the demo's GPT). So for these steps glibc is told to map every large block by itself, which
-    it unmaps when freed, and to give back what it kept so far. The kernel's high-water mark then is live bytes plus
-    page rounding. It is slower, hence not done while steps are timed. Without glibc, the plain resident set is taken.
-
-    Args:
-        step: takes one training step.
-        start: the resident set that counts as nothing.
-        steps: how many are taken.
-
-    Returns:
-        The need in bytes, and its timeline as in RunResult, from zero seconds on.
+    Otherwise glibc keeps freed heap memory for later, and fragments: the resident set is 5 to 13 % over the live bytes
+    on the demo's GPT. It has to be said before there is a heap with holes in it, because holes are filled first. False
+    where there is no glibc; the resident set then contains what malloc holds in reserve.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD; setting it also stops glibc from raising it by itself
-        libc.malloc_trim(0)
-    sampler = Sampler(0.005, start=start)
-    for _ in range(steps):
-        step()
-    need = sampler.peak_rss
-    sampler.stop()
-    return need, [(second, rss, rss) for second, rss, _ in sampler.timeline]
+    try:
+        return bool(ctypes.CDLL(None).mallopt(-3, 1 << 16))  # M_MMAP_THRESHOLD; setting it also stops it from rising
+    except (OSError, AttributeError):
+        return False
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
@@ -338,6 +322,8 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["budget_bytes"] is not None:
         import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place
     on_gpu = spec["device"] == "cuda"
+    if spec["measure_need"] and not on_gpu:
+        keep_nothing_back()
     if spec["deterministic"]:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -354,7 +340,6 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["nvml"]:
         with contextlib.suppress(Exception):  # no driver, no NVML: the figure stays 0 and the report says n/a
             nvml = Nvml()
-    start = rss_bytes()
     losses: list[str] = []
     result: dict[str, Any] = {}
     sampler = Sampler(spec["sample_seconds"], nvml)
@@ -373,13 +358,9 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
             result |= _overlap(training.step)
     result |= {"rss_bytes": sampler.peak_rss, "nvml_bytes": sampler.nvml_peak}
     sampler.stop()
+    if spec["measure_need"]:
+        result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else result["rss_bytes"]
     timeline = _thin([point for point in sampler.timeline if point[0] >= 0])
-    if spec["measure_need"] and on_gpu:
-        result["need_bytes"] = torch.cuda.max_memory_allocated()
-    elif spec["measure_need"]:
-        result["need_bytes"], measured = measure_need(training.step, start)
-        end = time.perf_counter() - sampler.began - (measured[-1][0] if measured else 0)
-        timeline += [(end + second, rss, live) for second, rss, live in _thin(measured)]
     return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
 
 

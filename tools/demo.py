@@ -5,11 +5,11 @@ standard library. Every run is a process of its own, starts from the same seed a
 are the SHA-256 over its parameters, optimizer state, RNG streams and losses.
 
 What "it needed" means: the unmanaged run executes without memmgr, with torch's own allocator. Its time per step and its
-resident set are those of that run as it is. Its *need*, of which the budgets are shares, is taken from two further
-steps in the same process, after the bits were noted, with the C library told to keep no freed memory back: the kernel's
-high-water mark of the resident set, over the process's start, is then the sum of the live tensors (parameters,
-gradients, optimizer state, activations, workspaces) at the worst moment. The need is smaller than the plain resident
-set, since that contains what malloc holds in reserve; a budget is a share of the smaller figure.
+resident set are those of that run as it is. Its *need*, of which the budgets are shares, comes from two steps of the
+same training in another process, in which the C library is told to keep no freed memory back: the kernel's high-water
+mark of the resident set, over the process's start, is then the sum of the live tensors (parameters, gradients,
+optimizer state, activations, workspaces) at the worst moment. The need is smaller than the plain resident set, since
+that contains what malloc holds in reserve; a budget is a share of the smaller figure.
 
 Exit code 1: some bits differ, a budget was passed, or a process's resident set grew to more than its budget + 64 MB.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from memmgr.tools import _plot
 from memmgr.tools._runs import Event, RunResult, RunSpec
 from memmgr.tools._runs import run as run_worker
+from memmgr.tools._runs import unmanaged as run_unmanaged
 from memmgr.tools._screen import ProgressBar, megabytes, table
 
 RSS_SLACK_BYTES = 64_000_000
@@ -112,8 +113,8 @@ def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResul
                 loss, seconds = float.fromhex(event["loss"]), event["seconds"]
                 bar.say(f"{label}: step {event['index'] + 1}, loss {loss:.3f}, {seconds:.2f} s", advance=1)
 
-        bar.say("unmanaged: starting")
-        first = run_worker(replace(base, measure_need=True), lambda event: show("unmanaged", event))
+        bar.say("unmanaged: measuring what it needs")
+        first = run_unmanaged(base, lambda event: show("unmanaged", event))
         results = [first]
         for share in shares if not first.failure else ():
             label = f"{100 * share:g} %"

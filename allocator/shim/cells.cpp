@@ -980,6 +980,20 @@ static PyObject* py_end_pass(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// forget_recipes(): writes went unwatched for a while, so no recipe from before may run any more.
+static PyObject* py_forget_recipes(PyObject*, PyObject*) {
+  settle();
+  std::vector<Cell*> cells;
+  for (auto& [s, c] : g.table) {
+    Py_INCREF(c);
+    cells.push_back(c);
+  }
+  for (Cell* c : cells)
+    if (c->recipe && c->gone != EVICTED) drop_recipe(c);
+  for (Cell* c : cells) deferred_decref(reinterpret_cast<PyObject*>(c));
+  Py_RETURN_NONE;
+}
+
 static PyObject* py_table(PyObject*, PyObject*) {
   PyObject* list = PyList_New(0);
   for (auto& [s, c] : g.table) PyList_Append(list, reinterpret_cast<PyObject*>(c));
@@ -1371,6 +1385,7 @@ PyMethodDef cell_functions[] = {
     {"cut_children", py_cut_children, METH_O, ""},
     {"drop_recipe", py_drop_recipe, METH_O, ""},
     {"end_pass", py_end_pass, METH_NOARGS, ""},
+    {"forget_recipes", py_forget_recipes, METH_NOARGS, ""},
     {"table", py_table, METH_NOARGS, "all cells that are known by a storage"},
     {"kept_roots", py_kept_roots, METH_NOARGS, ""},
     {"forget_all", py_forget_all, METH_NOARGS, ""},

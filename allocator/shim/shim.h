@@ -25,6 +25,7 @@
 #include <torch/headeronly/version.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -164,6 +165,12 @@ struct Shim {
   uint32_t sample = 64;          // one drop in so many keeps a checksum
   std::string tier_error;
 
+  // A thread in malloc without the GIL asks the daemon (ask_mu)
+  std::mutex ask_mu;
+  std::condition_variable answered_cv;
+  uint64_t asked = 0, answered = 0, ask_bytes = 0, answer_bytes = 0;
+  int daemon_fd = -1;
+
   // Guarded by mu
   Cell* oldest = nullptr;        // cells with handles
   Cell* newest = nullptr;
@@ -213,6 +220,7 @@ struct Shim {
 
 extern Shim g;
 extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_ask_daemon;    // false in the daemon itself
 extern thread_local uint64_t tl_stall_ns; // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
 

@@ -2,12 +2,17 @@
 #include "shim.h"
 
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <time.h>
+#include <unistd.h>
+
+#include <chrono>
 
 namespace memmgr {
 
 Shim g;
 thread_local bool tl_no_reclaim = false;
+thread_local bool tl_ask_daemon = true;
 thread_local uint64_t tl_stall_ns = 0;
 
 uint64_t now_ns() {
@@ -88,7 +93,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     } else {
       // A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it has to end
       // before the bytes go, and its copy goes with them.
-      const bool evict = action == EVICT && can_evict(c);
+      const bool evict = action == EVICT && g.may_evict && can_evict(c);
       c->busy = true;
       const mm_slot slot = c->slot;
       if (evict) {
@@ -106,7 +111,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     }
   }
   if (gone == OFFLOADED) g.n.clean_drops++;
-  if (gone == PRESENT && action == EVICT && can_evict(c)) gone = EVICTED;
+  if (gone == PRESENT && action == EVICT && g.may_evict && can_evict(c)) gone = EVICTED;
   if (gone == PRESENT) {
     if (only_free) return false;
     if (g.tier && g.may_offload) {
@@ -146,7 +151,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     }
   } else {
     g.offloaded_cells++;
-    if (g.verify) {
+    if (g.verify || (g.sample && g.n.offloads.load() % g.sample == 0)) {
       c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
       c->has_checksum = true;
     }
@@ -276,19 +281,38 @@ void throw_out_of_memory(size_t bytes) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
+// Without the GIL nobody may wait for it here: whoever has it may wait for a lock that our caller holds. So the daemon is
+// asked, for a limited time.
+static uint64_t ask_daemon(uint64_t want) {
+  if (g.daemon_fd < 0) return 0;
+  std::unique_lock<std::mutex> lock(g.ask_mu);
+  const uint64_t ticket = ++g.asked;
+  g.ask_bytes = want;
+  const uint64_t one = 1;
+  if (write(g.daemon_fd, &one, sizeof one) != sizeof one) return 0;
+  g.answered_cv.wait_for(lock, std::chrono::seconds(2), [&] { return g.answered >= ticket; });
+  return g.answered >= ticket ? g.answer_bytes : 0;
+}
+
 static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   const uint64_t t0 = now_ns();
   const uint64_t want = need ? need : request;
   uint64_t released = release_from_vault(want);
-  if (!released && g.on_empty && attempt < 4 && PyGILState_Check()) {
-    // The vault is empty and this thread holds the GIL already: Python may have something (design §4).
-    PyObject *et, *ev, *tb;
-    PyErr_Fetch(&et, &ev, &tb);
-    PyObject* r = PyObject_CallFunction(g.on_empty, "K", static_cast<unsigned long long>(want));
-    if (r && PyLong_Check(r)) released = PyLong_AsUnsignedLongLong(r);
-    if (!r) PyErr_Clear();
-    Py_XDECREF(r);
-    PyErr_Restore(et, ev, tb);
+  if (!released && g.on_empty && attempt < 4) {
+    if (PyGILState_Check()) {
+      // The vault is empty and this thread holds the GIL already: Python may have something (design §4).
+      PyObject *et, *ev, *tb;
+      PyErr_Fetch(&et, &ev, &tb);
+      PyObject* r = PyObject_CallFunction(g.on_empty, "K", static_cast<unsigned long long>(want));
+      if (r && PyLong_Check(r)) released = PyLong_AsUnsignedLongLong(r);
+      if (!r) PyErr_Clear();
+      Py_XDECREF(r);
+      PyErr_Restore(et, ev, tb);
+    } else if (tl_ask_daemon) {
+      released = ask_daemon(want);
+    }
+    // What Python handed over is in the vault now.
+    released += release_from_vault(want);
   }
   const uint64_t dt = now_ns() - t0;
   tl_stall_ns += dt;
@@ -323,6 +347,8 @@ static CpuAllocator* the_allocator() {
 
 static void forked_child() {
   new (&g.mu) std::mutex;
+  new (&g.ask_mu) std::mutex;
+  new (&g.answered_cv) std::condition_variable;
   g.forked.store(true);
   if (g.installed.load()) c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
   g.installed.store(false);
@@ -382,6 +408,64 @@ static PyObject* py_close_arena(PyObject*, PyObject*) {
   }
   Py_RETURN_NONE;
 }
+
+// The daemon sleeps on an eventfd, so that a thread without the GIL can wake it.
+static PyObject* py_daemon_open(PyObject*, PyObject*) {
+  if (g.daemon_fd < 0) g.daemon_fd = eventfd(0, EFD_CLOEXEC);
+  if (g.daemon_fd < 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_daemon_wake(PyObject*, PyObject*) {
+  const uint64_t one = 1;
+  if (g.daemon_fd >= 0 && write(g.daemon_fd, &one, sizeof one) < 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
+}
+
+// daemon_wait() -> bytes that a thread in malloc asks for, 0: somebody else woke us
+static PyObject* py_daemon_wait(PyObject*, PyObject*) {
+  uint64_t n = 0;
+  const int fd = g.daemon_fd;
+  ssize_t got;
+  Py_BEGIN_ALLOW_THREADS
+  got = read(fd, &n, sizeof n);
+  Py_END_ALLOW_THREADS
+  if (got < 0 && errno == EINTR && PyErr_CheckSignals() < 0) return nullptr;
+  std::lock_guard<std::mutex> lock(g.ask_mu);
+  return PyLong_FromUnsignedLongLong(g.answered < g.asked ? g.ask_bytes : 0);
+}
+
+static PyObject* py_daemon_answer(PyObject*, PyObject* o) {
+  {
+    std::lock_guard<std::mutex> lock(g.ask_mu);
+    g.answered = g.asked;
+    g.answer_bytes = PyLong_AsUnsignedLongLong(o);
+  }
+  g.answered_cv.notify_all();
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_daemon_close(PyObject*, PyObject*) {
+  if (g.daemon_fd >= 0) close(g.daemon_fd);
+  g.daemon_fd = -1;
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_peak(PyObject*, PyObject*) {
+  // (highest resident since the last call, highest unmanaged need since then)
+  mm_arena_stats s{};
+  if (g.arena) mm_arena_stats_get(g.arena, &s);
+  return Py_BuildValue("KK", (unsigned long long)s.resident_peak_bytes, (unsigned long long)s.unmanaged_peak_bytes);
+}
+
+static PyObject* py_reset_peak(PyObject*, PyObject*) {
+  if (g.arena) mm_arena_reset_peak(g.arena);
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_unpack_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(g.n.unpacks.load()); }
+
+static PyObject* py_stalled(PyObject*, PyObject*) { return PyFloat_FromDouble(1e-9 * static_cast<double>(g.n.stall_ns.load())); }
 
 static PyObject* py_open_tier(PyObject*, PyObject* args) {
   const char* folder;
@@ -612,6 +696,15 @@ static PyObject* py_arena_blocks(PyObject*, PyObject*) {
 PyMethodDef vault_methods[] = {
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
+    {"daemon_open", py_daemon_open, METH_NOARGS, ""},
+    {"daemon_wake", py_daemon_wake, METH_NOARGS, ""},
+    {"daemon_wait", py_daemon_wait, METH_NOARGS, ""},
+    {"daemon_answer", py_daemon_answer, METH_O, ""},
+    {"daemon_close", py_daemon_close, METH_NOARGS, ""},
+    {"peak", py_peak, METH_NOARGS, ""},
+    {"reset_peak", py_reset_peak, METH_NOARGS, ""},
+    {"unpack_count", py_unpack_count, METH_NOARGS, ""},
+    {"stalled", py_stalled, METH_NOARGS, "seconds"},
     {"open_tier", py_open_tier, METH_VARARGS, "open_tier(folder, capacity, bytes_per_second, workers)"},
     {"doom_tier", py_doom_tier, METH_NOARGS, "close the tier when the last cell that needs it is gone"},
     {"close_tier", py_close_tier, METH_NOARGS, ""},

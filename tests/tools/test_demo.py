@@ -42,6 +42,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
             return result
 
         monkeypatch.setattr(demo, "run_worker", worker)
+        monkeypatch.setattr(demo, "run_unmanaged", worker)
         return cli.main(["demo", "--out", str(tmp_path / "x.png"), *words])
 
     return call
@@ -112,7 +113,6 @@ def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: py
     fake("--json")
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["spec"]["budget_bytes"] for run in runs[1:]] == [75 * MB, 50 * MB, 35 * MB]
-    assert [run["spec"]["measure_need"] for run in runs] == [True, False, False, False]
 
 
 def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
         asked.append(spec)
         return RunResult(spec, failure="no")
 
-    monkeypatch.setattr(demo, "run_worker", worker)
+    monkeypatch.setattr(demo, "run_unmanaged", worker)
     assert cli.main(["demo", "--out", str(tmp_path / "x.png")]) == 1
     assert len(asked) == 1
 

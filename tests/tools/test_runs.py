@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memmgr.tools import _runs
-from memmgr.tools._runs import RunResult, RunSpec, run
+from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
 
 WORKER = Path(_runs.__file__).with_name("_worker.py")
 TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
@@ -91,27 +91,37 @@ def test_the_first_step_does_not_count(seconds: list[float], median: float) -> N
 
 
 def test_the_need_is_what_is_live_at_the_worst_moment() -> None:
-    """120 MB live at once, on a heap that was fragmented before; measured where its mallopt disturbs nobody."""
+    """120 MB live at once, while blocks of many sizes come and go, in a process whose malloc keeps nothing back."""
     program = (
         "import runpy, torch\n"
         f"worker = runpy.run_path({str(WORKER)!r}, run_name='worker')\n"
-        "def step():\n"
+        "torch.ones(1000).sum()\n"
+        "assert worker['keep_nothing_back']()\n"
+        "start = worker['Sampler'](0.002)\n"
+        "for _ in range(2):\n"
+        "    holes = [torch.ones(n) for n in range(100_000, 2_000_000, 300_000) for _ in range(2)]\n"
+        "    del holes[::2]\n"
+        "    del holes\n"
         "    kept = [torch.ones(5_000_000) for _ in range(4)]\n"
         "    more = [torch.ones(2_500_000) for _ in range(4)]\n"
         "    del kept\n"
-        "    return [torch.ones(5_000_000) for _ in range(3)]\n"
-        "torch.ones(1000)\n"
-        "start = worker['rss_bytes']()\n"
-        "holes = [torch.ones(n) for n in range(100_000, 4_000_000, 300_000) for _ in range(2)]\n"
-        "del holes[::2]\n"
-        "del holes\n"
-        "need, timeline = worker['measure_need'](step, start)\n"
-        "print(need, len(timeline))\n"
+        "    kept = [torch.ones(5_000_000) for _ in range(3)]\n"
+        "    del kept, more\n"
+        "print(start.peak_rss)\n"
+        "start.stop()\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    need, points = map(int, done.stdout.split())
-    assert need == pytest.approx(120e6, rel=0.03)
-    assert points > 0
+    assert int(done.stdout) == pytest.approx(120e6, rel=0.03)
+
+
+def test_an_unmanaged_run_learns_its_need() -> None:
+    spec = replace(TINY, steps=3, sizes={"layers": 2, "heads": 2, "width": 64, "context": 64}, batch=16)
+    result = unmanaged(spec)
+    assert not result.failure
+    assert len(result.losses) == 3
+    assert result.same_bits(run(spec))
+    assert result.need_bytes > 0
+    assert any(held > 0 for _, _, held in result.timeline)
 
 
 def test_thinning_keeps_the_peaks(worker: dict[str, Any]) -> None:

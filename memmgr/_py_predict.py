@@ -1,0 +1,138 @@
+"""What an op is going to need, asked before it runs: learned from earlier calls, else from its shape function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import _py_types as types
+from ._py_types import C
+
+_dispatch_keys = C._dispatch_keys
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_OUTLANDISH = [
+    getattr(C.DispatchKey, name)
+    for name in ("Python", "FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "ZeroTensor", "NestedTensor")
+    if hasattr(C.DispatchKey, name)
+]
+_plain: dict[int, bool] = {}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested arguments or outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Dense strided memory on a device, and nothing that carries more than sizes and strides."""
+    keys = _dispatch_keys(tensor)
+    raw = keys.raw_repr()
+    known = _plain.get(raw)
+    if known is None:
+        known = _plain[raw] = (
+            keys.has(C.DispatchKey.Dense)
+            and not any(keys.has(key) for key in _OUTLANDISH)
+            and tensor.layout is torch.strided
+            and tensor.device.type in ("cpu", "cuda", "privateuseone")
+            and not tensor.is_quantized
+        )
+    return known
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """The elements fill their range without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Predictions:
+    """Bytes that ops make, by kind: op, shapes, dtypes, and the other arguments."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Any, tuple[int, bool]] = {}  # kind -> (bytes, always the same so far)
+
+    def clear(self) -> None:
+        self._sizes.clear()
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        named = tuple((name, _part(value)) for name, value in kwargs.items()) if kwargs else ()
+        return func, _part(args), named
+
+    def ask(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, bool]:
+        """(bytes, whether that is sure)."""
+        known = self._sizes.get(key)
+        if known is not None:
+            return known
+        shadow = _meta_bytes(func, args, kwargs)
+        if shadow is not None:
+            return shadow, True
+        # Nothing is known: as much as it was given.
+        given = [args, kwargs or {}]
+        return sum(t.numel() * t.element_size() for t in tensors_in(given) if is_plain(t)), False
+
+    def learn(self, key: Any, made: int) -> None:
+        known = self._sizes.get(key)
+        if known is None:
+            if len(self._sizes) > 100_000:
+                self._sizes.clear()
+            self._sizes[key] = (made, True)
+        elif known[0] != made:
+            self._sizes[key] = (max(made, known[0]), False)  # depends on the data
+
+
+def _part(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
+        return (kind, value)
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.size()) if is_plain(value) else kind
+    if kind is tuple or kind is list:
+        return tuple(_part(item) for item in value)
+    return kind
+
+
+def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """The bytes that an op will make, from its shape function; None when it has none."""
+    if getattr(func, "namespace", "") not in ("aten", "prims"):
+        return None
+    given: set[int] = set()
+
+    def shadow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+            given.add(twin.untyped_storage()._cdata)
+            return twin
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if isinstance(value, list | tuple):
+            return type(value)([shadow(item) for item in value])
+        return value
+
+    silence = types.quiet()
+    try:
+        with C._AutoDispatchBelowAutograd():
+            twins, named = shadow(args), {key: shadow(value) for key, value in (kwargs or {}).items()}
+            if not given:
+                named["device"] = torch.device("meta")  # a factory
+            out = func(*twins, **named)
+            made = {s._cdata: s.nbytes() for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given}
+    except Exception:
+        return None
+    finally:
+        del silence
+    return sum(made.values())

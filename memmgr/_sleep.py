@@ -1,0 +1,115 @@
+"""When the last passes fitted with room to spare, nothing is recorded; a surprise is met after the fact.
+
+Asleep, neither the mode nor the hooks are on the thread's stacks, so an op costs what it costs without memmgr; the
+allocator still keeps the budget. When it runs out, the saved tensors of the pass that is under way are found through
+the autograd graph and get their hooks then: they become handles and can be offloaded.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+
+SPARE = 0.9  # a pass "fitted" when it needed at most this share of the budget
+CALM_PASSES = 2  # so many in a row put the recorder to sleep
+
+
+def hooks_on_top() -> Any:
+    """The innermost saved-tensor hooks of this thread, or None."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return None
+    try:
+        return top(False)
+    except TypeError:
+        return top()
+
+
+def adopt_graph(manager: Manager) -> int:
+    """Gives hooks to every saved tensor that the live graphs hold; returns how many.
+
+    Runs in any thread while the others are between bytecodes or blocked in malloc: it only touches saved variables of
+    nodes that are already built.
+    """
+    native = manager.native
+    seen: set[int] = set()
+    nodes: list[Any] = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            try:
+                node = thing.grad_fn
+            except RuntimeError:
+                continue
+            if node is not None:
+                nodes.append(node)
+    adopted = 0
+    keep: list[Any] = []  # ids are compared, so the wrappers must live
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        keep.append(node)
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                continue  # released already
+            for saved in value if isinstance(value, tuple | list) else (value,):
+                if saved is None:
+                    continue
+                try:
+                    saved.register_hooks(native.pack, native.unpack)
+                    adopted += 1
+                except RuntimeError:
+                    continue  # has hooks already, or is empty
+        nodes.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
+    return adopted
+
+
+class Sleeper:
+    """Decides at the end of each pass whether the next one is recorded."""
+
+    def __init__(self, manager: Manager, allowed: bool) -> None:
+        self._manager = manager
+        self._allowed = allowed
+        self.asleep = False
+        self._calm = 0
+        self.surprises = 0
+
+    def end_of_pass(self, needed_bytes: int) -> None:
+        """Called with what the pass would have needed unmanaged, in the thread that ran its backward."""
+        if not self._allowed:
+            return
+        fits = needed_bytes <= SPARE * self._manager.config.limit_bytes and self.surprises == 0
+        self._calm = self._calm + 1 if fits else 0
+        self.surprises = 0
+        if self.asleep and not fits:
+            self.wake()
+        elif not self.asleep and self._calm >= CALM_PASSES:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        manager = self._manager
+        if not manager.ours_on_top():
+            return
+        # Drops need watched writes, and nothing is watched now: from here on only copies.
+        manager.native.set_options(False, True, manager.config.verify, 0)
+        manager.step_out()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Records again, if nobody else's mode or hooks are in the way; else the next end of a pass tries again."""
+        manager = self._manager
+        if not manager.can_step_in():
+            return
+        manager.step_in()
+        manager.restore_options()
+        self.asleep = False

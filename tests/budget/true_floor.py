@@ -1,0 +1,176 @@
+"""The true floor of a training run, measured without memmgr. Shares no code with it.
+
+Words, as in the design: what autograd saved and nothing else holds could be elsewhere; everything else cannot. So the
+floor is the largest sum, over the run, of what is not held by autograd alone plus the working set of the running op or
+node (its inputs, outputs and temporaries).
+
+How it is measured: the run is made once with an *ideal manager*. Saved-tensor hooks copy the bytes of every saved
+tensor out of torch's memory (into numpy's) at the moment of saving, and keep no reference; when a backward node asks,
+the bytes come back, once per storage, and live as long as the node or the program holds them. It takes no time to think,
+needs no room to work and looks into the future as little as it likes: no manager that works by saved-tensor hooks can
+need less. The peak of torch's own memory in such a run *is* the floor.
+
+Live bytes come from torch's profiler, which hears of each allocation and each free of torch's own CPU allocator:
+temporaries inside ops are counted, mkldnn's scratch (which does not pass the allocator) is not.
+
+Known limitation: gradients on their way between two nodes are counted, although only the engine holds them: they are
+not saved tensors, and no hook can take them out.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# ---- live bytes, as torch's own allocator sees them --------------------------------------------------------------------
+
+
+@dataclass
+class Curve:
+    """Live bytes over a run, one entry per allocation or free, from the run's start on."""
+
+    live_bytes: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point."""
+        return int(self.live_bytes.max(initial=0))
+
+
+def live_curve(run: Callable[[], object]) -> Curve:
+    """Calls `run` and says what torch's CPU allocator held above what it held before.
+
+    Blocks that are older than the call are counted neither when it begins nor when they are freed, so `run` has to
+    build its model itself. One intra-op thread: the profiler does not see what others allocate.
+    """
+    gc.collect()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
+            run()
+            gc.collect()
+    finally:
+        torch.set_num_threads(threads)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    assert events, "the profiler saw no allocation: nothing was measured"
+    return Curve(np.cumsum([e.nbytes() for e in events]))
+
+
+# ---- the ideal manager -------------------------------------------------------------------------------------------------
+
+
+class _Copy:
+    """One version of one storage's bytes, outside torch; and the storage that has them now, if one does."""
+
+    __slots__ = ("__weakref__", "data", "where")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        view = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.data = view.numpy().copy()
+        self.where = weakref.ref(storage)
+
+    def storage(self) -> torch.UntypedStorage:
+        now = self.where()
+        if now is None:
+            fresh = torch.empty(len(self.data), dtype=torch.uint8)
+            fresh.numpy()[:] = self.data
+            now = fresh.untyped_storage()
+            self.where = weakref.ref(now)
+        return now
+
+
+class IdealManager:
+    """Saved-tensor hooks that keep every saved byte out of torch's memory. See the module."""
+
+    def __init__(self) -> None:
+        self._copies: weakref.WeakValueDictionary[tuple[int, int], _Copy] = weakref.WeakValueDictionary()
+        self.saved_bytes = 0
+        self.saves = 0
+
+    def __enter__(self) -> IdealManager:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with torch.no_grad():
+            storage = tensor.untyped_storage()
+            key = (storage._cdata, tensor._version)
+            copy = self._copies.get(key)
+            if copy is None or copy.where() is not storage:  # an address may be used again
+                copy = _Copy(storage)
+                self._copies[key] = copy
+                self.saved_bytes += len(copy.data)
+            self.saves += 1
+            return copy, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        copy, dtype, size, stride, offset = packed
+        with torch.no_grad():
+            return torch.empty(0, dtype=dtype).set_(copy.storage(), offset, size, stride)
+
+
+def true_floor(run: Callable[[], object]) -> int:
+    """The smallest budget that `run` could have, in bytes. `run` builds its model itself."""
+
+    def shadow() -> None:
+        with IdealManager() as ideal:
+            run()
+        assert ideal.saves > 0, "autograd saved nothing: this run has no floor to speak of"
+
+    return live_curve(shadow).peak_bytes
+
+
+# ---- live bytes between two ops, with or without a manager ---------------------------------------------------------------
+
+
+class LiveStorages(TorchDispatchMode):
+    """Sums the storages that are alive after each op, by weak references: works above any allocator.
+
+    Temporaries inside an op are not seen, and `peak_bytes` counts storages that came out of an op only, so that what
+    was there before does not matter.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+        size = storage.nbytes()
+        self.live_bytes += size
+
+        def gone(_: object) -> None:
+            self.live_bytes -= size
+
+        self._known[key] = weakref.ref(storage, gone)
