@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import _py_types as types
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
 from ._py_types import Known
 
@@ -112,6 +113,8 @@ class Ledger:
         if self._deaths:
             with self._lock:
                 self._count_deaths()
+            for bury in types.bury:
+                bury()
         return self._live + self._outside
 
     def _new_storage(self, nbytes: int, firm: bool = True) -> Any:

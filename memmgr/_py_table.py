@@ -12,7 +12,7 @@ import torch
 from ._py_cells import Cells
 from ._py_predict import is_plain
 from ._py_tier import address
-from ._py_types import EVICTED, KEEP, PRESENT, Cell, Recipe, Ref, Version
+from ._py_types import EVICTED, KEEP, PRESENT, Cell, Recipe, Ref, Version, graveyard
 
 
 class Table(Cells):
@@ -235,7 +235,7 @@ class Table(Cells):
                 loose = [c for c in self.table() if c.recipe is not None and not c.handles and not c.names]
                 for cell in loose:
                     self._drop_recipe(cell)
-            changed = bool(loose)
+            changed = bool(loose or graveyard)
 
     def forget_recipes(self) -> None:
         """Writes went unwatched for a while, so no recipe from before may run any more."""

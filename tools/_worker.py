@@ -105,7 +105,6 @@ class Sampler:
         self._exact = reset_high_water()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="memory sampler", daemon=True)
-        self.began = time.perf_counter()
         self._thread.start()
 
     @property
@@ -127,7 +126,7 @@ class Sampler:
                 resident = self.resident()
                 # At most a hundredth of the run goes into asking, however long an answer takes.
                 next_resident = now + max(0.02, 100 * (time.perf_counter() - now))
-            self.timeline.append((now - self.began, rss_bytes() - self._start_rss, resident))
+            self.timeline.append((now, rss_bytes() - self._start_rss, resident))
             if self._nvml is not None:
                 self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
 
@@ -345,7 +344,7 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     sampler = Sampler(spec["sample_seconds"], nvml)
     with _budget(spec, sampler, result):
         training = Training(spec)
-        sampler.began = time.perf_counter()
+        began = time.perf_counter()
         for index in range(spec["steps"]):
             before = time.perf_counter()
             losses.append(training.step().hex())
@@ -360,7 +359,7 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     sampler.stop()
     if spec["measure_need"]:
         result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else result["rss_bytes"]
-    timeline = _thin([point for point in sampler.timeline if point[0] >= 0])
+    timeline = _thin([(now - began, rss, held) for now, rss, held in sampler.timeline if now >= began])
     return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
 
 

@@ -1,8 +1,8 @@
 // The recorder's hot path: what runs for every op and every saved tensor. Anything unusual goes to Python.
-#include "shim.h"
-
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+
+#include "shim.h"
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -22,28 +22,29 @@ static PyObject* out_of_memory_type = nullptr;
 static PyObject* on_unpack_other = nullptr;
 static PyObject* on_pack_other = nullptr;
 
-// ---- circumstances (rule 5) ------------------------------------------------------------------------------------------
+// ---- circumstances (rule 5) ----
 
 static void circumstances(std::vector<int64_t>& v) {
   const at::Context& c = at::globalContext();
-  v = {c.userEnabledCuDNN(),
-       c.benchmarkCuDNN(),
-       c.deterministicCuDNN(),
-       c.userEnabledMkldnn(),
-       c.deterministicMkldnn(),
-       c.deterministicAlgorithms(),
-       c.deterministicAlgorithmsWarnOnly(),
-       c.deterministicFillUninitializedMemory(),
-       c.userEnabledFlashSDP(),
-       c.userEnabledMemEfficientSDP(),
-       c.userEnabledMathSDP(),
-       c.userEnabledCuDNNSDP(),
-       c.allowFP16ReductionCPU(),
-       at::get_num_threads(),
+  v = {
+      c.userEnabledCuDNN(),
+      c.benchmarkCuDNN(),
+      c.deterministicCuDNN(),
+      c.userEnabledMkldnn(),
+      c.deterministicMkldnn(),
+      c.deterministicAlgorithms(),
+      c.deterministicAlgorithmsWarnOnly(),
+      c.deterministicFillUninitializedMemory(),
+      c.userEnabledFlashSDP(),
+      c.userEnabledMemEfficientSDP(),
+      c.userEnabledMathSDP(),
+      c.userEnabledCuDNNSDP(),
+      c.allowFP16ReductionCPU(),
+      at::get_num_threads(),
 #if defined(__x86_64__)
-       static_cast<int64_t>(_mm_getcsr() & 0x8040)  // flush to zero, denormals are zero
+      static_cast<int64_t>(_mm_getcsr() & 0x8040)  // flush to zero, denormals are zero
 #else
-       0
+      0
 #endif
   };
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
@@ -68,7 +69,7 @@ static int current_environment() {
   return last = static_cast<int>(g.environments.size()) - 1;
 }
 
-// ---- recipes ---------------------------------------------------------------------------------------------------------
+// ---- recipes ----
 
 struct Encoder {
   c10::SmallVector<Cell*, 8> cells;
@@ -104,7 +105,8 @@ struct Encoder {
           c->exposed = false;
         } else {
           const auto* s = t->unsafe_storage().unsafeGetStorageImpl();
-          c->checksum = checksum_bytes(const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get(), s->nbytes());
+          c->checksum =
+              checksum_bytes(const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get(), s->nbytes());
           c->has_checksum = true;
         }
       }
@@ -126,15 +128,19 @@ struct Encoder {
           Py_DECREF(copy);
           return nullptr;
         }
-        if (list) PyList_SET_ITEM(copy, i, item);
-        else PyTuple_SET_ITEM(copy, i, item);
+        if (list)
+          PyList_SET_ITEM(copy, i, item);
+        else
+          PyTuple_SET_ITEM(copy, i, item);
       }
       return copy;
     }
     mix(reinterpret_cast<uintptr_t>(Py_TYPE(v)));
     const Py_hash_t h = PyObject_Hash(v);
-    if (h == -1 && PyErr_Occurred()) PyErr_Clear();
-    else mix(static_cast<uint64_t>(h));
+    if (h == -1 && PyErr_Occurred())
+      PyErr_Clear();
+    else
+      mix(static_cast<uint64_t>(h));
     Py_INCREF(v);
     return v;
   }
@@ -219,9 +225,10 @@ static void adopt_one(Recipe* r, PyObject* o) {
   r->outputs.push_back(nullptr);
 }
 
-// ---- pressure --------------------------------------------------------------------------------------------------------
+// ---- pressure ----
 
-// Policies rank ahead of need (design §4): when the room left is smaller than what a request may be and too little is armed.
+// Policies rank ahead of need (design §4): when the room left is smaller than what a request may be and too little is
+// armed.
 static bool maybe_rank() {
   if (!g.on_rank || !g.arena) return true;
   if (g.always_rank) {
@@ -255,7 +262,7 @@ static bool kept_check() {
   return true;
 }
 
-// ---- ops -------------------------------------------------------------------------------------------------------------
+// ---- ops ----
 
 static OpInfo* info_of(PyObject* func) {
   auto it = g.ops.find(func);
@@ -327,7 +334,8 @@ static PyObject* translate_oom(PyObject* result) {
   if (tb) PyException_SetTraceback(v, tb);
   PyObject* r = PyObject_CallOneArg(g.on_oom, v);  // raises
   Py_XDECREF(r);
-  if (!PyErr_Occurred()) PyErr_Restore(t, v, tb);
+  if (!PyErr_Occurred())
+    PyErr_Restore(t, v, tb);
   else {
     Py_XDECREF(t);
     Py_XDECREF(v);
@@ -423,9 +431,9 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   }
   // First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
   const bool first = g.on_new_kind && r->kind->trust.load(std::memory_order_relaxed) == TRUST_NEW;
-  PyObject* out = translate_oom(first ? PyObject_CallFunction(g.on_new_kind, "OOOO", reinterpret_cast<PyObject*>(r),
-                                                              info->call, args, kwargs)
-                                      : timed_call(r, info->call, args, kw, true));
+  PyObject* out = translate_oom(
+      first ? PyObject_CallFunction(g.on_new_kind, "OOOO", reinterpret_cast<PyObject*>(r), info->call, args, kwargs)
+            : timed_call(r, info->call, args, kw, true));
   if (out) adopt_one(r, out);
   Py_DECREF(r);
   if (out && !kept_check()) {
@@ -466,218 +474,4 @@ static PyObject* py_after_op(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// ---- saved tensors ---------------------------------------------------------------------------------------------------
-
-static PyObject* pack(PyObject*, PyObject* o) {
-  settle();
-  g.n.packs++;
-  c10::TensorImpl* t = impl_of(o);
-  if (!g.active || !t || !is_plain(t) || t->is_inference()) return PyObject_CallOneArg(on_pack_other, o);
-  Cell* c = lookup_cell(t);
-  if (!c) return nullptr;
-  auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
-  if (!h) return nullptr;
-  if (!maybe_rank()) {
-    Py_DECREF(h);
-    return nullptr;
-  }
-  return h;
-}
-
-static PyObject* modified_error(const Ref* h) {
-  // Autograd's own words, so that what matches on them goes on matching (rule 8).
-  const Cell* c = h->cell;
-  unsigned at = 0, now = 1;
-  for (const Version& v : c->versions)
-    if (v.counter.current_version() != v.at) {
-      at = v.at;
-      now = v.counter.current_version();
-    }
-  std::string shape;
-  for (int64_t s : h->sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(s);
-  return PyErr_Format(PyExc_RuntimeError,
-                      "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                      "[torch.%s [%s]] is at version %u; expected version %u instead. Hint: enable anomaly detection to "
-                      "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True).",
-                      std::string(h->dtype.name()).c_str(), shape.c_str(), now, at);
-}
-
-static PyObject* unpack(PyObject*, PyObject* o) {
-  if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
-  settle();
-  g.n.unpacks++;
-  auto* h = reinterpret_cast<Ref*>(o);
-  Cell* c = h->cell;
-  g.last_unpacked = c->seq;
-  if (g.offloaded_cells > 0 && g.on_progress) {
-    PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
-    if (!r) return nullptr;
-    Py_DECREF(r);
-  }
-  for (int tries = 0; tries < 64; ++tries) {
-    if (c->stale || (c->gone == PRESENT && !versions_current(c))) return modified_error(h);
-    StorageRef s;
-    {
-      std::lock_guard<std::mutex> lock(g.mu);
-      if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
-        s = c->strong;
-        disarm_locked(c);
-      }
-    }
-    if (s) {
-      if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
-      c->last_access = g.clock;
-      if (s->nbytes() < static_cast<size_t>(c->nbytes))
-        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized");
-      PyObject* out = wrap(tensor_of(h, std::move(s)));
-      if (out && !maybe_rank()) Py_CLEAR(out);
-      return out;
-    }
-    bool recompute;
-    if (!bring_back(c, &recompute)) return translate_oom(nullptr);
-    if (recompute) {
-      PyObject* r = translate_oom(PyObject_CallOneArg(g.on_missing, reinterpret_cast<PyObject*>(c)));
-      if (!r) return nullptr;
-      Py_DECREF(r);
-    }
-  }
-  return PyErr_Format(PyExc_RuntimeError, "memmgr: a saved tensor leaves as fast as it is brought back; the budget is too small");
-}
-
-// ---- set-up ----------------------------------------------------------------------------------------------------------
-
-static PyObject* configure(PyObject*, PyObject* args, PyObject* kwargs) {
-  (void)args;
-  if (!kwargs) Py_RETURN_NONE;
-  PyObject *key, *v;
-  Py_ssize_t pos = 0;
-  while (PyDict_Next(kwargs, &pos, &key, &v)) {
-    const char* name = PyUnicode_AsUTF8(key);
-    PyObject** where = nullptr;
-#define FIELD(f) \
-  if (!std::strcmp(name, #f)) where = &g.f;
-    FIELD(on_slow)
-    FIELD(on_new_kind)
-    FIELD(on_classify)
-    FIELD(on_missing)
-    FIELD(on_rank)
-    FIELD(on_kept)
-    FIELD(on_empty)
-    FIELD(on_oom)
-    FIELD(on_retry)
-    FIELD(on_progress)
-#undef FIELD
-    if (!std::strcmp(name, "on_pack_other")) where = &on_pack_other;
-    if (!std::strcmp(name, "on_unpack_other")) where = &on_unpack_other;
-    if (!std::strcmp(name, "out_of_memory_type")) where = &out_of_memory_type;
-    if (!where) return PyErr_Format(PyExc_TypeError, "configure: unknown callback %s", name);
-    PyObject* fresh = v == Py_None ? nullptr : v;
-    Py_XINCREF(fresh);
-    Py_XSETREF(*where, fresh);
-  }
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_set_always_rank(PyObject*, PyObject* o) {
-  g.always_rank = PyObject_IsTrue(o) == 1;
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_set_active(PyObject*, PyObject* o) {
-  g.active = PyObject_IsTrue(o) == 1;
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_environment(PyObject*, PyObject*) { return PyLong_FromLong(current_environment()); }
-
-static PyObject* py_environment_values(PyObject*, PyObject* o) {
-  const auto i = static_cast<size_t>(PyLong_AsLong(o));
-  if (i >= g.environments.size()) return PyErr_Format(PyExc_IndexError, "no such environment");
-  const auto& e = g.environments[i];
-  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(e.size()));
-  for (size_t k = 0; t && k < e.size(); ++k) PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(k), PyLong_FromLongLong(e[k]));
-  return t;
-}
-
-static PyObject* py_forget_op(PyObject*, PyObject*) {
-  for (auto& [f, info] : g.ops) {
-    Py_DECREF(info->func);
-    Py_DECREF(info->call);
-    for (PyObject* k : info->written_kwargs) Py_DECREF(k);
-    delete info;
-  }
-  g.ops.clear();
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_forget_kinds(PyObject*, PyObject*) {
-  for (auto& [h, k] : g.kinds) k->trust.store(TRUST_NEW);  // recipes may still point at them
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_kinds(PyObject*, PyObject*) {
-  PyObject* list = PyList_New(0);
-  for (auto& [h, k] : g.kinds) {
-    PyObject* item = Py_BuildValue("Oi", k->func, static_cast<int>(k->trust.load()));
-    PyList_Append(list, item);
-    Py_XDECREF(item);
-  }
-  return list;
-}
-
-static PyObject* py_clock(PyObject*, PyObject*) { return PyFloat_FromDouble(g.clock); }
-
-static PyObject* py_table_size(PyObject*, PyObject*) {
-  return Py_BuildValue("nn", static_cast<Py_ssize_t>(g.table.size()), static_cast<Py_ssize_t>(g.kinds.size()));
-}
-
-static PyObject* py_find_payload(PyObject*, PyObject* o) {
-  if (!find_payload(o)) return nullptr;
-  Py_RETURN_NONE;
-}
-
-PyMethodDef recorder_methods[] = {
-    {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&dispatch)), METH_FASTCALL, "__torch_dispatch__ of the recorder"},
-    {"record", py_record, METH_VARARGS, "record(func, args, kwargs) -> Recipe or None"},
-    {"call", py_call, METH_VARARGS, "call(recipe, callable, args, kwargs): run and time"},
-    {"adopt", py_adopt, METH_VARARGS, "adopt(recipe, outputs)"},
-    {"after_op", py_after_op, METH_NOARGS, ""},
-    {"pack", pack, METH_O, "pack hook"},
-    {"unpack", unpack, METH_O, "unpack hook"},
-    {"configure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&configure)), METH_VARARGS | METH_KEYWORDS, "set callbacks"},
-    {"set_active", py_set_active, METH_O, "whether ops are recorded and saved tensors get handles"},
-    {"set_always_rank", py_set_always_rank, METH_O, "ask the policy after every op (torture)"},
-    {"environment", py_environment, METH_NOARGS, "id of the current numeric switches"},
-    {"environment_values", py_environment_values, METH_O, ""},
-    {"forget_ops", py_forget_op, METH_NOARGS, ""},
-    {"forget_kinds", py_forget_kinds, METH_NOARGS, ""},
-    {"kinds", py_kinds, METH_NOARGS, "[(op, trust)]"},
-    {"clock", py_clock, METH_NOARGS, "virtual time in seconds"},
-    {"table_size", py_table_size, METH_NOARGS, ""},
-    {"find_payload", py_find_payload, METH_O, ""},
-    {nullptr, nullptr, 0, nullptr}};
-
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", "memmgr's torch-facing shim", -1, nullptr,
-                                 nullptr, nullptr, nullptr, nullptr};
-
 }  // namespace memmgr
-
-extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
-  PyObject* m = PyModule_Create(&memmgr::module_def);
-  if (!m) return nullptr;
-  if (!memmgr::ready_types(m) || PyModule_AddFunctions(m, memmgr::recorder_methods) < 0 ||
-      PyModule_AddFunctions(m, memmgr::cell_functions) < 0 || PyModule_AddFunctions(m, memmgr::vault_methods) < 0) {
-    Py_DECREF(m);
-    return nullptr;
-  }
-  // As a method: torch insists that a mode's __torch_dispatch__ is bound to the mode.
-  PyObject* function = PyObject_GetAttrString(m, "dispatch");
-  PyObject* method = function ? PyInstanceMethod_New(function) : nullptr;
-  Py_XDECREF(function);
-  if (!method || PyModule_AddObject(m, "dispatch", method) < 0) {
-    Py_XDECREF(method);
-    Py_DECREF(m);
-    return nullptr;
-  }
-  return m;
-}

@@ -5,11 +5,10 @@
 //   recipe   the op and its arguments that make the bytes of its output cells again
 //   ref      a view of a cell: dtype, sizes, strides, offset
 //   handle   a ref that autograd (or a ManagedTensor) holds: while a cell has handles, its bytes are wanted
-//   strong   our one reference to a cell's storage. "Ours alone" means that its use count is 1: nobody else can reach it
-//   gone     the bytes were let go: evicted (the recipe makes them again) or offloaded (a slot of the tier holds them)
-//   root     a cell without a recipe
-//   names    how many live recipes have the cell among their inputs
-//   armed    ranked by the policies as a cell that may leave, with the action that they chose
+//   strong   our one reference to a cell's storage. "Ours alone" means that its use count is 1: nobody else can reach
+//   it gone     the bytes were let go: evicted (the recipe makes them again) or offloaded (a slot of the tier holds
+//   them) root     a cell without a recipe names    how many live recipes have the cell among their inputs armed ranked
+//   by the policies as a cell that may leave, with the action that they chose
 //
 // Locks: `g.mu` guards every cell's strong/gone/slot/incoming fields and the lists of cells. It is a leaf as far as
 // Python is concerned: neither the GIL nor a call into torch or the tier's blocking functions happens under it.
@@ -52,11 +51,12 @@ struct Kind {
   PyObject* func;
 };
 
-// A version counter and the value at which the cell's bytes were seen. Tensors made by `.data` share the storage but not
-// the counter, so a cell may have several (rule 3).
+// A version counter and the value at which the cell's bytes were seen. Tensors made by `.data` share the storage but
+// not the counter, so a cell may have several (rule 3).
 struct Version {
   c10::VariableVersion counter;
   uint32_t at;
+  bool saved;  // a handle was made under this counter: autograd would have checked it
 };
 
 struct Recipe;
@@ -71,13 +71,12 @@ struct Link {
 };
 
 struct Cell {
-  PyObject_HEAD
-  StorageRef strong;
+  PyObject_HEAD StorageRef strong;
   WeakStorage weak;
   std::vector<Version> versions;
-  Recipe* recipe;    // owned; null for roots
-  Link* named_by;    // recipes that need this cell
-  Cell* prev;        // list of cells with handles, oldest save first
+  Recipe* recipe;  // owned; null for roots
+  Link* named_by;  // recipes that need this cell
+  Cell* prev;      // list of cells with handles, oldest save first
   Cell* next;
   int64_t nbytes;
   int64_t seq;       // order of the first save in this process
@@ -87,30 +86,29 @@ struct Cell {
   double last_access;
   uint64_t checksum;
   at::DataPtr incoming;  // a read is under way into it
-  PyObject* note;    // Python's remark: the module path, for reports
+  PyObject* note;        // Python's remark: the module path, for reports
   PyObject* weakrefs;
   int32_t handles;
   int32_t names;
   uint32_t stamp;
   uint8_t gone;
   uint8_t slot_state;
-  uint8_t armed;       // Action
-  bool listed;         // in the list of cells with handles
-  bool stale;          // overwritten while handles were alive: their unpack is autograd's error (rule 8)
-  bool blank;          // made by empty*: undefined until overwritten
-  bool exposed;        // a pointer to it was handed out: raw writes may come unseen (rule 6)
-  bool unsettled;      // written by the op that just ran: its counter moves after the dispatch mode has returned
-  bool lost;           // a root whose bytes are gone for good
-  bool busy;           // a copy is being taken without the lock
+  uint8_t armed;   // Action
+  bool listed;     // in the list of cells with handles
+  bool stale;      // overwritten while handles were alive: their unpack is autograd's error (rule 8)
+  bool blank;      // made by empty*: undefined until overwritten
+  bool exposed;    // a pointer to it was handed out: raw writes may come unseen (rule 6)
+  bool unsettled;  // written by the op that just ran: its counter moves after the dispatch mode has returned
+  bool lost;       // a root whose bytes are gone for good
+  bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;        // belongs to a ManagedTensor
-  bool pinned;         // never released
+  bool managed;  // belongs to a ManagedTensor
+  bool pinned;   // never released
 };
 
 struct Recipe {
-  PyObject_HEAD
-  PyObject* func;
-  PyObject* args;     // tensors replaced by refs
+  PyObject_HEAD PyObject* func;
+  PyObject* args;  // tensors replaced by refs
   PyObject* kwargs;
   PyObject* rng;      // (generator, state) or null
   PyObject* special;  // what Python wants to know at replay, or null
@@ -125,8 +123,7 @@ struct Recipe {
 };
 
 struct Ref {
-  PyObject_HEAD
-  Cell* cell;
+  PyObject_HEAD Cell* cell;
   c10::SmallVector<int64_t, 5> sizes;
   c10::SmallVector<int64_t, 5> strides;
   int64_t offset;
@@ -147,8 +144,8 @@ struct OpInfo {
 
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, reloads{0}, reload_bytes{0},
-      prefetch_hits{0}, prefetch_misses{0}, prefetch_cancels{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0}, unpacks{0},
-      write_backs{0}, unranked{0}, tier_errors{0};
+      prefetch_hits{0}, prefetch_misses{0}, prefetch_cancels{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0},
+      unpacks{0}, write_backs{0}, unranked{0}, tier_errors{0};
 };
 
 struct Shim {
@@ -158,11 +155,11 @@ struct Shim {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   std::atomic<bool> forked{false};
-  bool tier_doomed = false;      // the budget is closed; the tier goes with the last cell that needs it
-  bool may_offload = true;       // the policy allows the tier as a last resort
-  bool may_evict = true;         // ... and recomputation
+  bool tier_doomed = false;  // the budget is closed; the tier goes with the last cell that needs it
+  bool may_offload = true;   // the policy allows the tier as a last resort
+  bool may_evict = true;     // ... and recomputation
   bool verify = false;
-  uint32_t sample = 64;          // one drop in so many keeps a checksum
+  uint32_t sample = 64;  // one drop in so many keeps a checksum
   std::string tier_error;
 
   // A thread in malloc without the GIL asks the daemon (ask_mu)
@@ -172,14 +169,14 @@ struct Shim {
   int daemon_fd = -1;
 
   // Guarded by mu
-  Cell* oldest = nullptr;        // cells with handles
+  Cell* oldest = nullptr;  // cells with handles
   Cell* newest = nullptr;
-  std::vector<Cell*> armed;      // in the order in which they leave; entries may be stale (cell->armed == KEEP)
+  std::vector<Cell*> armed;  // in the order in which they leave; entries may be stale (cell->armed == KEEP)
   size_t armed_next = 0;
   uint64_t armed_bytes = 0;
-  uint64_t handled_bytes = 0;    // present bytes of cells with handles
-  uint64_t gone_bytes = 0;       // bytes of cells with handles that are gone
-  uint64_t incoming_bytes = 0;   // prefetched, not asked for yet
+  uint64_t handled_bytes = 0;   // present bytes of cells with handles
+  uint64_t gone_bytes = 0;      // bytes of cells with handles that are gone
+  uint64_t incoming_bytes = 0;  // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
 
   // Guarded by the GIL
@@ -190,11 +187,11 @@ struct Shim {
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
-  double clock = 0;              // virtual time: the sum of the costs of recorded ops
+  double clock = 0;  // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
-  uint64_t kept_new_bytes = 0;   // bytes of roots held for recipes since they were last looked through
-  bool always_rank = false;      // torture: after every op
-  bool active = false;           // a budget is open
+  uint64_t kept_new_bytes = 0;  // bytes of roots held for recipes since they were last looked through
+  bool always_rank = false;     // torture: after every op
+  bool active = false;          // a budget is open
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
   int64_t last_unpacked = 0;
@@ -219,9 +216,9 @@ struct Shim {
 };
 
 extern Shim g;
-extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_no_reclaim;    // this thread's allocations fail rather than reclaim
 extern thread_local bool tl_ask_daemon;    // false in the daemon itself
-extern thread_local uint64_t tl_stall_ns; // time that this thread spent in reclaim and reload
+extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
 
 inline StorageRef storage_of(const c10::TensorImpl* t) {
@@ -248,6 +245,7 @@ uint64_t release_from_vault(uint64_t want);
 bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool force_clean_only);
 bool ours_alone_locked(const Cell* c);
 bool versions_current(const Cell* c);
+bool saved_current(const Cell* c);
 void disarm_locked(Cell* c);
 void scan_floor(bool at_op_boundary);
 uint64_t checksum_bytes(const void* p, size_t n);

@@ -1,12 +1,12 @@
 // The CPU plug-in and the vault: how a request that would pass the budget is met without Python (design §4).
-#include "shim.h"
-
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <chrono>
+
+#include "shim.h"
 
 namespace memmgr {
 
@@ -42,11 +42,18 @@ uint64_t checksum_bytes(const void* p, size_t n) {
   return h ^ (h >> 32);
 }
 
-// ---- the rules for letting go --------------------------------------------------------------------------------------
+// ---- the rules for letting go ----
 
 bool versions_current(const Cell* c) {
   for (const Version& v : c->versions)
     if (v.counter.current_version() != v.at) return false;
+  return true;
+}
+
+// The same for the counters that autograd itself would look at.
+bool saved_current(const Cell* c) {
+  for (const Version& v : c->versions)
+    if (v.saved && v.counter.current_version() != v.at) return false;
   return true;
 }
 
@@ -69,9 +76,10 @@ static bool can_evict(const Cell* c) {
   return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() == TRUST_YES && !c->exposed;
 }
 
-// Lets the bytes of `c` go if they are ours alone. Called with the lock held; the lock is dropped while bytes are copied
-// (`busy` keeps the cell alive then) or freed, so the caller must not touch `c` afterwards. With only_free, nothing that
-// needs a copy is done now.
+// Lets the bytes of `c` go if they are ours alone. Called with the lock held; the lock is dropped while bytes are
+// copied
+// (`busy` keeps the cell alive then) or freed, so the caller must not touch `c` afterwards. With only_free, nothing
+// that needs a copy is done now.
 bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool only_free) {
   disarm_locked(c);
   if (!ours_alone_locked(c) || !versions_current(c)) return false;
@@ -102,8 +110,10 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
       }
       lock.unlock();
       int rc = 0;
-      if (evict) mm_tier_free(g.tier, slot);
-      else rc = mm_tier_wait(g.tier, slot);
+      if (evict)
+        mm_tier_free(g.tier, slot);
+      else
+        rc = mm_tier_wait(g.tier, slot);
       lock.lock();
       c->busy = false;
       if (rc < 0 || !ours_alone_locked(c) || (!evict && c->slot != slot)) return false;
@@ -232,7 +242,7 @@ uint64_t release_from_vault(uint64_t want) {
   return released;
 }
 
-// ---- what cannot leave ---------------------------------------------------------------------------------------------
+// ---- what cannot leave ----
 
 // The bytes of listed cells that the program holds as well; O(cells), so the callers ask only when it could matter.
 static uint64_t program_bytes_locked() {
@@ -248,7 +258,8 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
   }
 }
 
-// floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their temporaries.
+// floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their
+// temporaries.
 void scan_floor(bool at_op_boundary) {
   if (!g.arena) return;
   const uint64_t resident = mm_arena_resident(g.arena);
@@ -263,26 +274,30 @@ void scan_floor(bool at_op_boundary) {
   raise_to(mark, resident - free_to_go + std::min(held, free_to_go));
 }
 
-// ---- the allocator -------------------------------------------------------------------------------------------------
+// ---- the allocator ----
 
 void throw_out_of_memory(size_t bytes) {
   mm_arena_stats s{};
   if (g.arena) mm_arena_stats_get(g.arena, &s);
   const uint64_t resident = s.live_bytes + s.outside_bytes;
   const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
-  const uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  const uint64_t floor =
+      std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
   raise_to(g.floor_bytes, floor);
-  auto mib = [](uint64_t b) { return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB"; };
-  std::string text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
-                     " bytes. memmgr: the budget of " + mib(s.budget_bytes) + " is spent: " + mib(resident) +
-                     " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " +
-                     mib(floor) + " (" + std::to_string(floor) + " bytes).";
+  auto mib = [](uint64_t b) {
+    return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
+  };
+  std::string text =
+      "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
+      " bytes. memmgr: the budget of " + mib(s.budget_bytes) + " is spent: " + mib(resident) +
+      " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " + mib(floor) +
+      " (" + std::to_string(floor) + " bytes).";
   if (!g.tier_error.empty()) text += " The disk tier failed: " + g.tier_error + ".";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
-// Without the GIL nobody may wait for it here: whoever has it may wait for a lock that our caller holds. So the daemon is
-// asked, for a limited time.
+// Without the GIL nobody may wait for it here: whoever has it may wait for a lock that our caller holds. So the daemon
+// is asked, for a limited time.
 static uint64_t ask_daemon(uint64_t want) {
   if (g.daemon_fd < 0) return 0;
   std::unique_lock<std::mutex> lock(g.ask_mu);
@@ -374,352 +389,5 @@ void uninstall_allocator() {
   c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
   g.installed.store(false);
 }
-
-// ---- Python's view of the vault ------------------------------------------------------------------------------------
-
-static PyObject* py_open_arena(PyObject*, PyObject* args) {
-  unsigned long long budget, outside, reserve = 0;
-  if (!PyArg_ParseTuple(args, "KK|K", &budget, &outside, &reserve)) return nullptr;
-  if (!g.arena) {
-    char err[256] = "";
-    g.arena = mm_arena_create(budget, reserve, err, sizeof err);
-    if (!g.arena) return PyErr_Format(PyExc_RuntimeError, "memmgr: no address range: %s", err);
-  }
-  mm_arena_set_budget(g.arena, budget);
-  mm_arena_set_outside(g.arena, outside);
-  mm_arena_reset_peak(g.arena);
-  g.floor_bytes = 0;
-  g.held_peak_bytes = 0;
-  g.held_estimate = 0;
-  g.largest_request = 0;
-  g.tier_error.clear();
-  if (install_allocator() != 0) return PyErr_Format(PyExc_RuntimeError, "memmgr: cannot install in a forked child");
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_close_arena(PyObject*, PyObject*) {
-  uninstall_allocator();
-  if (g.arena) {
-    mm_arena_set_budget(g.arena, MM_UNLIMITED);
-    mm_arena_set_outside(g.arena, 0);
-    Py_BEGIN_ALLOW_THREADS
-    mm_arena_trim(g.arena, 0);
-    Py_END_ALLOW_THREADS
-  }
-  Py_RETURN_NONE;
-}
-
-// The daemon sleeps on an eventfd, so that a thread without the GIL can wake it.
-static PyObject* py_daemon_open(PyObject*, PyObject*) {
-  if (g.daemon_fd < 0) g.daemon_fd = eventfd(0, EFD_CLOEXEC);
-  if (g.daemon_fd < 0) return PyErr_SetFromErrno(PyExc_OSError);
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_daemon_wake(PyObject*, PyObject*) {
-  const uint64_t one = 1;
-  if (g.daemon_fd >= 0 && write(g.daemon_fd, &one, sizeof one) < 0) return PyErr_SetFromErrno(PyExc_OSError);
-  Py_RETURN_NONE;
-}
-
-// daemon_wait() -> bytes that a thread in malloc asks for, 0: somebody else woke us
-static PyObject* py_daemon_wait(PyObject*, PyObject*) {
-  uint64_t n = 0;
-  const int fd = g.daemon_fd;
-  ssize_t got;
-  Py_BEGIN_ALLOW_THREADS
-  got = read(fd, &n, sizeof n);
-  Py_END_ALLOW_THREADS
-  if (got < 0 && errno == EINTR && PyErr_CheckSignals() < 0) return nullptr;
-  std::lock_guard<std::mutex> lock(g.ask_mu);
-  return PyLong_FromUnsignedLongLong(g.answered < g.asked ? g.ask_bytes : 0);
-}
-
-static PyObject* py_daemon_answer(PyObject*, PyObject* o) {
-  {
-    std::lock_guard<std::mutex> lock(g.ask_mu);
-    g.answered = g.asked;
-    g.answer_bytes = PyLong_AsUnsignedLongLong(o);
-  }
-  g.answered_cv.notify_all();
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_daemon_close(PyObject*, PyObject*) {
-  if (g.daemon_fd >= 0) close(g.daemon_fd);
-  g.daemon_fd = -1;
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_peak(PyObject*, PyObject*) {
-  // (highest resident since the last call, highest unmanaged need since then)
-  mm_arena_stats s{};
-  if (g.arena) mm_arena_stats_get(g.arena, &s);
-  return Py_BuildValue("KK", (unsigned long long)s.resident_peak_bytes, (unsigned long long)s.unmanaged_peak_bytes);
-}
-
-static PyObject* py_reset_peak(PyObject*, PyObject*) {
-  if (g.arena) mm_arena_reset_peak(g.arena);
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_unpack_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(g.n.unpacks.load()); }
-
-static PyObject* py_stalled(PyObject*, PyObject*) { return PyFloat_FromDouble(1e-9 * static_cast<double>(g.n.stall_ns.load())); }
-
-static PyObject* py_open_tier(PyObject*, PyObject* args) {
-  const char* folder;
-  unsigned long long capacity, rate;
-  int workers;
-  if (!PyArg_ParseTuple(args, "sKKi", &folder, &capacity, &rate, &workers)) return nullptr;
-  char err[256] = "";
-  mm_tier* t = mm_tier_open(folder, capacity, rate, workers, err, sizeof err);
-  if (!t) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, err);
-  std::lock_guard<std::mutex> lock(g.mu);
-  g.tier = t;
-  Py_RETURN_NONE;
-}
-
-// Closes the tier as soon as no cell needs it: at once, or with the last handle (after an exception the graph lives on
-// in its traceback, and bringing everything back would pass the budget).
-void close_doomed_tier() {
-  if (!g.tier_doomed) return;
-  mm_tier* t = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(g.mu);
-    if (g.offloaded_cells > 0) return;
-    t = g.tier;
-    g.tier = nullptr;
-    g.tier_doomed = false;
-  }
-  if (t) mm_tier_close(t);
-}
-
-static PyObject* py_doom_tier(PyObject*, PyObject*) {
-  g.tier_doomed = g.tier != nullptr;
-  close_doomed_tier();
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_close_tier(PyObject*, PyObject*) {
-  g.tier_doomed = false;
-  mm_tier* t;
-  {
-    std::lock_guard<std::mutex> lock(g.mu);
-    t = g.tier;
-    g.tier = nullptr;
-  }
-  if (t) {
-    Py_BEGIN_ALLOW_THREADS
-    mm_tier_close(t);
-    Py_END_ALLOW_THREADS
-  }
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_tier_inject(PyObject*, PyObject* args) {
-  int we, wa, re, ra;
-  if (!PyArg_ParseTuple(args, "iiii", &we, &wa, &re, &ra)) return nullptr;
-  if (g.tier) mm_tier_inject(g.tier, we, wa, re, ra);
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_add_outside(PyObject*, PyObject* args) {
-  long long delta;
-  if (!PyArg_ParseTuple(args, "L", &delta)) return nullptr;
-  if (g.arena) mm_arena_add_outside(g.arena, delta);
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_set_budget(PyObject*, PyObject* args) {
-  unsigned long long budget;
-  if (!PyArg_ParseTuple(args, "K", &budget)) return nullptr;
-  if (g.arena) mm_arena_set_budget(g.arena, budget);
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_set_options(PyObject*, PyObject* args) {
-  int may_evict, may_offload, verify;
-  unsigned sample;
-  if (!PyArg_ParseTuple(args, "pppI", &may_evict, &may_offload, &verify, &sample)) return nullptr;
-  g.may_evict = may_evict;
-  g.may_offload = may_offload;
-  g.verify = verify;
-  g.sample = sample;
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_resident(PyObject*, PyObject*) {
-  return PyLong_FromUnsignedLongLong(g.arena ? mm_arena_resident(g.arena) : 0);
-}
-
-static PyObject* py_pressure(PyObject*, PyObject*) {
-  std::lock_guard<std::mutex> lock(g.mu);
-  return Py_BuildValue("KKKKKKL", g.arena ? mm_arena_resident(g.arena) : 0ull, g.arena ? mm_arena_budget(g.arena) : 0ull,
-                       (unsigned long long)g.handled_bytes, (unsigned long long)g.gone_bytes,
-                       (unsigned long long)g.armed_bytes, (unsigned long long)g.largest_request.load(),
-                       (long long)g.offloaded_cells);
-}
-
-static void put(PyObject* d, const char* key, unsigned long long v) {
-  PyObject* o = PyLong_FromUnsignedLongLong(v);
-  if (o) {
-    PyDict_SetItemString(d, key, o);
-    Py_DECREF(o);
-  }
-}
-
-static PyObject* py_arena_stats(PyObject*, PyObject*) {
-  PyObject* d = PyDict_New();
-  if (!d) return nullptr;
-  if (g.arena) {
-    mm_arena_stats s;
-    mm_arena_stats_get(g.arena, &s);
-    put(d, "budget_bytes", s.budget_bytes);
-    put(d, "outside_bytes", s.outside_bytes);
-    put(d, "live_bytes", s.live_bytes);
-    put(d, "live_peak_bytes", s.live_peak_bytes);
-    put(d, "resident_peak_bytes", s.resident_peak_bytes);
-    put(d, "requested_bytes", s.requested_bytes);
-    put(d, "committed_bytes", s.committed_bytes);
-    put(d, "committed_peak_bytes", s.committed_peak_bytes);
-    put(d, "live_blocks", s.live_blocks);
-    put(d, "free_bytes", s.free_bytes);
-    put(d, "largest_free_bytes", s.largest_free_bytes);
-    put(d, "allocations", s.allocations);
-    put(d, "frees", s.frees);
-    put(d, "reclaims", s.reclaims);
-    put(d, "reclaims_contiguity", s.reclaims_contiguity);
-    put(d, "reclaim_nanoseconds", s.reclaim_nanoseconds);
-    put(d, "failures", s.failures);
-    put(d, "small_blocks", s.small_blocks);
-    put(d, "unmanaged_peak_bytes", s.unmanaged_peak_bytes);
-  }
-  return d;
-}
-
-static PyObject* py_tier_stats(PyObject*, PyObject*) {
-  PyObject* d = PyDict_New();
-  if (!d) return nullptr;
-  if (g.tier) {
-    mm_tier_stats s;
-    mm_tier_stats_get(g.tier, &s);
-    put(d, "capacity_bytes", s.capacity_bytes);
-    put(d, "used_bytes", s.used_bytes);
-    put(d, "used_peak_bytes", s.used_peak_bytes);
-    put(d, "file_bytes", s.file_bytes);
-    put(d, "written_bytes", s.written_bytes);
-    put(d, "read_bytes", s.read_bytes);
-    put(d, "write_nanoseconds", s.write_nanoseconds);
-    put(d, "read_nanoseconds", s.read_nanoseconds);
-    put(d, "queued_write_bytes", s.queued_write_bytes);
-    put(d, "queued_read_bytes", s.queued_read_bytes);
-    put(d, "writes", s.writes);
-    put(d, "reads", s.reads);
-    put(d, "errors", s.errors);
-    put(d, "direct", static_cast<unsigned long long>(s.direct));
-  }
-  return d;
-}
-
-static PyObject* py_counters(PyObject*, PyObject*) {
-  PyObject* d = PyDict_New();
-  if (!d) return nullptr;
-#define PUT(name) put(d, #name, g.n.name.load())
-  PUT(evictions);
-  PUT(evicted_bytes);
-  PUT(offloads);
-  PUT(offload_bytes);
-  PUT(reloads);
-  PUT(reload_bytes);
-  PUT(prefetch_hits);
-  PUT(prefetch_misses);
-  PUT(prefetch_cancels);
-  PUT(clean_drops);
-  PUT(stall_ns);
-  PUT(recorded_ops);
-  PUT(packs);
-  PUT(unpacks);
-  PUT(write_backs);
-  PUT(unranked);
-  PUT(tier_errors);
-#undef PUT
-  put(d, "floor_bytes", g.floor_bytes.load());
-  put(d, "held_peak_bytes", g.held_peak_bytes.load());
-  return d;
-}
-
-static PyObject* py_reset_counters(PyObject*, PyObject*) {
-#define ZERO(name) g.n.name.store(0)
-  ZERO(evictions);
-  ZERO(evicted_bytes);
-  ZERO(offloads);
-  ZERO(offload_bytes);
-  ZERO(reloads);
-  ZERO(reload_bytes);
-  ZERO(prefetch_hits);
-  ZERO(prefetch_misses);
-  ZERO(prefetch_cancels);
-  ZERO(clean_drops);
-  ZERO(stall_ns);
-  ZERO(recorded_ops);
-  ZERO(packs);
-  ZERO(unpacks);
-  ZERO(write_backs);
-  ZERO(unranked);
-  ZERO(tier_errors);
-#undef ZERO
-  Py_RETURN_NONE;
-}
-
-static PyObject* py_arena_check(PyObject*, PyObject*) {
-  char err[256] = "";
-  if (g.arena && mm_arena_check(g.arena, err, sizeof err) != 0) return PyErr_Format(PyExc_AssertionError, "%s", err);
-  Py_RETURN_NONE;
-}
-
-static int walk_append(void* user, uint64_t offset, uint64_t bytes, int state) {
-  PyObject* item = Py_BuildValue("KKi", (unsigned long long)offset, (unsigned long long)bytes, state);
-  if (item) {
-    PyList_Append(static_cast<PyObject*>(user), item);
-    Py_DECREF(item);
-  }
-  return 0;
-}
-
-static PyObject* py_arena_blocks(PyObject*, PyObject*) {
-  PyObject* list = PyList_New(0);
-  if (list && g.arena) mm_arena_walk(g.arena, &walk_append, list);
-  return list;
-}
-
-PyMethodDef vault_methods[] = {
-    {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
-    {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
-    {"daemon_open", py_daemon_open, METH_NOARGS, ""},
-    {"daemon_wake", py_daemon_wake, METH_NOARGS, ""},
-    {"daemon_wait", py_daemon_wait, METH_NOARGS, ""},
-    {"daemon_answer", py_daemon_answer, METH_O, ""},
-    {"daemon_close", py_daemon_close, METH_NOARGS, ""},
-    {"peak", py_peak, METH_NOARGS, ""},
-    {"reset_peak", py_reset_peak, METH_NOARGS, ""},
-    {"unpack_count", py_unpack_count, METH_NOARGS, ""},
-    {"stalled", py_stalled, METH_NOARGS, "seconds"},
-    {"open_tier", py_open_tier, METH_VARARGS, "open_tier(folder, capacity, bytes_per_second, workers)"},
-    {"doom_tier", py_doom_tier, METH_NOARGS, "close the tier when the last cell that needs it is gone"},
-    {"close_tier", py_close_tier, METH_NOARGS, ""},
-    {"tier_inject", py_tier_inject, METH_VARARGS, "fault injection for tests"},
-    {"add_outside", py_add_outside, METH_VARARGS, ""},
-    {"set_budget", py_set_budget, METH_VARARGS, ""},
-    {"set_options", py_set_options, METH_VARARGS, "set_options(may_evict, may_offload, verify, sample)"},
-    {"resident", py_resident, METH_NOARGS, ""},
-    {"pressure", py_pressure, METH_NOARGS, "(resident, budget, handled, gone, armed, largest request, offloaded cells)"},
-    {"arena_stats", py_arena_stats, METH_NOARGS, ""},
-    {"tier_stats", py_tier_stats, METH_NOARGS, ""},
-    {"counters", py_counters, METH_NOARGS, ""},
-    {"reset_counters", py_reset_counters, METH_NOARGS, ""},
-    {"arena_check", py_arena_check, METH_NOARGS, ""},
-    {"arena_blocks", py_arena_blocks, METH_NOARGS, "[(offset, bytes, state)]"},
-    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace memmgr

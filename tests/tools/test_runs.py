@@ -60,7 +60,9 @@ def test_the_same_spec_gives_the_same_bits_and_another_seed_does_not() -> None:
     assert [event["index"] for event in events if event["event"] == "step"] == [0, 1]
     assert len(first.step_seconds) == len(first.losses) == TINY.steps
     assert first.rss_bytes > 0
-    assert all(second >= 0 for second, _, _ in first.timeline)
+    seconds = [second for second, _, _ in first.timeline]
+    assert seconds == sorted(seconds)
+    assert all(second >= 0 for second in seconds)
 
 
 def test_a_convnet_runs_and_is_reproducible() -> None:

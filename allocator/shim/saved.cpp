@@ -1,0 +1,86 @@
+// What happens to a tensor that autograd saves.
+#include "shim.h"
+
+namespace memmgr {
+
+// ---- saved tensors ----
+
+static PyObject* pack(PyObject*, PyObject* o) {
+  settle();
+  g.n.packs++;
+  c10::TensorImpl* t = impl_of(o);
+  if (!g.active || !t || !is_plain(t) || t->is_inference()) return PyObject_CallOneArg(on_pack_other, o);
+  Cell* c = lookup_cell(t);
+  if (!c) return nullptr;
+  auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
+  if (!h) return nullptr;
+  if (!maybe_rank()) {
+    Py_DECREF(h);
+    return nullptr;
+  }
+  return h;
+}
+
+static PyObject* modified_error(const Ref* h) {
+  // Autograd's own words, so that what matches on them goes on matching (rule 8).
+  const Cell* c = h->cell;
+  unsigned at = 0, now = 1;
+  for (const Version& v : c->versions)
+    if (v.saved && v.counter.current_version() != v.at) {
+      at = v.at;
+      now = v.counter.current_version();
+    }
+  std::string shape;
+  for (int64_t s : h->sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(s);
+  return PyErr_Format(
+      PyExc_RuntimeError,
+      "one of the variables needed for gradient computation has been modified by an inplace operation: "
+      "[torch.%s [%s]] is at version %u; expected version %u instead. Hint: enable anomaly detection to "
+      "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True).",
+      std::string(h->dtype.name()).c_str(), shape.c_str(), now, at);
+}
+
+static PyObject* unpack(PyObject*, PyObject* o) {
+  if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
+  settle();
+  g.n.unpacks++;
+  auto* h = reinterpret_cast<Ref*>(o);
+  Cell* c = h->cell;
+  g.last_unpacked = c->seq;
+  if (g.offloaded_cells > 0 && g.on_progress) {
+    PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
+    if (!r) return nullptr;
+    Py_DECREF(r);
+  }
+  for (int tries = 0; tries < 64; ++tries) {
+    if (c->stale || (c->gone == PRESENT && !saved_current(c))) return modified_error(h);
+    StorageRef s;
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
+        s = c->strong;
+        disarm_locked(c);
+      }
+    }
+    if (s) {
+      if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
+      c->last_access = g.clock;
+      if (s->nbytes() < static_cast<size_t>(c->nbytes))
+        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized");
+      PyObject* out = wrap(tensor_of(h, std::move(s)));
+      if (out && !maybe_rank()) Py_CLEAR(out);
+      return out;
+    }
+    bool recompute;
+    if (!bring_back(c, &recompute)) return translate_oom(nullptr);
+    if (recompute) {
+      PyObject* r = translate_oom(PyObject_CallOneArg(g.on_missing, reinterpret_cast<PyObject*>(c)));
+      if (!r) return nullptr;
+      Py_DECREF(r);
+    }
+  }
+  return PyErr_Format(PyExc_RuntimeError,
+                      "memmgr: a saved tensor leaves as fast as it is brought back; the budget is too small");
+}
+
+}  // namespace memmgr

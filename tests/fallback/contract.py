@@ -1,0 +1,538 @@
+"""What the recorder and the manager expect of a native, as checks by name. Run by test_contract.py, once per native.
+
+`python contract.py NAME [NAME...]` runs some in this process; MEMMGR_SHIM=0 makes it the accounting path.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import memmgr
+import memmgr._native_py as native_py
+from memmgr import _budget
+
+EVICT, OFFLOAD = 1, 2
+PRESENT, EVICTED, OFFLOADED = range(3)
+TRUST_YES = 1
+CHECKS: dict[str, Callable[[], None]] = {}
+MIB = 1 << 20
+native_py.warned = True  # the warning has a test of its own
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@contextmanager
+def opened(limit: Any = "1GB", policy: str = "auto", **options: Any) -> Iterator[Any]:
+    with memmgr.budget(limit, policy=policy, quiet=True, _sleep=False, **options):
+        manager = _budget.current()
+        assert manager is not None
+        yield manager.native
+
+
+def saved(native: Any) -> list[Any]:
+    return list(native.handled())
+
+
+def graph(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    """A leaf, and a loss whose graph saves exp's and sigmoid's results, which nobody else holds."""
+    x = torch.randn(n, n, requires_grad=True)
+    return x, x.exp().sigmoid().sum()
+
+
+def proven(native: Any) -> None:
+    """The kinds of `graph` prove themselves at their first use."""
+    graph()
+    gc.collect()
+
+
+@check
+def api_is_complete() -> None:
+    """Every public name of the compiled shim's method tables, read from its sources, is there."""
+    import re
+    from pathlib import Path
+
+    folder = Path(memmgr.__file__).parent.parent / "allocator" / "shim"
+    names = {"Cell", "Recipe", "Ref"}
+    for file in folder.glob("*.cpp"):
+        for table in re.findall(r"PyMethodDef \w+\[\] = \{(.*?)nullptr, nullptr, 0, nullptr", file.read_text(), re.S):
+            names |= set(re.findall(r'^\s*\{"(\w+)",', table, re.M))
+    assert "dispatch" in names and "open_arena" in names
+    native = _budget._native()
+    missing = sorted(name for name in names if not hasattr(native, name))
+    extra = sorted(name for name in dir(native) if not name.startswith("_") and name not in names)
+    assert not missing, f"missing: {missing}"
+    assert not extra, f"not in the shim: {extra}"
+    # The types' fields are the interface too.
+    source = (folder / "cells.cpp").read_text()
+    for kind in ("Cell", "Recipe", "Ref"):
+        body = re.search(rf"{kind}_getset\[\] = \{{(.*?)\{{nullptr,", source, re.S)
+        assert body is not None
+        fields = re.findall(r'\{"(\w+)",', body[1])
+        assert fields
+        assert not [f for f in fields if f not in dir(getattr(native, kind))], kind
+
+
+@check
+def dictionaries_have_the_same_keys() -> None:
+    with opened() as native:
+        assert {"floor_bytes", "held_peak_bytes", "evictions", "prefetch_cancels"} <= set(native.counters())
+        assert {"resident_peak_bytes", "unmanaged_peak_bytes", "outside_bytes"} <= set(native.arena_stats())
+        assert {"queued_write_bytes", "used_peak_bytes", "direct"} <= set(native.tier_stats())
+        assert len(native.pressure()) == 7 and len(native.columns()) == 9
+        print(sorted(native.counters()), sorted(native.arena_stats()), sorted(native.tier_stats()))
+    assert native.tier_stats() == {}
+
+
+@check
+def lookup_and_find() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with opened() as native:
+        with torch.no_grad():
+            x = torch.randn(64, 64)
+            y = x + 1
+        assert native.find(x) is None and native.find(3) is None and native.lookup("x") is None
+        cell = native.lookup(x)
+        assert type(cell) is native.Cell and cell.nbytes == 64 * 64 * 4 and cell.recipe is None and cell.present
+        assert native.find(x) is cell and native.find(x.t()) is cell and native.lookup(x[3]) is cell
+        assert native.find(y) is None
+        assert native.lookup(y) is not cell
+        assert native.lookup(sparse) is None
+        assert native.lookup(torch.empty(3, device="meta")) is None
+        assert (cell.handles, cell.names, cell.slot, cell.gone, cell.held) == (0, 0, -1, PRESENT, False)
+
+
+@check
+def versions_tell_writes() -> None:
+    with opened() as native:
+        x = torch.randn(64)
+        cell = native.lookup(x)
+        view = x[2:]
+        x.data.add_(1)  # another counter, dispatched: the recorder announces it
+        after = native.find(x)
+        assert after is None or after is not cell or not cell.names
+        cell = native.lookup(x)
+        torch._C._autograd._unsafe_set_version_counter((view,), (view._version + 1,))  # a write that nobody announces
+        assert not cell.fresh and native.find(x) is None
+        assert native.lookup(x) is not cell
+
+
+@check
+def counters_are_not_disturbed() -> None:
+    """Looking a tensor up leaves its version, and those of its relatives, alone."""
+    with opened() as native:
+        x = torch.randn(8)
+        x.add_(1)
+        other = x.data
+        native.lookup(x)
+        native.lookup(other)
+        native.lookup(x)
+        assert (x._version, other._version) == (1, 0)
+        cell = native.find(x)
+        other.mul_(2)
+        assert native.find(x) is not cell or cell.names == 0
+
+
+@check
+def handles_keep_and_release() -> None:
+    with opened() as native:
+        before = native.resident()
+        with torch.no_grad():
+            y = torch.randn(512, 512) + 1
+        handle = native.handle(y)
+        cell = handle.cell
+        assert cell.handles == 1 and cell.held and saved(native) == [cell] and not cell.ours_alone
+        assert native.resident() - before >= MIB
+        with torch.no_grad():
+            reference = y.clone()
+        size = cell.nbytes
+        del y
+        assert cell.ours_alone
+        assert native.pressure()[2] == size
+        out = native.unpack(handle)
+        assert torch.equal(out, reference) and not cell.ours_alone
+        del out, reference, handle
+        assert saved(native) == [] and not cell.held
+        assert native.resident() == before and native.pressure()[2] == 0
+
+
+@check
+def a_storage_object_alone_is_a_holder() -> None:
+    with opened() as native:
+        y = torch.zeros(512, 512) + 1
+        storage = y.untyped_storage()
+        handle = native.handle(y)
+        cell = handle.cell
+        del y
+        assert not cell.ours_alone and not native.release(cell, OFFLOAD)
+        del storage
+
+
+@check
+def release_and_bring_back() -> None:
+    with opened() as native:
+        with torch.no_grad():
+            y = torch.randn(512, 512) + 1
+        want = y.clone()
+        handle = native.handle(y)
+        cell = handle.cell
+        assert not native.release(cell, OFFLOAD)  # the program has it
+        del y
+        resident = native.resident()
+        assert native.release(cell, OFFLOAD)
+        assert cell.gone == OFFLOADED and not cell.present and cell.slot >= 0
+        assert native.resident() == resident - cell.nbytes
+        assert native.pressure()[6] == 1
+        assert not native.release(cell, OFFLOAD)
+        assert native.lease(cell) is None
+        assert native.bring_back(cell) is False and cell.present and cell.gone == PRESENT
+        assert native.resident() == resident
+        assert native.release(cell, OFFLOAD)  # clean now
+        assert native.counters()["clean_drops"] == 1 and native.counters()["offloads"] == 1
+        assert torch.equal(native.unpack(handle), want)
+        assert cell.slot == -1, "once somebody has the bytes, the copy is worth nothing"
+        assert native.counters()["reloads"] == 2
+
+
+@check
+def eviction_and_recomputation() -> None:
+    with opened() as native:
+        proven(native)
+        x, loss = graph()
+        want = [c for c in saved(native) if c.recipe is not None and c.ours_alone]
+        assert len(want) >= 2
+        for cell in want:
+            assert cell.recipe.trust == TRUST_YES, str(cell.recipe.func)
+            assert native.release(cell, EVICT) and cell.gone == EVICTED and not cell.present
+            assert native.bring_back(cell) is True  # wants recomputation
+        loss.backward()
+        e = x.detach().exp()
+        s = e.sigmoid()
+        assert torch.equal(x.grad, ((1 - s) * s) * e) or torch.allclose(x.grad, (1 - s) * s * e)
+        assert native.counters()["evictions"] == len(want)
+        del loss, want, cell
+        assert saved(native) == []
+
+
+@check
+def unpack_says_modified_like_autograd() -> None:
+    def message(manage: bool) -> str:
+        x = torch.randn(4, 3, requires_grad=True)
+        y = x.exp()
+        z = y.sum()
+        y.add_(1)
+        try:
+            z.backward() if False else y.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        raise AssertionError("no error")
+
+    with opened():
+        text = message(True)
+    plain = message(False)
+    assert text.startswith("one of the variables needed for gradient computation has been modified by an inplace")
+    assert "Hint: enable anomaly detection" in text
+    assert plain[:90] == text[:90]
+
+
+@check
+def overwritten_makes_a_new_cell() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with opened() as native:
+        x = torch.randn(64, 64)
+        old = native.lookup(x)
+        assert native.overwritten(x, None) is None and native.find(x) is None  # nobody asked for the old bytes
+        handle = native.handle(x)
+        old = handle.cell
+        new = native.overwritten(x, None)
+        assert new is not None and new is not old and old.stale and native.find(x) is new
+        try:
+            native.unpack(handle)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            raise AssertionError("a stale handle was unpacked")
+        assert native.overwritten(sparse, None) is None
+
+
+@check
+def a_write_through_data_keeps_the_cell() -> None:
+    """Autograd's own saved tensor would read the new bytes, so ours does too."""
+    with opened() as native:
+        x = torch.randn(64, 64, requires_grad=True)
+        y = x.detach() * 2
+        z = (y * x).sum()
+        y.data.fill_(3.0)
+        z.backward()
+        assert torch.equal(x.grad, torch.full((64, 64), 3.0))
+        del native
+
+
+@check
+def leases_pin() -> None:
+    with opened() as native:
+        y = torch.zeros(512, 512) + 1
+        handle = native.handle(y)
+        cell = handle.cell
+        del y
+        lease = native.lease(cell)
+        assert lease.dtype is torch.uint8 and lease.numel() == cell.nbytes
+        assert not cell.ours_alone and not native.release(cell, OFFLOAD)
+        del lease
+        assert native.release(cell, OFFLOAD)
+
+
+@check
+def roots_are_kept_for_recipes() -> None:
+    with opened() as native:
+        proven(native)
+        x = torch.randn(512, 512, requires_grad=True)
+        with torch.no_grad():
+            a = torch.randn(512, 512) + 1
+        y = (x * 2 + a).exp().sum()
+        root = native.find(a)
+        assert root is not None and root.names == 1 and root.recipe is None and root.held
+        del a
+        assert root.present and root in native.kept_roots()
+        y.backward()
+        del y
+        native.end_pass()
+        native.resident()
+        assert root.names == 0 and not root.held
+
+
+@check
+def stranding_and_losing() -> None:
+    with opened() as native:
+        proven(native)
+        x = torch.randn(512, 512, requires_grad=True)
+        with torch.no_grad():
+            a, root = torch.randn(512, 512), torch.randn(512, 512)
+        y = (x + a).exp()
+        loss = y.sum()
+        cell = native.find(y)
+        del y
+        assert cell.ours_alone
+        assert native.would_strand(a) == []
+        assert native.release(cell, EVICT) and cell.gone == EVICTED
+        assert native.would_strand(a) == [cell]
+        assert native.would_strand(native.find(a)) == [cell]
+        want = (x.detach() + a).exp()
+        a.add_(1)  # rule 3: what needs the old bytes is made before the write
+        assert cell.present and cell.recipe is None
+        loss.backward()
+        assert torch.equal(x.grad, want)
+
+        y = (x + root).exp()
+        cell = native.find(y)
+        made_by = cell.recipe
+        native.lose(native.find(root))
+        assert not made_by.ok
+
+
+@check
+def exposed_memory_has_no_recipe() -> None:
+    with opened() as native:
+        proven(native)
+        x = torch.randn(512, 512, requires_grad=True)
+        y = x.exp()
+        cell = native.find(y)
+        assert cell.recipe is not None
+        y.detach().numpy()
+        assert cell.recipe is None and cell.exposed
+
+
+@check
+def columns_and_arming() -> None:
+    with opened("1GB") as native:
+        proven(native)
+        _, loss = graph()
+        cells, *buffers = native.columns()
+        sizes = torch.frombuffer(buffers[0], dtype=torch.int64).tolist()
+        assert sizes == [c.nbytes for c in cells] and all(c.ours_alone for c in cells)
+        assert [len(b) for b in buffers] == [8 * len(cells)] * 5 + [len(cells)] * 2 + [8 * len(cells)]
+        order = torch.frombuffer(buffers[7], dtype=torch.int64).tolist()
+        assert order == sorted(order)
+        native.arm([(c, EVICT) for c in cells])
+        assert native.pressure()[4] == sum(sizes) and native.columns()[0] == []
+        native.disarm_all()
+        assert native.pressure()[4] == 0 and len(native.columns()[0]) == len(cells)
+        del loss
+
+
+@check
+def pressure_releases_in_the_armed_order() -> None:
+    with opened("1GB") as native, torch.no_grad():
+        ys = [torch.zeros(256, 256) + i for i in range(4)]
+        handles = [native.handle(y) for y in ys]
+        del ys
+        cells = [h.cell for h in handles]
+        native.arm([(c, OFFLOAD) for c in (cells[2], cells[0])])
+        native.set_budget(native.resident())
+        keep = torch.zeros(256, 256)
+        assert [c.gone for c in cells] == [PRESENT, PRESENT, OFFLOADED, PRESENT]
+        more = torch.zeros(256, 256)
+        assert [c.gone for c in cells] == [OFFLOADED, PRESENT, OFFLOADED, PRESENT]
+        rest = torch.zeros(256, 512)  # nothing is armed: whatever may leave, oldest save first
+        assert [c.gone for c in cells] == [OFFLOADED] * 4
+        assert native.counters()["unranked"] == 2
+        assert native.resident() <= native.pressure()[1]
+        native.set_budget(2**64 - 1)
+        del keep, more, rest
+
+
+@check
+def out_of_memory_is_a_budget_error() -> None:
+    try:
+        with opened(8 * MIB, policy="offload") as native:
+            kept = [torch.zeros(MIB // 4) for _ in range(6)]
+            torch.zeros(3 * MIB // 4)
+    except memmgr.BudgetError as error:
+        assert str(error).startswith("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), error
+        assert error.floor_bytes > 8 * MIB and error.budget_bytes == 8 * MIB
+        del kept
+    else:
+        raise AssertionError("no error")
+    assert native.counters()["floor_bytes"] > 8 * MIB
+    torch.zeros(MIB)  # and everything is as it was
+
+
+@check
+def write_back_then_clean_drop() -> None:
+    with opened() as native:
+        y = torch.randn(512, 512) + 1
+        want = y.clone()
+        handle = native.handle(y)
+        cell = handle.cell
+        assert not native.write_back(cell)  # the program has it
+        del y
+        assert native.write_back(cell) and not native.write_back(cell) and cell.slot >= 0
+        assert native.release(cell, OFFLOAD) and native.counters()["clean_drops"] == 1
+        assert native.offloaded(10)[0] == [cell]
+        assert native.prefetch(cell, 0) == 1 and cell.arriving and native.prefetch(cell, 0) == -1
+        assert torch.equal(native.unpack(handle), want)
+        assert native.counters()["prefetch_hits"] == 1
+
+
+@check
+def eviction_during_a_write_back() -> None:
+    """The write must have ended before its source is freed, and its copy goes with the bytes."""
+    with opened(disk=(tempfile.gettempdir(), "1GB"), _throttle=50 * MIB) as native:
+        proven(native)
+        x, loss = graph(1024)
+        cell = next(c for c in saved(native) if c.recipe is not None and c.ours_alone)
+        assert native.write_back(cell)
+        assert native.release(cell, EVICT)
+        assert cell.gone == EVICTED and cell.slot == -1
+        loss.backward()
+        assert x.grad is not None
+
+
+@check
+def a_failing_disk_loses_nothing() -> None:
+    with opened() as native, torch.no_grad():
+        y = torch.randn(512, 512) + 1
+        want = y.clone()
+        handle = native.handle(y)
+        cell = handle.cell
+        del y
+        native.tier_inject(errno.ENOSPC, 0, 0, 0)
+        assert not native.release(cell, OFFLOAD) and cell.present
+        assert native.counters()["tier_errors"] == 1
+        native.tier_inject(0, 0, 0, 0)
+        assert native.release(cell, OFFLOAD)
+        native.tier_inject(0, 0, errno.EIO, 0)
+        try:
+            native.bring_back(cell)
+        except OSError:
+            pass
+        else:
+            raise AssertionError("no error")
+        native.tier_inject(0, 0, 0, 0)
+        assert torch.equal(native.unpack(handle), want)
+
+
+@check
+def checksums_and_clones() -> None:
+    with opened() as native:
+        a, b = torch.arange(1000.0), torch.arange(1000.0)
+        assert native.checksum(a) == native.checksum(b[10:]) and isinstance(native.checksum(a), int)
+        b[999] += 1
+        assert native.checksum(a) != native.checksum(b)
+        cell = native.lookup(a)
+        copy = native.clone_storage(cell)
+        assert torch.equal(copy.view(torch.float32), a) and native.checksum(copy) == native.checksum(a)
+
+
+@check
+def refs_rebuild_views() -> None:
+    with opened() as native:
+        base = torch.randn(6, 8, dtype=torch.complex64)
+        for view in (base.t(), base[1:, ::2], base.conj(), base.conj().imag, base.real, base[2:3].expand(4, 8)):
+            handle = native.handle(view)
+            again = native.unpack(handle)
+            assert torch.equal(again, view) and again.stride() == view.stride()
+            assert (again.is_conj(), again.is_neg(), again.dtype) == (view.is_conj(), view.is_neg(), view.dtype)
+
+
+@check
+def circumstances_are_interned() -> None:
+    native = _budget._native()
+    now = native.environment()
+    values = native.environment_values(now)
+    assert native.environment() == now and all(isinstance(v, int) for v in values)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert native.environment() != now
+    torch.set_num_threads(threads)
+    assert native.environment() == now
+    torch.set_flush_denormal(True)
+    assert native.environment_values(native.environment())[14] != 0
+    torch.set_flush_denormal(False)
+    print(values)
+
+
+@check
+def nothing_stays() -> None:
+    with opened() as native:
+        x, loss = graph()
+        loss.backward()
+        del loss, x
+    gc.collect()
+    assert saved(native) == [] and native.table() == []
+    native.arena_check()
+
+
+@check
+def a_thousand_ops_leak_nothing() -> None:
+    with opened() as native:
+        for _ in range(3):
+            for _ in range(60):
+                _, loss = graph(32)
+                loss.backward()
+            del loss
+            gc.collect()
+            seen = (native.resident(), len(native.table()), native.pressure()[2])
+        for _ in range(60):
+            _, loss = graph(32)
+            loss.backward()
+        del loss, _
+        gc.collect()
+        assert native.resident() <= seen[0] and len(native.table()) <= seen[1] and native.pressure()[2] == seen[2]
+        native.arena_check()
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or list(CHECKS):
+        CHECKS[wanted]()
+        print("passed", wanted, flush=True)

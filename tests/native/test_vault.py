@@ -1,0 +1,242 @@
+"""The shim's vault and cells by themselves: how bytes leave and come back, and what must not go wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr import _budget
+
+EVICT, OFFLOAD = 1, 2
+GONE_EVICTED, GONE_OFFLOADED = 1, 2
+
+
+def native() -> Any:
+    manager = _budget.current()
+    assert manager is not None
+    if manager.native.__name__ != "memmgr._native":
+        pytest.skip("these are the compiled shim's internals")
+    return manager.native
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    with memmgr.budget("1GB", policy="keep", quiet=True, verify=True):
+        yield native()
+
+
+@pytest.fixture
+def slow_disk() -> Iterator[Any]:
+    with memmgr.budget("1GB", policy="keep", quiet=True, verify=True, _throttle=4_000_000):
+        yield native()
+
+
+def saved(n: Any, size: int = 1 << 20) -> tuple[Any, torch.Tensor]:
+    """A handle on bytes that nobody else holds, made by a recorded op, and what they should be."""
+    with torch.no_grad():  # not recorded, so a root
+        x = torch.arange(size // 4, dtype=torch.float32)
+    made = x * 2
+    handle = n.handle(made)
+    expected = made.clone()
+    root = x  # the recipe's input lives in this frame until here
+    handle_root.append(root)
+    return handle, expected
+
+
+handle_root: list[torch.Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    handle_root.clear()
+
+
+@pytest.mark.parametrize("action", [EVICT, OFFLOAD])
+def test_bytes_leave_and_come_back(opened: Any, action: int) -> None:
+    handle, expected = saved(opened)
+    cell = handle.cell
+    before = opened.resident()
+    assert cell.ours_alone
+    assert opened.release(cell, action)
+    assert not cell.present
+    assert cell.gone == (GONE_EVICTED if action == EVICT else GONE_OFFLOADED)
+    assert opened.resident() <= before - cell.nbytes
+    assert torch.equal(opened.unpack(handle), expected)
+
+
+def test_what_the_program_holds_stays(opened: Any) -> None:
+    held = torch.ones(1 << 18) * 3
+    handle = opened.handle(held)
+    assert not opened.release(handle.cell, EVICT)
+    assert not opened.release(handle.cell, OFFLOAD)
+    assert torch.equal(opened.unpack(handle), held)
+
+
+def test_a_storage_object_held_by_the_program_stays(opened: Any) -> None:
+    held = torch.ones(1 << 18) * 3
+    handle = opened.handle(held)
+    storage = held.untyped_storage()
+    del held
+    assert not opened.release(handle.cell, OFFLOAD)
+    assert storage.nbytes() == 1 << 20
+
+
+def test_evicting_takes_an_unfinished_copy_with_it(slow_disk: Any) -> None:
+    """The copy that was under way is of bytes that are gone: it must never count as clean later."""
+    n = slow_disk
+    handle, expected = saved(n)
+    cell = handle.cell
+    assert n.write_back(cell)
+    assert cell.slot >= 0
+    assert n.release(cell, EVICT)
+    assert cell.gone == GONE_EVICTED
+    assert cell.slot < 0
+    assert torch.equal(n.unpack(handle), expected)
+
+
+def test_offloading_waits_for_the_copy_that_is_under_way(slow_disk: Any) -> None:
+    n = slow_disk
+    handle, expected = saved(n)
+    assert n.write_back(handle.cell)
+    assert n.release(handle.cell, OFFLOAD)
+    assert handle.cell.gone == GONE_OFFLOADED
+    assert n.counters()["offloads"] == 1  # one copy, not two
+    assert torch.equal(n.unpack(handle), expected)
+
+
+def test_a_prefetched_cell_is_whole_again_and_can_leave_again(opened: Any) -> None:
+    """A moved-from DataPtr keeps its address: what was prefetched once must not be found as prefetched again."""
+    n = opened
+    handle, expected = saved(n)
+    cell = handle.cell
+    for _ in range(3):
+        assert n.release(cell, OFFLOAD)
+        assert n.prefetch(cell, 0) == 1
+        assert cell.arriving
+        assert not n.bring_back(cell)
+        assert cell.present
+        assert not cell.arriving
+        assert n.release(cell, OFFLOAD)
+        assert not n.bring_back(cell)
+    assert torch.equal(n.unpack(handle), expected)
+    assert n.counters()["prefetch_hits"] == 3
+
+
+def test_a_prefetch_gives_way_to_a_request() -> None:
+    with memmgr.budget("40MB", policy="keep", quiet=True, verify=True):
+        n = native()
+        n.set_options(False, True, True, 0)
+        handle, expected = saved(n, 8 << 20)
+        handle_root.clear()
+        assert n.release(handle.cell, OFFLOAD)
+        n.lose(handle.cell.recipe.inputs[0])
+        assert n.prefetch(handle.cell, 0) == 1
+        room = 40_000_000 - n.resident()
+        big = torch.empty(room + (4 << 20), dtype=torch.uint8)
+        assert not handle.cell.arriving
+        assert n.counters()["prefetch_cancels"] == 1
+        del big
+        assert torch.equal(n.unpack(handle), expected)
+
+
+def test_a_copy_is_given_up_when_the_bytes_are_handed_out(opened: Any) -> None:
+    """Whoever has the bytes could write to them, unseen: from then on the copy below is not clean."""
+    handle, _ = saved(opened)
+    assert opened.write_back(handle.cell)
+    tensor = opened.unpack(handle)
+    assert handle.cell.slot < 0
+    del tensor
+
+
+def test_a_modified_saved_tensor_is_autograds_error(opened: Any) -> None:
+    x = torch.ones(8)
+    handle = opened.handle(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        opened.unpack(handle)
+
+
+def test_a_write_through_data_is_read_as_in_torch(opened: Any) -> None:
+    """`.data` has a version counter of its own: autograd does not notice, and reads the new bytes."""
+    x = torch.ones(8)
+    handle = opened.handle(x)
+    x.data.add_(1)
+    assert torch.equal(opened.unpack(handle), torch.full((8,), 2.0))
+
+
+def test_a_lost_root_makes_its_dependants_offload_only(opened: Any) -> None:
+    handle, expected = saved(opened)
+    recipe = handle.cell.recipe
+    assert recipe is not None and recipe.ok
+    root = recipe.inputs[0]
+    del recipe
+    handle_root.clear()
+    opened.lose(root)
+    assert handle.cell.recipe is None
+    assert opened.release(handle.cell, EVICT)
+    assert handle.cell.gone == GONE_OFFLOADED
+    assert torch.equal(opened.unpack(handle), expected)
+
+
+def test_overwriting_a_root_would_strand_what_was_dropped(opened: Any) -> None:
+    handle, expected = saved(opened)
+    root = handle_root[-1]
+    assert opened.would_strand(root) == []
+    assert opened.release(handle.cell, EVICT)
+    assert opened.would_strand(root) == [handle.cell]
+    root.mul_(0)  # seen by the mode: the dropped cell is made again first
+    assert handle.cell.present
+    assert torch.equal(opened.unpack(handle), expected)
+
+
+def test_a_failed_write_loses_nothing(opened: Any) -> None:
+    handle, expected = saved(opened)
+    opened.set_options(False, True, True, 0)
+    opened.tier_inject(5, 1, 0, 0)
+    assert not opened.release(handle.cell, OFFLOAD)
+    assert handle.cell.present
+    assert torch.equal(opened.unpack(handle), expected)
+
+
+def test_a_failed_read_is_recomputed_where_it_can_be(opened: Any) -> None:
+    handle, expected = saved(opened)
+    assert opened.release(handle.cell, OFFLOAD)
+    opened.tier_inject(0, 0, 5, 1)
+    assert torch.equal(opened.unpack(handle), expected)
+
+
+def test_a_failed_read_without_a_recipe_is_a_clear_error(opened: Any) -> None:
+    handle, _ = saved(opened)
+    opened.drop_recipe(handle.cell)
+    assert opened.release(handle.cell, OFFLOAD)
+    opened.tier_inject(0, 0, 5, 1)
+    with pytest.raises(OSError, match="disk tier"):
+        opened.unpack(handle)
+
+
+def test_long_chains_die_without_recursion(opened: Any) -> None:
+    x = torch.ones(16, requires_grad=True)
+    y = x
+    for _ in range(20_000):
+        y = y + 1
+    y.sum().backward()
+    del y
+    opened.end_pass()
+    assert opened.handled() == []
+
+
+def test_a_pass_leaves_no_recipes(opened: Any) -> None:
+    w = torch.ones(64, requires_grad=True)
+    state = torch.zeros(64)
+    sizes = []
+    for _ in range(30):
+        out = torch.tanh(state * w)
+        out.sum().backward()
+        state = out.detach()
+        sizes.append(opened.table_size()[0])
+    assert max(sizes[5:]) <= sizes[4] + 2
