@@ -6,4 +6,4 @@ from ._managed import ManagedTensor, manage
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetError", "ManagedTensor", "RecomputeError", "budget", "manage", "stats", "__version__"]
+__all__ = ["BudgetError", "ManagedTensor", "RecomputeError", "__version__", "budget", "manage", "stats"]

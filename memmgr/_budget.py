@@ -64,7 +64,9 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     folder, size = disk if isinstance(disk, tuple) else (disk, None)
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
-        raise ValueError(f"disk: {folder!r} is not a folder; give a folder, or (folder, size), or False for no disk tier")
+        raise ValueError(
+            f"disk: {folder!r} is not a folder; give a folder, or (folder, size), or False for no disk tier"
+        )
     free = psutil.disk_usage(folder).total
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 

@@ -41,7 +41,14 @@ _SETTERS: list[Callable[[int], Any] | None] = [
 ]
 
 # Float32 precision per backend and op, in the order of the shim; the enum's values are those of at::Float32Precision.
-_PRECISION_SLOTS = [("cuda", "conv"), ("cuda", "rnn"), ("cuda", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"), ("mkldnn", "matmul")]
+_PRECISION_SLOTS = [
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("cuda", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+    ("mkldnn", "matmul"),
+]
 _PRECISION_NAMES = ["none", "ieee", "tf32", "bf16"]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-_OutOfMemoryError: type[RuntimeError] = torch.OutOfMemoryError
+from torch import OutOfMemoryError
 
 
-class BudgetError(_OutOfMemoryError):
+class BudgetError(OutOfMemoryError):
     """The budget is spent and nothing more can be let go.
 
     A subclass of `torch.OutOfMemoryError`, so that whatever handles torch's own error handles this one. Its text begins

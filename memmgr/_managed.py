@@ -35,7 +35,7 @@ class ManagedTensor(torch.Tensor):
             device=tensor.device,
             requires_grad=False,
         )
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._plain = tensor.detach()
@@ -49,9 +49,9 @@ class ManagedTensor(torch.Tensor):
             return self._plain
         manager = _budget.current()
         assert self._handle is not None
-        if manager is None:
-            return _shim_native().unpack(self._handle)
-        return manager.native.unpack(self._handle)
+        native = _shim_native() if manager is None else manager.native
+        tensor: torch.Tensor = native.unpack(self._handle)
+        return tensor
 
     def _let_go(self) -> None:
         """Hands the bytes over to the manager, if a budget is open."""
@@ -79,14 +79,16 @@ class ManagedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         raise NotImplementedError("ManagedTensor is not traced")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ManagedTensor({self._take()!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._take().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         used: list[tuple[ManagedTensor, torch.Tensor]] = []
 
         def plain(value: Any) -> Any:

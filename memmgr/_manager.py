@@ -185,7 +185,13 @@ class Manager:
             if self._final is None:
                 self._final = self._collect()
             native.configure(
-                on_rank=None, on_kept=None, on_empty=None, on_progress=None, on_new_kind=None, on_oom=None, on_retry=None
+                on_rank=None,
+                on_kept=None,
+                on_empty=None,
+                on_progress=None,
+                on_new_kind=None,
+                on_oom=None,
+                on_retry=None,
             )
             native.forget_all()
             native.forget_ops()
@@ -460,7 +466,9 @@ class Manager:
             distance = np.maximum(0, self.native.position() - sequence)
             until = distance * self.seconds_per_use()
         else:
-            until_turn = max(0.0, last.forward_seconds - (time.perf_counter() - last.begun)) if last.forward_seconds else 0.0
+            until_turn = (
+                max(0.0, last.forward_seconds - (time.perf_counter() - last.begun)) if last.forward_seconds else 0.0
+            )
             distance = (sequence.max() - sequence) if n else sequence
             until = until_turn + 2.0 * (until_turn + staleness)
         room = np.full(n, self._has_tier)
@@ -564,7 +572,9 @@ class Manager:
         with self.unseen():
             kinds, modules = holders(self.native, self.device.type)
         first = str(error).splitlines()[0]
-        split = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1]))
+        split = ", ".join(
+            f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
+        )
         by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         raised = BudgetError(
             f"{first}\nHeld now: {split or 'nothing that Python can see'}."
@@ -578,8 +588,10 @@ class Manager:
 
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
-            kinds, modules = holders(self.native, self.device.type)
-        split = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1]))
+            kinds, _modules = holders(self.native, self.device.type)
+        split = ", ".join(
+            f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
+        )
         error = BudgetError(
             f"DefaultCPUAllocator: can't allocate memory: memmgr: {show_size(held)} are on the device already, more than "
             f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. The smallest budget that could work is "

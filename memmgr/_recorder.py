@@ -184,7 +184,14 @@ class Recorder:
             if op.overwriter and whole and target.storage_offset() == 0:
                 recipe = native.record(op.func, (None, *args[1:]), kwargs)
                 if recipe is not None:
-                    recipe.special = ("fill", nbytes, tuple(target.size()), tuple(target.stride()), target.dtype, target.device)
+                    recipe.special = (
+                        "fill",
+                        nbytes,
+                        tuple(target.size()),
+                        tuple(target.stride()),
+                        target.dtype,
+                        target.device,
+                    )
             else:
                 old = native.lookup(target)
                 # Without a recipe for what was there, what will be there has none either.
@@ -315,4 +322,4 @@ def _shares(native: Any, value: Any, cell: Any) -> bool:
     return False
 
 
-__all__ = ["Plain", "Recorder", "make_mode", "PURE"]
+__all__ = ["PURE", "Plain", "Recorder", "make_mode"]

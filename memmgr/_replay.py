@@ -24,12 +24,12 @@ C: Any = torch._C
 class _BelowAutograd:
     """As it was recorded: below autograd and autocast, no mode, no hooks, no gradient (rule 5)."""
 
-    __slots__ = ("guards", "grad")
+    __slots__ = ("grad", "guards")
 
     def __enter__(self) -> None:
         self.grad = torch.is_grad_enabled()
         C._set_grad_enabled(False)
-        self.guards = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
+        self.guards: Any = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
         for guard in self.guards[1:]:
             guard.__enter__()
 
@@ -80,11 +80,10 @@ class Replayer:
             if cell.present:
                 stack.pop()
                 continue
-            if cell.slot >= 0:
-                if not native.bring_back(cell):
-                    pins[cell] = native.lease(cell)
-                    stack.pop()
-                    continue
+            if cell.slot >= 0 and not native.bring_back(cell):
+                pins[cell] = native.lease(cell)
+                stack.pop()
+                continue
             recipe = cell.recipe
             if recipe is None or not recipe.ok:
                 raise RecomputeError(

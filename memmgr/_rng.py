@@ -14,7 +14,9 @@ import torch
 lock = threading.RLock()
 
 
-def generator_for(op_takes_generator: bool, kwargs: dict[str, Any], args: tuple[Any, ...], device: torch.device) -> torch.Generator:
+def generator_for(
+    op_takes_generator: bool, kwargs: dict[str, Any], args: tuple[Any, ...], device: torch.device
+) -> torch.Generator:
     """The generator that a seeded op will draw from."""
     if op_takes_generator:
         explicit = kwargs.get("generator")

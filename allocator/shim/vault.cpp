@@ -348,7 +348,7 @@ struct CpuAllocator final : c10::Allocator {
     void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc(g.arena, n);
     if (!p) throw_out_of_memory(n);
     if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
-    if (n >= 65536) scan_floor(false);
+    if (n >= 512) scan_floor(false);
     return {p, p, &arena_free, cpu};
   }
   at::DeleterFnPtr raw_deleter() const override { return &arena_free; }

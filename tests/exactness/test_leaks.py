@@ -33,14 +33,14 @@ def scenario(passes: int) -> Callable[[Callable[[Any, str], Iterator[None]]], Ca
     return register
 
 
-def _tight(step: Callable[[], None], share: float = 0.5) -> int:
+def _tight(step: Callable[[], None], share: float = 0.6) -> int:
     import memmgr
 
     with memmgr.budget(1 << 32, quiet=True) as mm:
         for _ in range(3):
             step()
     stats = mm.stats()
-    return max(int(stats["unmanaged_peak_bytes"] * share), int(stats["floor_bytes"] * 1.1))
+    return max(int(stats["unmanaged_peak_bytes"] * share), int(stats["floor_bytes"] * 1.3) + 65536)
 
 
 def _budget(step: Callable[[], None], policy: str) -> Any:

@@ -34,8 +34,21 @@ def test_contract(name: str, shim: bool) -> None:
     assert f"passed {name}\n" in done.stdout, done.stdout + done.stderr
 
 
-def test_both_say_the_same() -> None:
+def _said(*checks: str) -> list[list[str]]:
+    runs = [run_child(["-W", "error", "contract.py", *checks], shim) for shim in (True, False)]
+    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
+    return [run.stdout.splitlines() for run in runs]
+
+
+def test_the_same_figures_and_switches() -> None:
     """The keys of the dictionaries, and the numeric switches of this process in their order."""
-    said = [run_child(["contract.py", "dictionaries_have_the_same_keys", "circumstances_are_interned"], s) for s in (True, False)]
-    assert said[0].returncode == said[1].returncode == 0, said
-    assert said[0].stdout == said[1].stdout
+    shim, py = _said("dictionaries_have_the_same_keys", "circumstances_are_interned")
+    assert shim == py
+
+
+def test_the_same_names() -> None:
+    """Every function of the shim is there and no other; the objects have its fields, and may have more."""
+    shim, py = ({line.split()[0]: set(line.split()[1:]) for line in lines} for lines in _said("api_is_complete"))
+    assert shim["functions"] == py["functions"]
+    for kind in ("Cell", "Ref", "Recipe"):
+        assert shim[kind] and not shim[kind] - py[kind], kind
