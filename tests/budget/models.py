@@ -5,13 +5,29 @@ Each entry of `MODELS` makes a `Training` of it: `step()` takes one optimizer st
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from memmgr.tools._convnet import ConvNet
-from memmgr.tools.gpt import GPT, GPTConfig
 from torch import Tensor, nn
+
+
+def _load(name: str) -> ModuleType:
+    """A module of `tools/` by its file: importing it by its name would import memmgr into runs that do without."""
+    path = Path(__file__).resolve().parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_budget_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+_gpt, _convnet = _load("gpt"), _load("_convnet")
 
 
 class Training:
@@ -37,8 +53,8 @@ def gpt(
     layers: int = 4, width: int = 128, context: int = 128, batch: int = 8, heads: int = 4, dropout: float = 0.1
 ) -> Training:
     """The demo's model, smaller."""
-    config = GPTConfig(layers=layers, heads=heads, width=width, context=context, dropout=dropout)
-    model = GPT(config)
+    config = _gpt.GPTConfig(layers=layers, heads=heads, width=width, context=context, dropout=dropout)
+    model = _gpt.GPT(config)
     tokens = torch.randint(256, (batch, context))
     targets = torch.randint(256, (batch, context))
     return Training(model, lambda: model(tokens, targets))
@@ -46,7 +62,7 @@ def gpt(
 
 def convnet(width: int = 16, stages: int = 2, blocks: int = 3, batch: int = 8, height: int = 32) -> Training:
     """The demo's residual convnet, smaller."""
-    model = ConvNet(width=width, stages=stages, blocks=blocks)
+    model = _convnet.ConvNet(width=width, stages=stages, blocks=blocks)
     images, labels = torch.randn(batch, 3, height, height), torch.randint(10, (batch,))
     return Training(model, lambda: model(images, labels))
 

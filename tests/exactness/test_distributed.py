@@ -218,7 +218,7 @@ def main(name: str, rank: int, file: str) -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
-    timeout = 90.0
+    timeout = 150.0
     file = tempfile.mktemp(dir=tmp_path)
     ranks = [children.start("test_distributed", name, str(rank), file, timeout=timeout, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}) for rank in range(RANKS)]
     failures: list[str] = []
