@@ -67,14 +67,14 @@ class Replayer:
 
     def _run(self, target: Any) -> None:
         native = self._native
-        uses: dict[Any, int] = {}  # how many planned ops still want the cell
+        uses: dict[Any, int] = {target: 1}  # how many planned ops still want the cell
         pins: dict[Any, Any] = {}  # bytes made on the way, kept until their last planned use
         planned: set[int] = set()
         stack: list[Any] = [target]
         guard = 0
         while stack:
             guard += 1
-            if guard > 10_000_000:
+            if guard > 1_000_000:
                 raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
             cell = stack[-1]
             if cell.present:
@@ -102,6 +102,7 @@ class Replayer:
                 stack.extend(missing)
                 continue
             self._execute(recipe, inputs, uses, pins)
+            planned.discard(id(recipe))  # asked for again (another of its outputs), it needs its inputs anew
             del leases
             stack.pop()
         pins.clear()

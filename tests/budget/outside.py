@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -80,8 +81,9 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
             assert now < deadline, f"the child took more than {seconds} s"
             time.sleep(SAMPLE_SECONDS)
         os.close(statm)
-        child.stdin.write(b"bye\n")
-        child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it died: the exit status says how
+            child.stdin.write(b"bye\n")
+            child.stdin.close()
         os.set_blocking(child.stdout.fileno(), True)
         output += child.stdout.read()
         text = child.stderr.read().decode()
@@ -91,7 +93,8 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
             child.kill()
         child.wait()
         for pipe in (child.stdin, child.stdout, child.stderr):
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
     results = [json.loads(part) for part in output.split(b"\n") if part.startswith(b"{")]
     assert len(results) == 1, f"the child reported {len(results)} results: {text[-3000:]}"
     return Seen(peak - start, samples, gap, results[0], text)

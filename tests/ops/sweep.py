@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -36,6 +37,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 BUCKETS = 64
+LAUNCH = os.environ.get('OPS_LAUNCH','').split()
 LIMIT = "8GB"  # far above any sample, but finite: only then are kinds proven at their first use (rule 7)
 SAMPLES = {torch.float32: 6, torch.float64: 3, torch.bfloat16: 3, torch.complex64: 3}
 INPLACE_SAMPLES = {torch.float32: 6, torch.float64: 2, torch.bfloat16: 2, torch.complex64: 2}
@@ -504,12 +506,12 @@ def _all(options: argparse.Namespace) -> int:
     import tempfile
 
     total = Report()
-    waiting, running = list(range(BUCKETS)), {}
+    waiting, running, shown = list(range(BUCKETS)), {}, 0
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < options.jobs:
                 b = waiting.pop(0)
-                command = [sys.executable, "-m", "tests.ops.sweep", "--bucket", str(b), "--json", f"{folder}/{b}", "--verbose"]
+                command = [sys.executable, *LAUNCH, "-m", "tests.ops.sweep", "--bucket", str(b), "--json", f"{folder}/{b}", "--verbose"]
                 if options.no_exclusions:
                     command.append("--no-exclusions")
                 log = open(f"{folder}/{b}.log", "w")  # noqa: SIM115
@@ -528,12 +530,13 @@ def _all(options: argparse.Namespace) -> int:
                     log = Path(f"{folder}/{b}.log").read_text().splitlines()
                     last = next((line for line in reversed(log) if line.startswith("  ") and line.endswith("managed")), "?")
                     total.different[f"bucket {b}"] = f"ended with {process.returncode} in{last}\n" + "\n".join(log[-40:])
+                for name in list(total.different)[shown:]:
+                    print(f"DIFFERENT {name}: {total.different[name]}")
+                shown = len(total.different)
                 print(f"{BUCKETS - len(waiting) - len(running)}/{BUCKETS}: {total.summary()}", flush=True)
     for title, lines in (("not deterministic", total.nondeterministic), ("raises", total.raised), ("excluded", total.excluded)):
         for line in lines:
             print(f"{title}: {line}")
-    for name, how in total.different.items():
-        print(f"DIFFERENT {name}: {how}")
     return int(bool(total.different))
 
 
