@@ -45,13 +45,13 @@ OVERWRITERS = frozenset(
 )
 
 # Batch norm's running statistics move once a step, although (in the older ops) the schema hides the write (rule 2).
-# name -> (position of running_mean, of running_var, of `training` or None when the op always trains)
-BATCH_NORM: dict[str, tuple[int, int, int | None]] = {
+# name -> (position of running_mean, of running_var, of `training`). `_batch_norm_with_update` is not here: what would
+# replace it without statistics crashes, so its outputs are offload only.
+BATCH_NORM: dict[str, tuple[int, int, int]] = {
     "aten::native_batch_norm": (3, 4, 5),
     "aten::_native_batch_norm_legit": (3, 4, 5),
     "aten::cudnn_batch_norm": (3, 4, 5),
     "aten::miopen_batch_norm": (3, 4, 5),
-    "aten::_batch_norm_with_update": (3, 4, None),
 }
 
 # Change the storage itself or who owns it: never replayed, always a write (rule 3).
@@ -118,7 +118,7 @@ class Op:
     takes_generator: bool = False
     blank: bool = False
     overwriter: bool = False
-    batch_norm: tuple[int, int, int | None] | None = None
+    batch_norm: tuple[int, int, int] | None = None
     storage_op: bool = False
     replayable: bool = True
     written_args: tuple[int, ...] = ()

@@ -221,7 +221,7 @@ class Recorder:
         native = self._native
         assert op.batch_norm is not None
         mean, var, training = op.batch_norm
-        if kwargs or (training is not None and not args[training]) or args[mean] is None:
+        if kwargs or not args[training] or args[mean] is None:
             if kwargs:
                 return self._write_only(op, args, kwargs)
             return self._functional(op, args, kwargs)
@@ -231,10 +231,6 @@ class Recorder:
         if op.name == "aten::_native_batch_norm_legit":
             func = torch.ops.aten._native_batch_norm_legit.no_stats
             replay_args = (*args[:3], *args[5:])
-        elif op.name == "aten::_batch_norm_with_update":
-            # Takes no absent statistics; what replaces it must be proven like any other op.
-            func = torch.ops.aten._batch_norm_no_update.default
-            replay_args = (args[0], args[1], args[2], None, None, args[5], args[6])
         recipe = native.record(func, replay_args, {})
         if recipe is None:
             return self._write_only(op, args, kwargs)

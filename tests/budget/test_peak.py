@@ -13,7 +13,7 @@ ROOM_BYTES = 64_000_000
 """What a process may take over its budget: Python objects, mkldnn's scratch, thread stacks, the recorder's own."""
 
 SIZES: dict[str, dict[str, int]] = {
-    "gpt": {"layers": 4, "width": 256, "context": 256, "batch": 8},
+    "gpt": {"layers": 3, "width": 256, "context": 256, "batch": 7},
     "convnet": {"width": 32, "stages": 2, "blocks": 4, "batch": 32},
 }
 STEPS = 3
@@ -82,8 +82,7 @@ def test_with(model: str, share: float, inside: bool) -> None:
         assert outside > 0, "stock was not taken: the model was there before"
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5])
-@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize(("model", "share"), [("gpt", 0.5), ("convnet", 0.75)])
 def test_decorator(model: str, share: float) -> None:
     seen, _ = managed(model, share, "decorator")
     same_bits(seen, model)

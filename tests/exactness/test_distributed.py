@@ -34,7 +34,7 @@ def distributed(fn: CaseFunction) -> CaseFunction:
     return fn
 
 
-def _batches(n: int = 5, rows: int = 96) -> list[torch.Tensor]:
+def _batches(n: int = 5, rows: int = 384) -> list[torch.Tensor]:
     """Differs by rank, and so do the dropout masks."""
     torch.manual_seed(1000 + dist.get_rank())
     return [torch.randn(rows, 32) for _ in range(n)]
@@ -181,7 +181,7 @@ def tensor_parallel(seed: int, scope: Scope) -> Record:
     with scope():
         for i in range(5):
             torch.manual_seed(i)  # tensor parallel ranks see the same batch
-            loss = model(torch.randn(96, 32)).square().mean()
+            loss = model(torch.randn(384, 32)).square().mean()
             loss.backward()
             record.losses(loss.detach())
             opt.step()
@@ -203,8 +203,10 @@ def main(name: str, rank: int, file: str) -> None:
         assert_same(want, managed(fn, HUGE_BYTES, "torture", place=place).record, f"torture, {place}")
     for share in (1.0, 0.75, 0.5):
         assert_same(want, managed(fn, measured.limit(share), "auto").record, f"auto at {share:.0%}")
-    stats = managed(fn, measured.limit(0.5), "evict").stats
-    assert stats["evictions"] > 0, "nothing was evicted, so nothing was tested"
+    limit = measured.limit(0.5)
+    stats = managed(fn, limit, "evict").stats
+    if limit < 0.95 * measured.peak_bytes:  # else the model states are nearly all there is
+        assert stats["evictions"] > 0, "nothing was evicted, so nothing was tested"
     for one in range(RANKS):  # only one rank is managed
         if rank == one:
             assert_same(want, managed(fn, HUGE_BYTES, "torture").record, "torture on this rank alone")

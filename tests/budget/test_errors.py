@@ -1,0 +1,157 @@
+"""When nothing more can be let go: what is raised, when, and what it says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import memmgr
+import pytest
+import torch
+from torch import nn
+
+MB = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    gc.collect()
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+
+
+def wide(width: int = 512, depth: int = 8) -> nn.Module:
+    """8.4 MB of parameters, next to no activations."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 512) -> None:
+    model(torch.randn(4, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def check_error(error: memmgr.BudgetError, limit: int) -> None:
+    """What holds for each of them."""
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert isinstance(error, RuntimeError)
+    text = str(error)
+    assert text.startswith("DefaultCPUAllocator: can't allocate memory"), f"does not begin as torch's own: {text}"
+    assert error.budget_bytes == limit
+    assert error.floor_bytes > limit, f"names {error.floor_bytes:,}, but {limit:,} did not work"
+    assert str(error.floor_bytes) in text, "the smallest budget is not in the text"
+    for word in ("budget", "Held"):
+        assert word in text
+
+
+def test_torch_says_it_like_this() -> None:
+    """The words that ours begins with are really torch's."""
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_what_is_there_already_does_not_fit() -> None:
+    model = wide()
+    limit = bytes_of(model) // 2
+    with pytest.raises(memmgr.BudgetError) as caught:
+        memmgr.budget(limit, quiet=True).__enter__()
+    check_error(caught.value, limit)
+    assert "parameters" in str(caught.value) and "Linear" in str(caught.value)
+    assert caught.value.floor_bytes >= bytes_of(model)
+    with memmgr.budget("8GB", quiet=True):  # nothing of the failed one is left open
+        pass
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["model inside", "model outside"])
+@pytest.mark.parametrize("share", [1.5, 2.5, 3.5])
+def test_model_states_alone_do_not_fit(share: float, inside: bool) -> None:
+    """Parameters, gradients and two moments are 4x the parameters: any less fails at the first optimizer step."""
+    model = None if inside else wide()
+    limit = int(bytes_of(wide()) * share)
+    gc.collect()
+    done: list[str] = []
+
+    def train(steps: int) -> None:
+        nonlocal model
+        model = model or wide()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            done.append("begun")
+            step(model, optimizer)
+            done.append("stepped")
+
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(limit, quiet=True):
+        train(50)
+    assert done == ["begun"], f"failed after {done.count('stepped')} optimizer steps"
+    error = caught.value
+    check_error(error, limit)
+    text = str(error)
+    for kind in ("parameters", "gradients"):
+        assert kind in text, f"no split by kind: {text}"
+    if share > 2.1:
+        assert "optimizer state" in text
+    assert "Linear" in text, "no split by module"
+    floor = error.floor_bytes
+    del caught, error
+    model = None
+    gc.collect()
+    model = None if inside else wide()
+    # The smallest budget that it names works, with a tenth to spare.
+    with memmgr.budget(int(1.10 * floor), quiet=True) as mm:
+        train(2)
+    assert mm.stats()["resident_bytes.peak"] <= 1.10 * floor
+
+
+@pytest.mark.parametrize("policy", ["auto", "evict", "offload"])
+def test_an_op_that_can_never_fit(policy: str) -> None:
+    with memmgr.budget(20 * MB, policy=policy, quiet=True):
+        a = torch.ones(2_000_000, requires_grad=True)
+        with pytest.raises(memmgr.BudgetError) as caught:
+            torch.cat([a, a, a])
+        check_error(caught.value, 20 * MB)
+        # The program may go on: the budget is open and nothing was lost.
+        assert (a * 2).sum().item() == 4_000_000
+
+
+def test_an_error_in_backward_is_ours_too() -> None:
+    """A backward that needs more than forward did."""
+
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad + torch.ones(50_000_000)[0]
+
+    with memmgr.budget(20 * MB, quiet=True):
+        x = torch.ones(1000, requires_grad=True)
+        y = Greedy.apply(x).sum()
+        with pytest.raises(memmgr.BudgetError) as caught:
+            y.backward()
+        check_error(caught.value, 20 * MB)
+
+
+def test_without_grad_mode_too() -> None:
+    with memmgr.budget(20 * MB, quiet=True), torch.no_grad(), pytest.raises(memmgr.BudgetError) as caught:
+        torch.ones(10_000_000)
+    check_error(caught.value, 20 * MB)
+
+
+def test_held_tensors_are_named() -> None:
+    """What the program keeps in a list cannot leave, and the error says that it is there."""
+    kept = []
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(20 * MB, quiet=True):
+        x = torch.ones(500_000, requires_grad=True)
+        for _ in range(100):
+            x = x.sin()
+            kept.append(x)
+    check_error(caught.value, 20 * MB)
+    assert "saved for backward" in str(caught.value) or "other tensors" in str(caught.value)
+    assert 6 <= len(kept) <= 10

@@ -1,0 +1,297 @@
+"""`floor_bytes` against the true floor, which `true_floor.py` measures without memmgr; and what recording may keep."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import memmgr
+import pytest
+import torch
+
+from .models import MODELS
+from .true_floor import IdealManager, LiveStorages, live_curve, true_floor
+
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The profiler does not see what intra-op threads allocate; and all runs are to be alike."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    yield
+    gc.collect()
+    torch.set_num_threads(threads)
+
+
+def run(name: str) -> list[float]:
+    """Builds the model and takes the steps."""
+    torch.manual_seed(0)
+    training = MODELS[name]()
+    return [training.step() for _ in range(STEPS)]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Measured without memmgr."""
+
+    peak_bytes: int
+    floor_bytes: int
+    losses: tuple[float, ...]
+
+
+@functools.cache
+def truth(name: str) -> Truth:
+    losses: list[float] = []
+    peak = live_curve(lambda: losses.extend(run(name))).peak_bytes
+    again: list[float] = []
+    floor = true_floor(lambda: again.extend(run(name)))
+    assert again == losses, "the ideal manager changed the run"
+    assert floor < 0.9 * peak, "nothing could leave: this model tests nothing"
+    return Truth(peak, floor, tuple(losses))
+
+
+def managed(name: str, limit: int | None, **options: Any) -> dict[str, Any]:
+    """The run under a budget; same losses as without."""
+    gc.collect()
+    with memmgr.budget(limit, quiet=True, **options) as mm:
+        losses = run(name)
+    assert tuple(losses) == truth(name).losses
+    return mm.stats()
+
+
+# ---- the measure itself ------------------------------------------------------------------------------------------------
+
+
+def test_the_ideal_manager_by_hand() -> None:
+    """A chain of sines, small enough to count: each saves its input, nothing else is held."""
+    n, depth = 100_000, 10
+    size = 4 * n
+
+    def chain() -> None:
+        x = torch.ones(n, requires_grad=True)
+        y = x
+        for _ in range(depth):
+            y = y.sin()
+        y.backward(torch.ones(n))
+
+    # Unmanaged: x, all ys, the gradient that comes and the one that is made, cos(y).
+    assert live_curve(chain).peak_bytes == pytest.approx(size * (1 + depth + 3), rel=0.1)
+    # At best: x and the last y (which the program holds), the gradient that the caller passed, the running node's
+    # saved input, what comes in and goes out of it and its cosine.
+    assert size * 5 <= true_floor(chain) <= size * 7
+
+
+def test_the_ideal_manager_counts_what_the_program_holds() -> None:
+    n, depth = 100_000, 10
+
+    def chain() -> None:
+        y = torch.ones(n, requires_grad=True)
+        kept = [y]
+        for _ in range(depth):
+            y = y.sin()
+            kept.append(y)
+        y.sum().backward()
+
+    assert true_floor(chain) >= 4 * n * (depth + 1)
+
+
+def test_the_ideal_manager_shares_what_is_saved_twice() -> None:
+    """A product of a tensor with itself, saved twice by one node: its bytes are needed once."""
+    n = 100_000
+
+    def twice() -> None:
+        y = torch.ones(n, requires_grad=True).sin()
+        z = (y * y).sum()
+        del y
+        z.backward()
+
+    floor = true_floor(twice)
+    # The leaf, its gradient coming in (expanded: none), y once, two products of the gradient, their sum.
+    assert floor <= 4 * n * 5.1, f"{floor:,}"
+
+
+def test_the_ideal_manager_keeps_the_bits() -> None:
+    def gradients(ideal: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        training = MODELS["lstm"]()
+        if ideal:
+            with IdealManager():
+                training.loss().backward()
+        else:
+            training.loss().backward()
+        return [p.grad for p in training.model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+# ---- floor_bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_floor_of_an_unlimited_run(name: str) -> None:
+    stats = managed(name, None)
+    assert stats["unmanaged_peak_bytes"] == pytest.approx(truth(name).peak_bytes, rel=0.01)
+    assert stats["floor_bytes"] == pytest.approx(truth(name).floor_bytes, rel=0.10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_floor_of_a_tight_run(name: str) -> None:
+    """The floor is a property of the run, so a run near it says the same."""
+    want = truth(name)
+    limit = max(want.peak_bytes // 2, int(1.15 * want.floor_bytes))
+    stats = managed(name, limit)
+    assert stats["floor_bytes"] == pytest.approx(want.floor_bytes, rel=0.10)
+    assert stats["floor_bytes"] <= limit, "names a floor above a budget that worked"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tenth_over_the_floor_works(name: str) -> None:
+    limit = int(1.10 * managed(name, None)["floor_bytes"])
+    stats = managed(name, limit)
+    assert stats["resident_bytes.peak"] <= limit
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_twentieth_under_the_floor_fails_and_names_it(name: str) -> None:
+    floor = managed(name, None)["floor_bytes"]
+    limit = int(0.95 * floor)
+    with pytest.raises(memmgr.BudgetError) as caught:
+        managed(name, limit)
+    error = caught.value
+    assert limit < error.floor_bytes <= 1.10 * truth(name).floor_bytes, (
+        f"names {error.floor_bytes:,}; the floor is {truth(name).floor_bytes:,}, the budget was {limit:,}"
+    )
+    assert error.floor_bytes >= 0.90 * truth(name).floor_bytes
+    assert str(error.floor_bytes) in str(error)
+    del error, caught
+    gc.collect()
+    with memmgr.budget("8GB", quiet=True):
+        assert run(name) == list(truth(name).losses)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints what the README's table says, and checks that models that hold much are seen to."""
+    rows, shares = [], {}
+    for name in MODELS:
+        stats, want = managed(name, None), truth(name)
+        shares[name] = stats["held_bytes.peak"] / stats["unmanaged_peak_bytes"]
+        rows.append(
+            f"{name:9} {want.peak_bytes / 1e6:8.1f} {want.floor_bytes / 1e6:8.1f} "
+            f"{want.floor_bytes / want.peak_bytes:6.0%} {stats['floor_bytes'] / 1e6:9.1f} "
+            f"{stats['floor_bytes'] / want.floor_bytes:6.3f} {shares[name]:6.0%}"
+        )
+    with capsys.disabled():
+        print("\nmodel      peak MB floor MB  share says MB  ratio   held")
+        print("\n".join(rows))
+    assert all(0 < share < 1 for share in shares.values())
+
+
+# ---- recording keeps nothing alive ------------------------------------------------------------------------------------
+
+
+def roots_in_a_loop() -> None:
+    """facts.md: a no-grad 16 MB tensor is reduced and added in a loop. In plain torch one is alive at a time."""
+    x = torch.ones(1000, requires_grad=True)
+    for _ in range(3):
+        y = x
+        for _ in range(8):
+            with torch.no_grad():
+                big = torch.randn(4_000_000)
+            y = y + big.sum()
+            del big
+        y.square().sum().backward()
+
+
+def carried_state() -> None:
+    """200 passes of a recurrent net whose state is carried, detached, from one to the next."""
+    torch.manual_seed(0)
+    cell = torch.nn.RNNCell(64, 64)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.01)
+    state = torch.zeros(256, 64)
+    for _ in range(200):
+        for _ in range(4):
+            state = cell(torch.randn(256, 64), state)
+        state.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = state.detach()
+
+
+def carried_loss() -> None:
+    """A running mean of losses, as logging keeps it: detached values that each name a pass."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256)
+    running = torch.zeros(())
+    for _ in range(50):
+        loss = model(torch.randn(1024, 256)).square().mean()
+        running = 0.9 * running + 0.1 * loss.detach()
+        loss.backward()
+        model.zero_grad()
+
+
+def no_backward() -> None:
+    """Evaluation that forgets `no_grad`: graphs are built and dropped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    total = 0.0
+    for _ in range(30):
+        total += model(torch.randn(1024, 256)).square().mean().item()
+
+
+def views_of_a_batch() -> None:
+    """Slices of a large batch in turn: each names it."""
+    data = torch.randn(4_000_000)
+    w = torch.ones(1000, requires_grad=True)
+    for i in range(20):
+        (data[i * 1000 : (i + 1) * 1000] * w).sum().backward()
+        data = data + 0.0
+
+
+LOOPS: dict[str, Callable[[], object]] = {
+    "roots in a loop": roots_in_a_loop,
+    "carried state": carried_state,
+    "carried loss": carried_loss,
+    "no backward": no_backward,
+    "views of a batch": views_of_a_batch,
+    **{name: functools.partial(run, name) for name in MODELS},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_recording_keeps_nothing_alive(name: str) -> None:
+    """Live bytes under an unlimited budget, by two measures, are at most plain torch's and 1 %."""
+    loop = LOOPS[name]
+    torch.manual_seed(0)
+    want = live_curve(loop).peak_bytes
+    torch.manual_seed(0)
+    with memmgr.budget(None, quiet=True) as mm:
+        loop()
+    got = mm.stats()["resident_bytes.peak"]
+    # Blocks are rounded up to 512 bytes.
+    assert got <= 1.01 * want + 100_000, f"plain {want:,}, recorded {got:,}"
+    assert mm.stats()["recorded_ops"] > 0, "nothing was recorded, so nothing was tested"
+    gc.collect()
+    torch.manual_seed(0)
+    with LiveStorages() as plain:
+        loop()
+    torch.manual_seed(0)
+    with memmgr.budget(None, quiet=True), LiveStorages() as recorded:
+        loop()
+    assert recorded.peak_bytes <= 1.01 * plain.peak_bytes + 100_000
+
+
+@pytest.mark.parametrize("name", ["roots in a loop", "carried state"])
+def test_recording_under_a_budget_keeps_little_alive(name: str) -> None:
+    """With a limit that does not bind, recipes may still keep no more roots than that."""
+    torch.manual_seed(0)
+    want = live_curve(LOOPS[name]).peak_bytes
+    torch.manual_seed(0)
+    with memmgr.budget("8GB", quiet=True, _sleep=False) as mm:
+        LOOPS[name]()
+    assert mm.stats()["resident_bytes.peak"] <= 1.05 * want + 1_100_000

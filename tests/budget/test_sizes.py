@@ -1,0 +1,173 @@
+"""Sizes as people write them, and the arguments of `budget` that are not ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import memmgr
+import pytest
+import torch
+from memmgr._sizes import parse_size, show_size
+
+GOOD: list[tuple[Any, int]] = [
+    (1, 1),
+    (12_000_000_000, 12_000_000_000),
+    (12e9, 12_000_000_000),
+    ("12000000000", 12_000_000_000),
+    ("12_000_000_000", 12_000_000_000),
+    ("12GB", 12 * 10**9),
+    ("12 GB", 12 * 10**9),
+    ("  12GB\n", 12 * 10**9),
+    ("12gB", 12 * 10**9),
+    ("12G", 12 * 10**9),
+    ("12g", 12 * 10**9),
+    ("12GiB", 12 * 2**30),
+    ("12Gi", 12 * 2**30),
+    ("12gib".replace("b", "B"), 12 * 2**30),
+    ("1.5GB", 1_500_000_000),
+    (".5GiB", 2**29),
+    ("0.5TB", 5 * 10**11),
+    ("500MB", 500 * 10**6),
+    ("500MiB", 500 * 2**20),
+    ("64kB", 64_000),
+    ("64KB", 64_000),
+    ("64KiB", 65_536),
+    ("512B", 512),
+    ("2PB", 2 * 10**15),
+    ("80%", 800),
+    ("80 %", 800),
+    ("0.5%", 5),
+    ("100%", 1000),
+]
+
+# What is given, and a word that the error must contain besides what would be accepted.
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ("", ValueError, "''"),
+    ("GB", ValueError, "'GB'"),
+    ("lots", ValueError, "'lots'"),
+    ("12 XB", ValueError, "XB"),
+    ("12GBs", ValueError, "GBs"),
+    ("12G B", ValueError, "12G B"),
+    ("1,5GB", ValueError, "1,5GB"),
+    ("1e9", ValueError, "1e9"),
+    ("-1GB", ValueError, "-1GB"),
+    ("+1GB", ValueError, "+1GB"),
+    ("0", ValueError, "positive"),
+    ("0GB", ValueError, "positive"),
+    ("0.1B", ValueError, "positive"),
+    ("nan", ValueError, "nan"),
+    ("inf", ValueError, "inf"),
+    ("12Gb", ValueError, "bits"),
+    ("12gb", ValueError, "bits"),
+    ("12Gib", ValueError, "bits"),
+    ("12b", ValueError, "bits"),
+    ("0%", ValueError, "0%"),
+    ("101%", ValueError, "101%"),
+    ("-5%", ValueError, "-5%"),
+    ("80%GB", ValueError, "80%GB"),
+    (0, ValueError, "positive"),
+    (-5, ValueError, "-5"),
+    (1.5, ValueError, "whole"),
+    (float("nan"), ValueError, "positive"),
+    (float("inf"), ValueError, "positive"),
+    (True, TypeError, "True"),
+    (None, TypeError, "None"),
+    ((1, "GB"), TypeError, "GB"),
+    (b"12GB", TypeError, "12GB"),
+    (1j, TypeError, "1j"),
+]
+
+
+@pytest.mark.parametrize(("given", "size"), GOOD, ids=[repr(g) for g, _ in GOOD])
+def test_good(given: Any, size: int) -> None:
+    got = parse_size(given, whole=1000)
+    assert got == size and type(got) is int
+
+
+@pytest.mark.parametrize(("given", "kind", "word"), BAD, ids=[repr(g) for g, _, _ in BAD])
+def test_bad(given: Any, kind: type[Exception], word: str) -> None:
+    with pytest.raises(kind) as caught:
+        parse_size(given, whole=1000, what="budget")
+    text = str(caught.value)
+    assert text.startswith("budget: ") and word in text
+    assert '"12GB"' in text and '"12GiB"' in text, f"does not show what would be accepted: {text}"
+    assert "80%" in text
+
+
+def test_a_percentage_of_nothing() -> None:
+    with pytest.raises(ValueError, match=r"^disk: a percentage makes no sense here") as caught:
+        parse_size("80%", what="disk")
+    assert "12GB" in str(caught.value) and '"80%"' not in str(caught.value)
+
+
+def test_bits_say_what_to_write() -> None:
+    with pytest.raises(ValueError, match="write 12GB"):
+        parse_size("12Gb")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_620_000_000, "1.62 GB"), (12 * 10**12, "12 TB")]
+)
+def test_show(size: int, text: str) -> None:
+    assert show_size(size) == text
+
+
+# ---- the same through `budget` ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": "12Gb"}, ("budget", "12GB")),
+        ({"limit": -1}, ("budget", "12GB")),
+        ({"limit": "1GB", "host": "x"}, ("host", "12GB")),
+        ({"limit": "1GB", "disk": "/nowhere/at/all"}, ("disk", "folder")),
+        ({"limit": "1GB", "disk": ("/tmp", "8Mb")}, ("disk", "bits")),
+        ({"limit": "1GB", "policy": "best"}, ("best", "dtr")),
+    ],
+)
+def test_bad_arguments_are_found_before_anything_opens(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    limit = options.pop("limit")
+    with pytest.raises(ValueError) as caught:
+        memmgr.budget(limit, **options)
+    for word in words:
+        assert word in str(caught.value)
+    with memmgr.budget("8GB", quiet=True):
+        pass  # nothing of the bad one is left open
+
+
+def test_percent_of_the_device() -> None:
+    psutil = pytest.importorskip("psutil")
+    with memmgr.budget("80%", device="cpu", quiet=True) as mm:
+        assert mm.stats()["budget_bytes"] == int(psutil.virtual_memory().total * 0.8)
+
+
+def test_nested_budgets() -> None:
+    with memmgr.budget("8GB", quiet=True) as outer:
+        with pytest.raises(RuntimeError, match="do not nest") as caught:
+            memmgr.budget("4GB", quiet=True).__enter__()
+        assert not isinstance(caught.value, torch.OutOfMemoryError)
+        # The outer one goes on.
+        w = torch.randn(64, 64, requires_grad=True)
+        (w @ w).sum().backward()
+        assert outer.stats()["budget_bytes"] == 8 * 10**9 and outer.stats()["passes"] == 1
+    with memmgr.budget("4GB", quiet=True):
+        pass
+    assert "nest" in (memmgr.budget.__doc__ or ""), "what nested budgets mean is to be said in the docstring"
+
+
+def test_a_decorated_function_that_calls_itself() -> None:
+    @memmgr.budget("8GB", quiet=True)
+    def down(n: int) -> int:
+        return down(n - 1) if n else 0
+
+    with pytest.raises(RuntimeError, match="do not nest"):
+        down(1)
+    assert down(0) == 0
+
+
+def test_disk_as_a_path(tmp_path: Path) -> None:
+    with memmgr.budget("8GB", disk=tmp_path, quiet=True):
+        assert list(tmp_path.iterdir()) == [], "the tier's file has a name"
+    assert list(tmp_path.iterdir()) == []
