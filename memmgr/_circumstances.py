@@ -38,7 +38,10 @@ _SETTERS: list[Callable[[int], Any] | None] = [
     lambda v: C._set_cpu_allow_fp16_reduced_precision_reduction(bool(v)),
     lambda v: torch.set_num_threads(int(v)),
     _set_flush_denormal,
+    lambda v: torch.set_default_dtype(_DEFAULT_DTYPES[v]),
 ]
+# at::ScalarType
+_DEFAULT_DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
 
 # Float32 precision per backend and op, in the order of the shim; the enum's values are those of at::Float32Precision.
 _PRECISION_SLOTS = [

@@ -61,6 +61,8 @@ class Guards:
         self._patch(torch.UntypedStorage, "resize_", self._resize)
         for name in ("numpy", "data_ptr", "__array__", "__dlpack__"):
             self._patch(torch.Tensor, name, self._expose)
+        for name in ("data_ptr", "share_memory_", "_share_filename_cpu_", "_share_fd_cpu_"):
+            self._patch(torch.UntypedStorage, name, self._expose_storage)
         triton = sys.modules.get("triton.runtime.jit")
         if triton is not None and hasattr(triton, "JITFunction"):
             self._patch(triton.JITFunction, "run", self._triton)
@@ -162,8 +164,27 @@ class Guards:
         @functools.wraps(original)
         def pointer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if manager.open and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                manager.native.expose(tensor)
+                self._exposed(tensor)
             return original(tensor, *args, **kwargs)
+
+        return pointer
+
+    def _exposed(self, tensor: torch.Tensor) -> None:
+        native = self._manager.native
+        if native.find(tensor) is not None and not (tensor.requires_grad and tensor.is_leaf):
+            # What is gone and would be made from these bytes is made now, while they are what they were.
+            self._manager.recorder.before_expose(tensor)
+            native.expose(tensor)
+
+    def _expose_storage(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def pointer(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            if manager.open and storage.device.type == manager.device.type:
+                with manager.unseen():
+                    self._exposed(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            return original(storage, *args, **kwargs)
 
         return pointer
 
@@ -180,7 +201,7 @@ class Guards:
             # Any argument may be written: what was made from the old bytes must not need them any more (rule 6).
             manager.recorder.before_write(tensors)
             for tensor in tensors:
-                manager.native.expose(tensor)
+                manager.native.expose(tensor)  # rule 6: trusted by this call site, never by its op
             result = original(kernel, *args, **kwargs)
             for tensor in tensors:
                 manager.native.overwritten(tensor, None)

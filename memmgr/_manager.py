@@ -141,6 +141,7 @@ class Manager:
                 self._has_tier = True
             self.restore_options()
             native.set_always_rank(self.policy.torture)
+            native.set_watching(True)
             self.guards.install()
             self.open = True
             native.set_active(True)
@@ -418,14 +419,13 @@ class Manager:
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: bandwidth, and the processor time that a byte costs (design §5)."""
         native = self.native
-        size = 16 << 20
-        t0, c0 = time.perf_counter(), time.process_time()
+        size = 8 << 20
+        c0 = time.process_time()
         written = native.tier_probe(size)
         if written is None:
             return
         wrote, read = written
         cpu = max(0.0, time.process_time() - c0)
-        del t0
         self._probe = (size / max(wrote, 1e-9), size / max(read, 1e-9), cpu / (2 * size))
 
     def link(self) -> Link:
@@ -612,7 +612,7 @@ class Manager:
             "resident_bytes.current": native.resident(),
             "resident_bytes.peak": max(a.get("resident_peak_bytes", 0), self._peaks[0]),
             "held_bytes.peak": n["held_peak_bytes"],
-            "floor_bytes": n["floor_bytes"],
+            "floor_bytes": max(n["floor_bytes"], n["held_peak_bytes"]),
             "unmanaged_peak_bytes": max(a.get("unmanaged_peak_bytes", 0), self._peaks[1]),
             "outside_bytes": a.get("outside_bytes", 0),
             "evictions": n["evictions"],

@@ -62,7 +62,10 @@ class Plain:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: a saved output with its grad_fn would keep its own node alive.
-        self.tensor = tensor.detach()
+        try:
+            self.tensor = tensor.detach()
+        except TypeError:  # no handler for it here: a fake tensor inside somebody's shape propagation
+            self.tensor = tensor
         self.version = None if tensor.is_inference() else tensor._version
 
     def get(self) -> torch.Tensor:
@@ -126,6 +129,11 @@ class Recorder:
         for tensor in tensors:
             for cell in self._native.would_strand(tensor):
                 self._manager.replayer.materialize(cell)
+
+    def before_expose(self, tensor: torch.Tensor) -> None:
+        """Raw writes may come: what is gone and needs these bytes is made again first."""
+        for cell in self._native.would_strand_exposed(tensor):
+            self._manager.replayer.materialize(cell)
 
     def _write_only(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = self._written(op, args, kwargs)
@@ -305,11 +313,16 @@ class Recorder:
     def _same(self, a: Any, b: Any) -> bool:
         if a is None or b is None:
             return a is b
-        native = self._native
-        x, y = native.checksum(a), native.checksum(b)
-        if x is None or y is None:
-            return bool(torch.equal(a, b))
-        return bool(x == y)
+        x, y = self._native.checksum(a), self._native.checksum(b)
+        if x is not None and y is not None:
+            return bool(x == y)
+        if a.layout != torch.strided or a.device.type == "cpu":
+            return x is y  # sparse: nobody makes a cell of it
+        return bool(torch.equal(_bytes_of(a), _bytes_of(b)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _shares(native: Any, value: Any, cell: Any) -> bool:

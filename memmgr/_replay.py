@@ -67,22 +67,41 @@ class Replayer:
 
     def _run(self, target: Any) -> None:
         native = self._native
-        uses: dict[Any, int] = {target: 1}  # how many planned ops still want the cell
         pins: dict[Any, Any] = {}  # bytes made on the way, kept until their last planned use
-        planned: set[int] = set()
-        stack: list[Any] = [target]
-        guard = 0
+        for _ in range(1000):
+            order, uses = self._plan(target, pins)
+            uses[target] = uses.get(target, 0) + 1
+            for cell in [c for c in pins if c not in uses]:
+                del pins[cell]
+            for recipe in order:
+                inputs = recipe.inputs
+                for parent in inputs:
+                    if not parent.present and parent.slot >= 0 and not native.bring_back(parent):
+                        pins[parent] = native.lease(parent)
+                # Leases keep the inputs from leaving while the op makes room for its outputs.
+                leases = [native.lease(parent) for parent in inputs]
+                if any(lease is None for lease in leases):
+                    break  # something in memory when the plan was made has left since: plan again, keep what is pinned
+                self._execute(recipe, inputs, uses, pins)
+                del leases
+            if target.present:
+                return
+            if target.slot >= 0 and not native.bring_back(target):
+                return
+        raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
+
+    def _plan(self, target: Any, pins: dict[Any, Any]) -> tuple[list[Any], dict[Any, int]]:
+        """The recipes to run, each after those that it needs, and how often each of their inputs is used.
+
+        The whole of it before the first runs: what two ops need is made once and kept for both.
+        """
+        order: list[Any] = []
+        uses: dict[Any, int] = {}
+        done: set[int] = set()
+        stack: list[tuple[Any, bool]] = [(target, False)]
         while stack:
-            guard += 1
-            if guard > 1_000_000:
-                raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
-            cell = stack[-1]
-            if cell.present:
-                stack.pop()
-                continue
-            if cell.slot >= 0 and not native.bring_back(cell):
-                pins[cell] = native.lease(cell)
-                stack.pop()
+            cell, expanded = stack.pop()
+            if cell.present or cell.slot >= 0:
                 continue
             recipe = cell.recipe
             if recipe is None or not recipe.ok:
@@ -90,22 +109,17 @@ class Replayer:
                     f"memmgr: a tensor of {cell.nbytes} bytes was dropped and its recipe can no longer run "
                     f"({'no recipe' if recipe is None else recipe.func}); this is a bug in memmgr"
                 )
-            inputs = recipe.inputs
-            if id(recipe) not in planned:
-                planned.add(id(recipe))
-                for parent in inputs:
-                    uses[parent] = uses.get(parent, 0) + 1
-            # Leases keep the inputs from leaving while the op makes room for its outputs.
-            leases = [native.lease(parent) for parent in inputs]
-            missing = [parent for parent, lease in zip(inputs, leases, strict=True) if lease is None]
-            if missing:
-                stack.extend(missing)
+            if id(recipe) in done:
                 continue
-            self._execute(recipe, inputs, uses, pins)
-            planned.discard(id(recipe))  # asked for again (another of its outputs), it needs its inputs anew
-            del leases
-            stack.pop()
-        pins.clear()
+            if expanded:
+                done.add(id(recipe))
+                order.append(recipe)
+                for parent in recipe.inputs:
+                    uses[parent] = uses.get(parent, 0) + 1
+                continue
+            stack.append((cell, True))
+            stack.extend((parent, False) for parent in recipe.inputs)
+        return order, uses
 
     def _execute(self, recipe: Any, inputs: tuple[Any, ...], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
         native = self._native
@@ -115,14 +129,7 @@ class Replayer:
                     f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
                     "the recomputation is refused instead of giving a wrong gradient"
                 )
-            if parent.exposed and parent.checksum is not None:
-                lease = native.lease(parent)
-                if native.checksum(lease) != parent.checksum:
-                    raise RecomputeError(
-                        f"memmgr: memory that another library can write, an input of {recipe.func}, changed between "
-                        "forward and backward; the recomputation is refused instead of giving a wrong gradient"
-                    )
-        outputs = run_recipe(native, recipe, uses)
+        outputs = run_recipe(native, recipe)
         self.recomputes += 1
         for cell, tensor in zip(recipe.outputs, outputs, strict=False):
             if cell is None or tensor is None or cell.present:
@@ -172,7 +179,7 @@ def flat_outputs(out: Any) -> list[Any]:
     return [out if isinstance(out, torch.Tensor) else None]
 
 
-def run_recipe(native: Any, recipe: Any, uses: dict[Any, int] | None = None) -> list[Any]:
+def run_recipe(native: Any, recipe: Any) -> list[Any]:
     """Runs a recipe whose inputs are present; returns its outputs, flat. For ops that write, the written storage."""
     writable: dict[int, Any] = {}
     args = _restore(native, recipe.args, writable)

@@ -102,6 +102,7 @@ class Sleeper:
             return
         # Drops need watched writes, and nothing is watched now: from here on only copies.
         manager.native.set_options(False, True, manager.config.verify, 0)
+        manager.native.set_watching(False)
         manager.step_out()
         self.asleep = True
 
@@ -112,4 +113,5 @@ class Sleeper:
             return
         manager.step_in()
         manager.restore_options()
+        manager.native.set_watching(True)
         self.asleep = False

@@ -335,6 +335,24 @@ Cell* fresh_cell(c10::TensorImpl* t) {
   if (c) enter(t->unsafe_storage().unsafeGetStorageImpl(), c);
   return c;
 }
+// A cell of its own with the bytes that the tensor's storage has now, or null when there is no room.
+Cell* private_copy(c10::TensorImpl* t) {
+  auto* from = t->unsafe_storage().unsafeGetStorageImpl();
+  c10::Allocator* a = c10::GetAllocator(c10::kCPU);
+  try {
+    auto to = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), from->nbytes(),
+                                                    a->allocate(from->nbytes()), a, true);
+    std::memcpy(to->_mutable_data_ptr_no_checks().get(), from->_mutable_data_ptr_no_checks().get(), from->nbytes());
+    auto twin = c10::make_intrusive<c10::TensorImpl>(c10::Storage(to), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                     caffe2::TypeMeta::Make<uint8_t>());
+    Cell* c = fresh_cell(twin.get());
+    std::lock_guard<std::mutex> lock(g.mu);
+    c->strong = std::move(to);  // the recipe that is being made will name it, and keeps it as a root
+    return c;
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
 void discard_copy(Cell* c) { drop_slot(c); }
 bool cell_present(Cell* c) { return is_present(c); }
 

@@ -318,9 +318,12 @@ static void see_version(Cell* c, c10::TensorImpl* t) {
   c->versions.push_back({t->version_counter(), t->version_counter().current_version(), false});
 }
 
+static void settle_doubtful();
+
 void settle() {
   // What the last in-place op wrote has its new version by now (ADInplaceOrView counts after the kernel, and the kernel
   // is what the mode sees).
+  if (!g.doubtful.empty()) settle_doubtful();
   if (g.unsettled.empty()) return;
   std::vector<Cell*> cells;
   cells.swap(g.unsettled);
@@ -377,15 +380,93 @@ static void changed_in_place(Cell* c) {
   }
 }
 
+// Off the list of cells that could leave, and without bytes: an unpack is autograd's error from now on (rule 8).
+static void make_stale(Cell* c) {
+  c->stale = true;
+  if (c->busy) wait_not_busy(c);
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (c->listed && c->gone == PRESENT) {
+      g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, c->nbytes);
+      (c->prev ? c->prev->next : g.oldest) = c->next;
+      (c->next ? c->next->prev : g.newest) = c->prev;
+      c->prev = c->next = nullptr;
+      c->listed = false;
+    }
+    disarm_locked(c);
+  }
+  drop_slot(c);
+  release_strong(c);
+  c->weak = WeakStorage(StorageRef());
+}
+
+// An op wrote to what had been saved. If the counter moved, that is autograd's error; if it did not (the op hides its
+// write, or preserved the counter), autograd would read the new bytes, and so do we.
+static void settle_doubtful() {
+  std::vector<Cell*> cells;
+  cells.swap(g.doubtful);
+  for (Cell* c : cells) {
+    if (c->handles > 0) {
+      if (!saved_current(c)) {
+        make_stale(c);
+      } else {
+        cut(c, false, false, nullptr);
+        drop_recipe(c);
+      }
+    }
+    deferred_decref(reinterpret_cast<PyObject*>(c));
+  }
+}
+
+// A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6).
+void expose_cell(Cell* c) {
+  if (c->exposed) return;
+  Py_INCREF(c);
+  if (c->handles == 0 && c->recipe) {
+    // What was made from it can be made again from its recipe; the storage becomes a root of its own at its next use.
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      c->strong.reset();
+    }
+    c10::StorageImpl* s = nullptr;
+    {
+      StorageRef live = c->weak.lock();
+      s = live.get();
+      c->weak = WeakStorage(StorageRef());
+    }
+    auto it = g.table.find(s);
+    if (it != g.table.end() && it->second == c) {
+      StorageRef live = StorageRef::reclaim_copy(s);
+      table_erase(it);
+      Cell* fresh = new_cell();
+      fresh->weak = WeakStorage(live);
+      fresh->nbytes = static_cast<int64_t>(live->nbytes());
+      fresh->versions = c->versions;
+      fresh->last_access = g.clock;
+      fresh->exposed = true;
+      enter(s, fresh);
+      Py_DECREF(fresh);
+    }
+  } else {
+    cut(c, false, false, nullptr);
+    drop_recipe(c);
+    c->exposed = true;
+  }
+  deferred_decref(reinterpret_cast<PyObject*>(c));
+}
+
 // A write that nobody announced was noticed: the cell of this storage is no longer what it was.
 static void written_unseen(c10::TensorImpl* t) {
   c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
   auto it = g.table.find(s);
   if (it == g.table.end()) return;
   Cell* c = it->second;
-  if (c->handles > 0 && saved_current(c) && static_cast<int64_t>(s->nbytes()) == c->nbytes) {
+  if (c->handles > 0 && saved_current(c)) {
     changed_in_place(c);
     settle();
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (c->listed && c->gone == PRESENT) g.handled_bytes += s->nbytes() - std::min<uint64_t>(g.handled_bytes, c->nbytes);
+    c->nbytes = static_cast<int64_t>(s->nbytes());  // resized, as FSDP does with its parameters
     return;
   }
   Py_INCREF(c);
@@ -415,7 +496,18 @@ static Cell* make_cell(c10::TensorImpl* t) {
   c->last_access = g.clock;
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
-  c->exposed = !s->resizable();
+  c->exposed = foreign_memory(s.get()) && !t->requires_grad();
+  const void* p = s->_mutable_data_ptr_no_checks().get();
+  if (c->exposed && g.arena && p && mm_arena_owns(g.arena, p)) {
+    // Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
+    std::vector<Cell*> owners;
+    for (auto& [other, cell] : g.table) {
+      if (cell->weak.expired() && !cell->strong) continue;
+      const auto* begin = static_cast<const char*>(other->_mutable_data_ptr_no_checks().get());
+      if (begin && p >= begin && p < begin + other->nbytes()) owners.push_back(cell);
+    }
+    for (Cell* owner : owners) expose_cell(owner);
+  }
   return c;
 }
 

@@ -128,22 +128,17 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
       Py_DECREF(old);
       Py_RETURN_NONE;
     }
-    if (old->handles > 0) old->stale = true;
-    {
+    if (old->handles > 0) {
+      // Whether this is an error shows when the counter has moved, or has not: see settle_doubtful().
+      Py_INCREF(old);
+      g.doubtful.push_back(old);
       std::lock_guard<std::mutex> lock(g.mu);
-      if (old->listed && old->gone == PRESENT) {
-        // Not among the bytes that could leave any more.
-        g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, old->nbytes);
-        (old->prev ? old->prev->next : g.oldest) = old->next;
-        (old->next ? old->next->prev : g.newest) = old->prev;
-        old->prev = old->next = nullptr;
-        old->listed = false;
-      }
       disarm_locked(old);
+    } else {
+      drop_slot(old);
+      release_strong(old);
+      old->weak = WeakStorage(StorageRef());
     }
-    drop_slot(old);
-    release_strong(old);
-    old->weak = WeakStorage(StorageRef());
     it = g.table.find(s);
     if (it != g.table.end()) table_erase(it);
     deferred_decref(reinterpret_cast<PyObject*>(old));
@@ -193,6 +188,18 @@ static PyObject* py_would_strand(PyObject*, PyObject* o) {
 }
 
 // dependants(cell): the wanted cells that are gone and whose recomputation could read this cell's storage.
+// would_strand_exposed(tensor) -> cells that are wanted, gone, and lost when the tensor's memory may change unseen.
+static PyObject* py_would_strand_exposed(PyObject*, PyObject* o) {
+  PyObject* list = PyList_New(0);
+  c10::TensorImpl* t = impl_of(o);
+  Cell* c = t && is_plain(t) ? find_cell(t) : nullptr;
+  if (!c || c->exposed || (c->handles == 0 && c->recipe)) return list;
+  std::vector<Cell*> stranded;
+  cut(c, false, true, &stranded);
+  for (Cell* s : stranded) PyList_Append(list, reinterpret_cast<PyObject*>(s));
+  return list;
+}
+
 static PyObject* py_lose(PyObject*, PyObject* o) {
   auto* c = reinterpret_cast<Cell*>(o);
   Py_INCREF(c);

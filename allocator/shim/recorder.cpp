@@ -1,6 +1,7 @@
 // The recorder's hot path: what runs for every op and every saved tensor. Anything unusual goes to Python.
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <c10/core/DefaultDtype.h>
 
 #include "shim.h"
 #if defined(__x86_64__)
@@ -13,6 +14,7 @@ Ref* make_ref(c10::TensorImpl* t, Cell* c, bool handle);
 Recipe* new_recipe(int nlinks);
 void link_recipe_input(Recipe* r, int i, Cell* c);
 Cell* fresh_cell(c10::TensorImpl* t);
+Cell* private_copy(c10::TensorImpl* t);
 void discard_copy(Cell* c);
 bool cell_present(Cell* c);
 bool ready_types(PyObject* module);
@@ -24,7 +26,7 @@ static PyObject* on_pack_other = nullptr;
 
 // ---- circumstances (rule 5) ----
 
-static void circumstances(std::vector<int64_t>& v) {
+static void circumstances(std::vector<int64_t>& v) {  // in the order of memmgr/_circumstances.py
   const at::Context& c = at::globalContext();
   v = {
       c.userEnabledCuDNN(),
@@ -71,8 +73,11 @@ static int current_environment() {
 
 // ---- recipes ----
 
+constexpr int64_t kSnapshotBytes = 256 * 1024;
+
 struct Encoder {
   c10::SmallVector<Cell*, 8> cells;
+  c10::SmallVector<Cell*, 2> copies;  // references that are ours
   uint64_t hash = 0;
   bool plain = true;  // every tensor could be described
   bool ok = true;     // every input can be had again
@@ -99,19 +104,21 @@ struct Encoder {
         return nullptr;
       }
       if (c->blank || c->lost || (c->recipe && !c->recipe->ok && !c->strong)) ok = false;
-      if (c->exposed && !c->has_checksum) {
-        // Memory that others can write unseen: replay checks that it is still what it was (rule 7).
-        if (t->requires_grad() || t->device_type() != c10::DeviceType::CPU) {
-          c->exposed = false;
+      if (c->exposed) {
+        // Others can write there unseen: a small one is copied for the recipe, a large one has no recipe (rule 6).
+        Cell* copy = c->nbytes <= kSnapshotBytes ? private_copy(t) : nullptr;
+        if (copy) {
+          cells.push_back(copy);
+          copies.push_back(copy);
+          c = copy;
         } else {
-          const auto* s = t->unsafe_storage().unsafeGetStorageImpl();
-          c->checksum =
-              checksum_bytes(const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get(), s->nbytes());
-          c->has_checksum = true;
+          ok = false;
+          cells.push_back(c);
         }
+      } else {
+        cells.push_back(c);
       }
       c->last_access = g.clock;
-      cells.push_back(c);
       mix(static_cast<uint64_t>(t->dtype().toScalarType()) * 31 + static_cast<uint64_t>(t->device_type()));
       for (int64_t n : t->sizes()) mix(static_cast<uint64_t>(n));
       for (int64_t n : t->strides()) mix(static_cast<uint64_t>(n) + 7);
@@ -183,6 +190,7 @@ static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
   Recipe* r = new_recipe(static_cast<int>(e.cells.size()));
   if (!r) return nullptr;
   for (size_t i = 0; i < e.cells.size(); ++i) link_recipe_input(r, static_cast<int>(i), e.cells[i]);
+  for (Cell* copy : e.copies) Py_DECREF(copy);
   Py_INCREF(func);
   r->func = func;
   r->args = a;

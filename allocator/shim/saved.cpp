@@ -40,6 +40,16 @@ static PyObject* modified_error(const Ref* h) {
       std::string(h->dtype.name()).c_str(), shape.c_str(), now, at);
 }
 
+// The bytes that the view reaches, from the start of its storage.
+static size_t extent_bytes(const Ref* r) {
+  int64_t last = r->offset;
+  for (size_t i = 0; i < r->sizes.size(); ++i) {
+    if (r->sizes[i] == 0) return 0;
+    last += (r->sizes[i] - 1) * r->strides[i];
+  }
+  return static_cast<size_t>(last + 1) * r->dtype.itemsize();
+}
+
 static PyObject* unpack(PyObject*, PyObject* o) {
   if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
   settle();
@@ -65,8 +75,8 @@ static PyObject* unpack(PyObject*, PyObject* o) {
     if (s) {
       if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
       c->last_access = g.clock;
-      if (s->nbytes() < static_cast<size_t>(c->nbytes))
-        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized");
+      if (s->nbytes() < extent_bytes(h))
+        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized and is too short for it");
       PyObject* out = wrap(tensor_of(h, std::move(s)));
       if (out && !maybe_rank()) Py_CLEAR(out);
       return out;

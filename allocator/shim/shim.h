@@ -183,6 +183,7 @@ struct Shim {
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
   size_t sweep_at = 4096;
   std::vector<Cell*> unsettled;
+  std::vector<Cell*> doubtful;   // written while saved: a moved counter makes them stale, else they have new bytes
   std::unordered_map<PyObject*, OpInfo*> ops;
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
@@ -190,6 +191,7 @@ struct Shim {
   double clock = 0;  // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
   uint64_t kept_new_bytes = 0;  // bytes of roots held for recipes since they were last looked through
+  std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;     // torture: after every op
   bool active = false;          // a budget is open
   uint64_t events_since_rank = 0;
@@ -241,6 +243,8 @@ inline at::DataPtr take_incoming_locked(Cell* c) {
 int install_allocator();
 void uninstall_allocator();
 void arena_free(void* p);
+bool foreign_memory(const c10::StorageImpl* s);
+void expose_cell(Cell* c);
 uint64_t release_from_vault(uint64_t want);
 bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool force_clean_only);
 bool ours_alone_locked(const Cell* c);

@@ -249,14 +249,7 @@ static PyObject* py_expose(PyObject*, PyObject* o) {
   if (!c) Py_RETURN_NONE;
   // Parameters are handed to optimizers' and profilers' raw code all the time, and their writes count versions.
   if (!c->recipe && t->requires_grad()) Py_RETURN_NONE;
-  drop_recipe(c);  // what a raw write leaves there, no recipe makes
-  if (c->names > 0) hold(c);
-  c->exposed = true;
-  if (c->names > 0 && !c->has_checksum && t->device_type() == c10::DeviceType::CPU) {
-    auto* s = t->unsafe_storage().unsafeGetStorageImpl();
-    c->checksum = checksum_bytes(s->_mutable_data_ptr_no_checks().get(), s->nbytes());
-    c->has_checksum = true;
-  }
+  expose_cell(c);
   Py_RETURN_NONE;
 }
 
@@ -340,6 +333,7 @@ PyMethodDef cell_functions[] = {
     {"checksum", py_checksum, METH_O, "of a tensor's whole storage"},
     {"overwritten", py_overwritten, METH_VARARGS, "overwritten(tensor, recipe or None) -> Cell"},
     {"would_strand", py_would_strand, METH_O, ""},
+    {"would_strand_exposed", py_would_strand_exposed, METH_O, ""},
     {"lose", py_lose, METH_O, ""},
     {"cut_children", py_cut_children, METH_O, ""},
     {"drop_recipe", py_drop_recipe, METH_O, ""},

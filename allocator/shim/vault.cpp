@@ -61,7 +61,8 @@ bool saved_current(const Cell* c) {
 // somebody may hold that object without holding a tensor.
 bool ours_alone_locked(const Cell* c) {
   return c->strong && c->gone == PRESENT && c->strong.use_count() == 1 && !c->busy && !c->pinned && !c->unsettled &&
-         !c->stale && data_present(c->strong.get()) && c->nbytes > 0;
+         !c->stale && data_present(c->strong.get()) && c->nbytes > 0 &&
+         static_cast<int64_t>(c->strong->nbytes()) == c->nbytes;
 }
 
 void disarm_locked(Cell* c) {
@@ -261,7 +262,7 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
 // floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their
 // temporaries.
 void scan_floor(bool at_op_boundary) {
-  if (!g.arena) return;
+  if (!g.arena || !g.watching.load(std::memory_order_relaxed)) return;
   const uint64_t resident = mm_arena_resident(g.arena);
   auto& mark = at_op_boundary ? g.held_peak_bytes : g.floor_bytes;
   std::unique_lock<std::mutex> lock(g.mu, std::try_to_lock);
@@ -333,6 +334,15 @@ static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   tl_stall_ns += dt;
   g.n.stall_ns += dt;
   return released;
+}
+
+// Memory that another library or process can write: NumPy's, a file's, shared memory, a DLPack capsule's.
+bool foreign_memory(const c10::StorageImpl* s) {
+  if (s->device_type() != c10::DeviceType::CPU) return false;
+  if (!s->resizable()) return true;
+  const auto deleter = const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get_deleter();
+  if (s->nbytes() == 0 || deleter == &arena_free) return false;
+  return !g.previous || deleter != g.previous->raw_deleter();
 }
 
 void arena_free(void* p) {

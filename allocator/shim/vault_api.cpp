@@ -175,6 +175,11 @@ static PyObject* py_set_options(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+static PyObject* py_set_watching(PyObject*, PyObject* o) {
+  g.watching = PyObject_IsTrue(o) == 1;
+  Py_RETURN_NONE;
+}
+
 static PyObject* py_resident(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(g.arena ? mm_arena_resident(g.arena) : 0);
 }
@@ -338,6 +343,7 @@ PyMethodDef vault_methods[] = {
     {"add_outside", py_add_outside, METH_VARARGS, ""},
     {"set_budget", py_set_budget, METH_VARARGS, ""},
     {"set_options", py_set_options, METH_VARARGS, "set_options(may_evict, may_offload, verify, sample)"},
+    {"set_watching", py_set_watching, METH_O, "false while the recorder sleeps"},
     {"resident", py_resident, METH_NOARGS, ""},
     {"pressure", py_pressure, METH_NOARGS,
      "(resident, budget, handled, gone, armed, largest request, offloaded cells)"},

@@ -71,14 +71,17 @@ def live_curve(run: Callable[[], object]) -> Curve:
 
 
 class _Copy:
-    """One version of one storage's bytes, outside torch; and the storage that has them now, if one does."""
+    """One storage's bytes, outside torch; and the storage that has them now, if one does."""
 
     __slots__ = ("__weakref__", "data", "where")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        view = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self.data = view.numpy().copy()
         self.where = weakref.ref(storage)
+        self.refresh(storage)
+
+    def refresh(self, storage: torch.UntypedStorage) -> None:
+        """Copies all of it. What was saved of it before is still what it was then: autograd insists on that."""
+        self.data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().copy()
 
     def storage(self) -> torch.UntypedStorage:
         now = self.where()
@@ -94,8 +97,7 @@ class IdealManager:
     """Saved-tensor hooks that keep every saved byte out of torch's memory. See the module."""
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakValueDictionary[tuple[int, int], _Copy] = weakref.WeakValueDictionary()
-        self.saved_bytes = 0
+        self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         self.saves = 0
 
     def __enter__(self) -> IdealManager:
@@ -109,12 +111,11 @@ class IdealManager:
     def _pack(self, tensor: torch.Tensor) -> Any:
         with torch.no_grad():
             storage = tensor.untyped_storage()
-            key = (storage._cdata, tensor._version)
-            copy = self._copies.get(key)
+            copy = self._copies.get(storage._cdata)
             if copy is None or copy.where() is not storage:  # an address may be used again
-                copy = _Copy(storage)
-                self._copies[key] = copy
-                self.saved_bytes += len(copy.data)
+                copy = self._copies[storage._cdata] = _Copy(storage)
+            else:
+                copy.refresh(storage)  # other parts of it may have been written since (`unsafe_chunk`)
             self.saves += 1
             return copy, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
