@@ -280,7 +280,7 @@ class Native(Vault):
             progress(cell.seq)
         try:
             for _ in range(64):
-                if cell.stale or (cell.gone == PRESENT and not cell.fresh):
+                if cell.stale or (cell.gone == PRESENT and not cell.saved_fresh):
                     raise _modified(ref)
                 with self._lock:
                     storage = cell.strong if cell.gone == PRESENT else None
@@ -290,8 +290,8 @@ class Native(Vault):
                             self._drop_slot(cell)  # from here on somebody could write
                 if storage is not None:
                     cell.last_access = self._clock
-                    if storage.nbytes() < cell.nbytes:
-                        raise RuntimeError("memmgr: the storage of a saved tensor was resized")
+                    if storage.nbytes() < ref.extent_bytes():
+                        raise RuntimeError("memmgr: the storage of a saved tensor was resized and is too short for it")
                     out = ref.over(storage)
                     self._maybe_rank()
                     return out
@@ -356,7 +356,7 @@ class Native(Vault):
 
 def _modified(ref: Ref) -> RuntimeError:
     # Autograd's own words, so that what matches on them goes on matching (rule 8).
-    moved: list[Version] = [v for v in ref.cell.versions if v.twin._version != v.at]
+    moved: list[Version] = [v for v in ref.cell.versions if v.saved and v.twin._version != v.at]
     at, now = (moved[-1].at, moved[-1].twin._version) if moved else (0, 1)
     name = str(ref.dtype).removeprefix("torch.")
     return RuntimeError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 
+import torch
+
 from . import _py_types as types
 from ._py_ledger import Ledger
 from ._py_tier import Tier
@@ -25,6 +27,9 @@ class Cells(Ledger):
         self._incoming_bytes = 0
         self._offloaded_cells = 0
         self._unsettled: list[Cell] = []
+        self._doubtful: list[
+            Cell
+        ] = []  # written while saved: a moved counter makes them stale, else they have new bytes
         self._next_seq = 0
         self._clock = 0.0
         self._stamp = 0
@@ -61,15 +66,51 @@ class Cells(Ledger):
 
     def _settle(self) -> None:
         """At a quiet moment: what ended is buried, and what the last in-place op wrote has its new version by now."""
-        if not (graveyard or self._unsettled):
+        if not (graveyard or self._unsettled or self._doubtful):
             return
         with self._lock:
             self._bury_locked()
+            doubtful, self._doubtful = self._doubtful, []
+            for cell in doubtful:
+                if cell.handles > 0 and not cell.saved_fresh:
+                    self._make_stale(cell)  # autograd's error
+                elif cell.handles > 0:
+                    # The op hides its write, or preserved the counter: autograd would read the new bytes, and so do we.
+                    self._cut(cell, False, False)
+                    self._drop_recipe(cell)
             cells, self._unsettled = self._unsettled, []
             for cell in cells:
                 for version in cell.versions:
                     version.at = version.twin._version
                 cell.unsettled = False
+
+    def _changed_in_place(self, cell: Cell) -> None:
+        """Written through an alias with a counter of its own (`.data`).
+
+        Autograd's saved tensor would not notice and would read the new bytes. So the cell stays and its bytes change: what
+        was made from the old ones is cut off, and so is its recipe.
+        """
+        self._cut(cell, False, False)
+        self._drop_recipe(cell)
+        if not cell.unsettled:
+            cell.unsettled = True
+            self._unsettled.append(cell)
+
+    def _make_stale(self, cell: Cell) -> None:
+        """Off the list of cells that could leave, and without bytes: an unpack is autograd's error (rule 8)."""
+        cell.stale = True
+        self._wait_not_busy(cell)
+        if cell.gone == PRESENT:
+            self._unlist(cell)
+        self._disarm(cell)
+        self._drop_slot(cell)
+        self._forget_storage(cell)
+
+    def _forget_storage(self, cell: Cell) -> None:
+        self._release_strong(cell)
+        if cell.known is not None and cell.known.cell is cell:
+            cell.known.cell = None
+        cell.known = None
 
     # -- the life of a cell --
 
@@ -113,7 +154,10 @@ class Cells(Ledger):
         self._virtual -= cell.nbytes
         cell.gone = PRESENT
 
-    def _add_handle(self, cell: Cell) -> None:
+    def _add_handle(self, cell: Cell, tensor: torch.Tensor) -> None:
+        version = None if tensor.is_inference() else cell.version_of(tensor)
+        if version is not None:
+            version.saved = True
         cell.handles += 1
         if cell.handles > 1:
             return

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ._py_predict import is_plain
-from ._py_table import Table, checksum_of
+from ._py_table import Table
 from ._py_types import C, Cell, Ref
 
 _SWITCHES = [
@@ -29,6 +29,7 @@ _SWITCHES = [
 _PRECISIONS = {"none": 0, "ieee": 1, "tf32": 2, "bf16": 3}
 _PER_OP_PRECISION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13)
 _DENORMAL = 5e-324
+_SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
 
 def numeric_switches() -> tuple[int, ...]:
@@ -36,6 +37,7 @@ def numeric_switches() -> tuple[int, ...]:
     values = [int(switch()) for switch in _SWITCHES]
     # Nothing asks the processor's control word, but its effect can be seen.
     values.append(0x8040 if _DENORMAL * 1.0 == 0.0 else 0)
+    values.append(_SCALAR_TYPES.get(torch.get_default_dtype(), -1))
     if _PER_OP_PRECISION:
         for backend in ("cuda", "mkldnn"):
             for op in ("conv", "rnn", "matmul"):
@@ -44,6 +46,9 @@ def numeric_switches() -> tuple[int, ...]:
         values.append(["highest", "high", "medium"].index(torch.get_float32_matmul_precision()))
         values.append(int(C._get_cudnn_allow_tf32()))
     return tuple(values)
+
+
+SNAPSHOT_BYTES = 256 * 1024
 
 
 class NotPlain(Exception):
@@ -72,12 +77,12 @@ class Encoder:
             cell = native._lookup(value)
             if cell.blank or cell.lost or (cell.recipe is not None and not cell.recipe.ok and cell.strong is None):
                 self.ok = False
-            if cell.exposed and cell.checksum is None:
-                # Memory that others can write unseen: replay checks that it is still what it was (rule 7).
-                if value.requires_grad or value.device.type != "cpu":
-                    cell.exposed = False
+            if cell.exposed:
+                # Others can write there unseen: a small one is copied for the recipe, a large one has no recipe (rule 6).
+                if cell.nbytes <= SNAPSHOT_BYTES:
+                    cell = native._private_copy(cell)
                 else:
-                    cell.checksum = checksum_of(value.untyped_storage())
+                    self.ok = False
             cell.last_access = native._clock
             self.cells.append(cell)
             key.append((value.dtype, value.device, value.size(), value.stride()))

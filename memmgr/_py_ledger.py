@@ -15,6 +15,7 @@ import torch
 
 from . import _py_types as types
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
+from ._py_tier import address
 from ._py_types import Known
 
 UNLIMITED = 2**64 - 1
@@ -49,6 +50,7 @@ class Ledger:
         self._largest = 0
         self._floor = self._held_peak = self._held_estimate = 0
         self._tier_error = ""
+        self._watching = True
 
     # -- what other parts fill in --
 
@@ -220,6 +222,8 @@ class Ledger:
 
     def _scan_floor(self, at_op_boundary: bool) -> None:
         """floor: what is resident and may not leave, at its worst; held: the same seen between two ops."""
+        if not self._watching:
+            return
         resident = self._resident()
         free_to_go = min(self._may_leave_bytes(), resident)
         mark = self._held_peak if at_op_boundary else self._floor
@@ -292,6 +296,10 @@ class Ledger:
     def resident(self) -> int:
         return self._resident()
 
+    def set_watching(self, value: bool) -> None:
+        """False while the recorder sleeps: what could leave is not known then."""
+        self._watching = bool(value)
+
     def set_no_reclaim(self, value: bool) -> None:
         self._tls.no_reclaim = bool(value)
 
@@ -330,7 +338,7 @@ class Ledger:
 
     def arena_blocks(self) -> list[tuple[int, int, int]]:
         alive = [(known(), known.nbytes) for known in list(self._table.values()) if known.counted]
-        return sorted((storage.data_ptr(), nbytes, 1) for storage, nbytes in alive if storage is not None)
+        return sorted((address(storage), nbytes, 1) for storage, nbytes in alive if storage is not None)
 
     def arena_check(self) -> None:
         with self._lock:

@@ -33,10 +33,18 @@ class Table(Cells):
         elif known.nbytes != storage.nbytes():
             self._resized(known, storage.nbytes())
         # Memory that another library owns may be written by it at any time.
-        cell = Cell(known, not storage.resizable(), self._clock)
+        foreign = not known.counted and (not storage.resizable() or storage.is_shared())
+        cell = Cell(known, foreign and not tensor.requires_grad, self._clock)
         if not tensor.is_inference():
             cell.versions.append(Version(tensor))
         known.cell = cell
+        if cell.exposed:
+            # Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
+            place = address(storage)
+            for owner in self.table():
+                theirs = owner.storage()
+                if theirs is not None and owner is not cell and 0 <= place - address(theirs) < owner.nbytes:
+                    self._expose(owner)
         return cell
 
     def _find(self, tensor: torch.Tensor) -> Cell | None:
@@ -47,7 +55,7 @@ class Table(Cells):
             return cell
         if not cell.fresh or storage.nbytes() != cell.nbytes:  # resized: a write (rule 3)
             return None
-        if not cell.shares_counter(tensor):
+        if cell.version_of(tensor) is None:
             cell.versions.append(Version(tensor))
         return cell
 
@@ -56,6 +64,16 @@ class Table(Cells):
         known = self._known(tensor.untyped_storage())
         cell = known.cell if known is not None else None
         if known is None or cell is None:
+            return
+        if cell.handles > 0 and cell.saved_fresh:
+            self._changed_in_place(cell)
+            self._settle()
+            nbytes = tensor.untyped_storage().nbytes()
+            if cell.listed and cell.gone == PRESENT:
+                self._handled_bytes += nbytes - cell.nbytes
+            if known.nbytes != nbytes:
+                self._resized(known, nbytes)
+            cell.nbytes = nbytes  # resized, as FSDP does with its parameters
             return
         if cell.names > 0 and cell.recipe is None:
             cell.lost = True
@@ -71,8 +89,36 @@ class Table(Cells):
             cell = self._find(tensor)
             if cell is None:
                 self._written_unseen(tensor)
-                cell = self._make_cell(tensor)
+                cell = self._find(tensor) or self._make_cell(tensor)
             return cell
+
+    def _expose(self, cell: Cell) -> None:
+        """A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6)."""
+        if cell.exposed:
+            return
+        known = cell.known
+        if cell.handles == 0 and cell.recipe is not None:
+            # What was made from it can be made again from its recipe; the storage becomes a root of its own.
+            cell.strong = cell.known = None
+            if known is not None and known.cell is cell and known() is not None:
+                fresh = known.cell = Cell(known, True, self._clock)
+                fresh.versions = [*cell.versions]
+        else:
+            self._cut(cell, False, False)
+            self._drop_recipe(cell)
+            cell.exposed = True
+
+    def _private_copy(self, cell: Cell) -> Cell:
+        """A root with the same bytes, which nobody else can write; held until a recipe names it."""
+        lease = cell.storage()
+        storage = self._new_storage(cell.nbytes)
+        if cell.nbytes:
+            ctypes.memmove(address(storage), address(lease), cell.nbytes)
+        known = self._known(storage)
+        assert known is not None
+        copy = known.cell = Cell(known, False, self._clock)
+        copy.strong = storage
+        return copy
 
     # -- the interface --
 
@@ -94,7 +140,7 @@ class Table(Cells):
         with self._lock:
             cell = self._lookup(tensor)
             ref = Ref(tensor, cell, True)
-            self._add_handle(cell)
+            self._add_handle(cell, tensor)
             return ref
 
     def tensor(self, ref: Ref, owner: Any = None) -> torch.Tensor:
@@ -118,7 +164,7 @@ class Table(Cells):
                 self._handled_bytes += cell.nbytes
             self._gone_over(cell)
             cell.strong = storage if cell.handles > 0 or (cell.recipe is None and cell.names > 0) else None
-            cell.versions = [Version(tensor)]
+            cell.versions = [Version(tensor, cell.handles > 0)]
             cell.checksum = None
             cell.last_access = self._clock
             self._enter(storage, cell)
@@ -149,20 +195,17 @@ class Table(Cells):
                 if old.names > 0 and old.recipe is None:
                     old.lost = True
                     self._cut(old, True, False)
-                if old.handles > 0 and not tensor.is_inference() and not old.shares_counter(tensor):
-                    # A write through `.data` or the like: autograd's own saved tensor would not notice and would read
-                    # the new bytes. So the cell stays, with new bytes; what was made from the old ones is cut off.
-                    if old.recipe is not None:
-                        self._cut(old, False, False)
-                        self._drop_recipe(old)
+                if old.handles > 0 and not old.saved_under(tensor):
+                    self._changed_in_place(old)
                     return None
                 if old.handles > 0:
-                    old.stale = True
-                self._unlist(old)
-                self._disarm(old)
-                self._drop_slot(old)
-                self._release_strong(old)
-                old.known = known.cell = None
+                    # Whether this is an error shows when the counter has moved, or has not: see _settle().
+                    self._doubtful.append(old)
+                    self._disarm(old)
+                else:
+                    self._drop_slot(old)
+                    self._forget_storage(old)
+                known.cell = None
             cell = self._make_cell(tensor)
             if old is not None and old.exposed:
                 cell.exposed = True
@@ -186,9 +229,16 @@ class Table(Cells):
                 return []
             if cell.recipe is None:
                 return self._cut(cell, True, True)
-            if cell.handles > 0 and not thing.is_inference() and not cell.shares_counter(thing):
-                return self._cut(cell, False, True)
+            # A write through an alias with a counter of its own keeps this cell and cuts its children: see overwritten().
+            return self._cut(cell, False, True) if cell.handles > 0 and not cell.saved_under(thing) else []
+
+    def would_strand_exposed(self, tensor: Any) -> list[Cell]:
+        """Cells that are wanted, gone, and lost when the tensor's memory may change unseen."""
+        cell = self.find(tensor)
+        if cell is None or cell.exposed or (cell.handles == 0 and cell.recipe is not None):
             return []
+        with self._lock:
+            return self._cut(cell, False, True)
 
     def lose(self, cell: Cell) -> None:
         with self._lock:
@@ -214,12 +264,7 @@ class Table(Cells):
         if cell is None or (cell.recipe is None and tensor.requires_grad):
             return
         with self._lock:
-            self._drop_recipe(cell)  # what a raw write leaves there, no recipe makes
-            if cell.names > 0:
-                self._hold(cell)
-            cell.exposed = True
-            if cell.names > 0 and cell.checksum is None:
-                cell.checksum = self.checksum(tensor)
+            self._expose(cell)
 
     def table(self) -> list[Cell]:
         with self._lock:

@@ -113,13 +113,14 @@ def same_counter(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 class Version:
-    """A version counter and the value at which the cell's bytes were seen."""
+    """A version counter, the value at which the cell's bytes were seen, and whether autograd would look at it."""
 
-    __slots__ = ("at", "twin")
+    __slots__ = ("at", "saved", "twin")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: bool = False) -> None:
         self.twin = alias(tensor)
         self.at = self.twin._version
+        self.saved = saved
 
 
 # ---- cells, recipes, refs -------------------------------------------------------------------------------------------
@@ -217,6 +218,11 @@ class Cell:
         return all(version.twin._version == version.at for version in self.versions)
 
     @property
+    def saved_fresh(self) -> bool:
+        """The same for the counters that autograd itself would look at."""
+        return all(version.twin._version == version.at for version in self.versions if version.saved)
+
+    @property
     def alone(self) -> bool:
         """Nobody else can reach the storage, neither through a tensor nor through the storage object."""
         return self.strong is not None and _references(self.strong) == _ALONE
@@ -247,8 +253,14 @@ class Cell:
         """A read of its bytes is under way."""
         return self.incoming is not None
 
-    def shares_counter(self, tensor: torch.Tensor) -> bool:
-        return any(same_counter(version.twin, tensor) for version in self.versions)
+    def version_of(self, tensor: torch.Tensor) -> Version | None:
+        """The entry of the tensor's counter, if it is known."""
+        return next((version for version in self.versions if same_counter(version.twin, tensor)), None)
+
+    def saved_under(self, tensor: torch.Tensor) -> bool:
+        """Would autograd notice a write through this tensor?"""
+        version = None if tensor.is_inference() else self.version_of(tensor)
+        return tensor.is_inference() or (version is not None and version.saved)
 
 
 class Ref:
@@ -270,6 +282,13 @@ class Ref:
     def __del__(self) -> None:
         if self.handle:
             _end("handle", self.cell)
+
+    def extent_bytes(self) -> int:
+        """The bytes that the view reaches, from the start of its storage."""
+        if 0 in self.sizes:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return int((last + 1) * self.dtype.itemsize)
 
     def over(self, storage: Any) -> torch.Tensor:
         """The view as a tensor over `storage`; its version counter is its own."""

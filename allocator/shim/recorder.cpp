@@ -44,11 +44,11 @@ static void circumstances(std::vector<int64_t>& v) {  // in the order of memmgr/
       c.allowFP16ReductionCPU(),
       at::get_num_threads(),
 #if defined(__x86_64__)
-      static_cast<int64_t>(_mm_getcsr() & 0x8040)  // flush to zero, denormals are zero
+       static_cast<int64_t>(_mm_getcsr() & 0x8040),  // flush to zero, denormals are zero
 #else
-      0
+       0,
 #endif
-  };
+       static_cast<int64_t>(c10::get_default_dtype().toScalarType())};
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
   using B = at::Float32Backend;
   using O = at::Float32Op;
@@ -390,19 +390,24 @@ static PyObject* slow(PyObject* func, PyObject* types, PyObject* args, PyObject*
 }
 
 // Has the type a __torch_dispatch__ of its own? torch.Tensor, parameters and plain subclasses have not.
-static bool dispatches(PyObject* type) {
-  if (type == THPVariableClass) return false;
-  static std::unordered_map<PyObject*, bool> known;
+enum Subclass : uint8_t { ORDINARY = 0, STEP_ASIDE = 1, LET_RUN = 2 };
+
+static Subclass dispatches(PyObject* type) {
+  if (type == THPVariableClass) return ORDINARY;
+  static std::unordered_map<PyObject*, Subclass> known;
   auto it = known.find(type);
   if (it != known.end()) return it->second;
   PyObject* own = PyObject_GetAttrString(type, "__torch_dispatch__");
   PyObject* base = PyObject_GetAttrString(THPVariableClass, "__torch_dispatch__");
   PyErr_Clear();
-  const bool differs = own != base;
+  Subclass kind = own != base ? STEP_ASIDE : ORDINARY;
+  // What traces shapes is none of our business: it has no local ops, and it runs as if we were not there.
+  const char* name = reinterpret_cast<PyTypeObject*>(type)->tp_name;
+  if (kind == STEP_ASIDE && (std::strstr(name, "FakeTensor") || std::strstr(name, "FunctionalTensor"))) kind = LET_RUN;
   Py_XDECREF(own);
   Py_XDECREF(base);
   Py_INCREF(type);  // so that its address is not another type's one day
-  return known[type] = differs;
+  return known[type] = kind;
 }
 
 // __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
@@ -414,11 +419,14 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   settle();
   // A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6).
   if (PyTuple_Check(types))
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i)
-      if (dispatches(PyTuple_GET_ITEM(types, i))) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+      const Subclass kind = dispatches(PyTuple_GET_ITEM(types, i));
+      if (kind == LET_RUN) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
+      if (kind == STEP_ASIDE) {
         Py_INCREF(Py_NotImplemented);
         return Py_NotImplemented;
       }
+    }
   OpInfo* info = info_of(func);
   if (!info) return nullptr;
   PyObject* kw = kwargs == Py_None ? nullptr : kwargs;

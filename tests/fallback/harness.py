@@ -10,7 +10,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def run_child(arguments: list[str], shim: bool, timeout: float = 600, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_child(
+    arguments: list[str], shim: bool, timeout: float = 600, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs Python with or without the shim; `arguments` as on its command line."""
     environment = {**os.environ, "MEMMGR_SHIM": "1" if shim else "0", **variables}
     environment.pop("MEMMGR_BUDGET", None)

@@ -1,0 +1,313 @@
+"""Each part earns its place: recomputation alone, offloading alone, the choice between them, managed tensors, a bad disk."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import memmgr
+import pytest
+import torch
+
+from .models import MODELS, Training
+from .outside import watch
+
+STEPS = 3
+PROBE_BYTES = 16 << 20  # written and read once when the tier opens, to measure the link
+BOTH = ["gpt", "convnet"]
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    gc.collect()
+    yield
+    gc.collect()
+
+
+def bits(training: Training) -> list[bytes]:
+    """What training leaves behind."""
+    tensors = [*training.model.parameters(), *training.model.buffers(), torch.get_rng_state()]
+    for state in training.optimizer.state_dict()["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = state[name]
+            tensors.append(moment.to_tensor() if isinstance(moment, memmgr.ManagedTensor) else moment)
+    return [t.detach().contiguous().numpy().tobytes() for t in tensors]
+
+
+def train(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
+    torch.manual_seed(0)
+    training = MODELS[name]()
+    losses = [training.step() for _ in range(steps)]
+    return losses, bits(training)
+
+
+@functools.cache
+def want(name: str) -> tuple[list[float], list[bytes]]:
+    return train(name)
+
+
+@functools.cache
+def need(name: str) -> int:
+    with memmgr.budget(None, quiet=True) as mm:
+        train(name)
+    return int(mm.stats()["unmanaged_peak_bytes"])
+
+
+def at(name: str, share: float, **options: Any) -> dict[str, Any]:
+    """Trains under a share of what is needed; the same bits, inside the budget."""
+    want(name)
+    limit = int(need(name) * share)
+    gc.collect()
+    with memmgr.budget(limit, quiet=True, **options) as mm:
+        got = train(name)
+    assert got == want(name), "other bits"
+    stats = mm.stats()
+    assert stats["resident_bytes.peak"] <= limit
+    return stats
+
+
+# ---- one action alone ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_offload_alone(name: str) -> None:
+    stats = at(name, 0.5, policy="offload")
+    assert stats["recomputes"] == 0 and stats["evictions"] == 0
+    assert stats["offloads"] > 0 and stats["reloads"] > 0
+    # What came back is no more than what went, but for what was never asked for again.
+    assert stats["reload_bytes"] <= stats["offload_bytes"] * 1.01 or stats["clean_drops"] > 0
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_evict_alone(name: str) -> None:
+    stats = at(name, 0.5, policy="evict")
+    assert stats["offloads"] == 0 and stats["reloads"] == 0 and stats["write_backs"] == 0
+    assert stats["evictions"] > 0 and stats["recomputes"] > 0
+    assert stats["recompute_seconds"] > 0
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_evict_alone_needs_no_disk(name: str) -> None:
+    stats = at(name, 0.5, policy="evict", disk=False)
+    assert stats["evictions"] > 0 and stats["offloads"] == 0
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_auto_without_a_tier_evicts(name: str) -> None:
+    stats = at(name, 0.5, policy="auto", disk=False)
+    assert stats["evictions"] > 0 and stats["offloads"] == 0
+
+
+def test_more_saved_means_more_moved() -> None:
+    half, most = at("gpt", 0.5, policy="evict"), at("gpt", 0.9, policy="evict")
+    assert most["evicted_bytes"] < half["evicted_bytes"]
+
+
+# ---- the system's count of what was written ------------------------------------------------------------------------------
+
+SIZES: dict[str, dict[str, int]] = {
+    "gpt": {"layers": 4, "width": 192, "context": 128, "batch": 12},
+    "convnet": {"width": 24, "stages": 2, "blocks": 4, "batch": 24},
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_bytes_written_as_the_system_counts_them(name: str, tmp_path: Path) -> None:
+    spec = {"model": name, "sizes": SIZES[name], "steps": STEPS, "inside": True}
+    measured = watch(spec | {"how": "measure", "options": {"disk": False}})
+    budget = measured.stats["unmanaged_peak_bytes"] // 2
+    seen = watch(spec | {"how": "with", "budget": budget, "options": {"policy": "offload", "disk": str(tmp_path)}})
+    # O_DIRECT passes by the page cache, so the block layer's figure is exact; without it, it may be written much later.
+    field = "write_bytes" if seen.result["tier"]["direct"] else "wchar"
+    written = seen.result["io"][field] - measured.result["io"][field] - PROBE_BYTES
+    said = seen.stats["offload_bytes"]
+    print(f"{name}: {field} {written:,}, offload_bytes {said:,}")
+    assert said > 20_000_000, "too little was offloaded for the comparison to mean anything"
+    assert written == pytest.approx(said, rel=0.05)
+    # And it is the tier that counts the same.
+    assert seen.result["tier"]["written_bytes"] - PROBE_BYTES == pytest.approx(said, rel=0.05)
+
+
+def test_evict_alone_writes_nothing() -> None:
+    spec = {"model": "gpt", "sizes": SIZES["gpt"], "steps": 2, "inside": True}
+    measured = watch(spec | {"how": "measure", "options": {"disk": False}})
+    budget = measured.stats["unmanaged_peak_bytes"] // 2
+    seen = watch(spec | {"how": "with", "budget": budget, "options": {"policy": "evict"}})
+    assert seen.stats["evictions"] > 0
+    for field in ("write_bytes", "wchar"):
+        assert seen.result["io"][field] - measured.result["io"][field] < 1_000_000
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------------
+
+
+def offloaded_share(stats: dict[str, Any]) -> float:
+    """Of the bytes that left, the share that was offloaded."""
+    return float(stats["offload_bytes"] / max(1, stats["offload_bytes"] + stats["evicted_bytes"]))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_auto_chooses_by_the_link(name: str) -> None:
+    slow = at(name, 0.5, policy="auto", _throttle=50_000_000)
+    fast = at(name, 0.5, policy="auto", _throttle=2_000_000_000)
+    shares = offloaded_share(slow), offloaded_share(fast)
+    print(f"{name}: offloaded share of what left, 50 MB/s {shares[0]:.0%}, 2 GB/s {shares[1]:.0%}")
+    for stats in (slow, fast):
+        assert stats["evictions"] + stats["offloads"] > 0
+    assert shares[1] > shares[0] + 0.05, "the choice does not depend on the link"
+
+
+# ---- managed tensors -----------------------------------------------------------------------------------------------------
+
+
+def wide_training(manage: bool, steps: int = 4) -> tuple[int, list[float], list[bytes], int]:
+    """Trains an MLP of 2.1 M parameters, its moments managed or not.
+
+    Returns:
+        Resident bytes after the last step, losses, bits, parameters.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    x = torch.randn(8, 512)
+    training = Training(model, lambda: model(x).square().mean())
+    losses = []
+    for _ in range(steps):
+        losses.append(training.step())
+        if manage:
+            for state in training.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = memmgr.manage(state[name])
+    native = memmgr._budget.current().native  # type: ignore[union-attr]
+    deadline, resident = time.monotonic() + 20.0, native.resident()
+    while time.monotonic() < deadline:  # what is written is dropped as soon as it is written, not before
+        time.sleep(0.02)
+        now = native.resident()
+        if manage and now == resident and now < 12 * sum(p.numel() for p in model.parameters()):
+            break
+        if not manage:
+            break
+        resident = now
+    return native.resident(), losses, bits(training), sum(p.numel() for p in model.parameters())
+
+
+def test_moments_live_on_disk_between_steps() -> None:
+    with memmgr.budget("8GB", quiet=True):
+        resident, losses, left, parameters = wide_training(False)
+    gc.collect()
+    with memmgr.budget("8GB", quiet=True):
+        less, losses_managed, left_managed, _ = wide_training(True)
+    assert losses_managed == losses and left_managed == left, "other bits"
+    saved = resident - less
+    print(f"{parameters:,} parameters: resident {resident:,}, managed {less:,}: {saved / parameters:.2f} bytes each")
+    assert saved == pytest.approx(8 * parameters, rel=0.02)
+
+
+def test_managed_moments_after_the_budget() -> None:
+    """Leaving the context brings them back: they are tensors with the right values."""
+    with memmgr.budget("8GB", quiet=True):
+        t = memmgr.manage(torch.arange(1_000_000, dtype=torch.float32))
+        t.mul_(2.0)
+        time.sleep(0.2)
+    assert torch.equal(t + 0.0, torch.arange(1_000_000, dtype=torch.float32) * 2)
+    t.add_(1.0)
+    assert t[10].item() == 21.0
+
+
+def test_manage_without_a_budget() -> None:
+    t = memmgr.manage(torch.ones(1000))
+    t.add_(1.0)
+    assert t.shape == (1000,) and t.sum().item() == 2000.0
+    assert memmgr.manage(t) is t
+
+
+@pytest.mark.parametrize(
+    ("thing", "error"),
+    [
+        ([1.0], TypeError),
+        (torch.ones(3).to_sparse(), TypeError),
+        (torch.ones(3, requires_grad=True), ValueError),
+    ],
+)
+def test_what_cannot_be_managed(thing: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"memmgr\.manage takes"):
+        memmgr.manage(thing)
+
+
+# ---- a disk that is full or fails ------------------------------------------------------------------------------------
+
+
+def survives(name: str, share: float, **options: Any) -> tuple[dict[str, Any], torch.OutOfMemoryError | OSError | None]:
+    """Trains under a disk that will fail: the right bits, or a clear error after which the model still trains."""
+    want(name)
+    limit = int(need(name) * share)
+    inject = options.pop("inject", None)
+    torch.manual_seed(0)
+    training = MODELS[name]()
+    losses: list[float] = []
+    error: torch.OutOfMemoryError | OSError | None = None
+    with memmgr.budget(limit, quiet=True, **options) as mm:
+        if inject:
+            memmgr._budget.current().native.tier_inject(*inject)  # type: ignore[union-attr]
+        try:
+            for _ in range(STEPS):
+                losses.append(training.step())
+        except (torch.OutOfMemoryError, OSError) as e:
+            error = e.with_traceback(None)
+            training.optimizer.zero_grad()
+    assert losses == want(name)[0][: len(losses)], "a wrong loss before the error"
+    if error is None:
+        assert bits(training) == want(name)[1]
+    else:
+        # Nothing is lost: the parameters are those after the last whole step, and training goes on.
+        for parameter in training.model.parameters():
+            assert torch.isfinite(parameter).all()
+        gc.collect()
+        assert training.step() > 0
+    return mm.stats(), error
+
+
+def test_a_full_disk_is_met_by_eviction(tmp_path: Path) -> None:
+    stats, error = survives("gpt", 0.5, policy="auto", disk=(tmp_path, "8MB"))
+    assert error is None, f"auto could have evicted: {error}"
+    assert stats["evictions"] > 0
+    assert stats["tier_bytes.peak"] <= 8_000_000
+
+
+def test_a_full_disk_with_nothing_else(tmp_path: Path) -> None:
+    stats, error = survives("gpt", 0.5, policy="offload", disk=(tmp_path, "8MB"))
+    assert stats["tier_errors"] > 0
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert "disk" in str(error) and "space" in str(error), f"the error does not say that the disk is full: {error}"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("name", BOTH)
+def test_writes_that_fail(name: str, after: int, code: int) -> None:
+    stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
+    assert error is None, f"auto could have evicted: {error}"
+    if not stats["tier_errors"]:
+        assert stats["offloads"] + stats["write_backs"] <= after, "the injected error went unnoticed"
+
+
+def test_writes_that_fail_with_nothing_else() -> None:
+    stats, error = survives("gpt", 0.5, policy="offload", inject=(errno.EIO, 3, 0, 0))
+    assert stats["tier_errors"] > 0
+    if error is not None:  # one failed write may be survived; a clear error is fine too
+        assert "disk" in str(error) and "nput/output error" in str(error)
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_reads_that_fail(policy: str, after: int) -> None:
+    """What has a recipe is made again; otherwise the error says what happened. Never a wrong gradient."""
+    stats, error = survives("gpt", 0.5, policy=policy, inject=(0, 0, errno.EIO, after))
+    if error is not None:
+        assert "disk tier" in str(error) and "nput/output error" in str(error), f"not clear: {error}"
+    elif stats["reloads"] > after:
+        assert stats["tier_errors"] > 0

@@ -1,0 +1,67 @@
+"""Every differentiable op and module of PyTorch's own databases, under torture, has the bits that it has without memmgr.
+
+`make test` runs every eighth bucket; MEMMGR_TEST_ALL_OPS=1 (`make test-ops`) runs all, and MEMMGR_OPS_SHARD=i/n the i-th
+of n shares (0 <= i < n). One op by hand: `python -m tests.ops.sweep --op NAME`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from . import sweep
+from .exclusions import MODE_DEPENDENT, NOT_DETERMINISTIC, SKIPPED, is_skipped, unwritten_memory_matters
+
+pytestmark = pytest.mark.ops
+
+
+def _buckets() -> list[int]:
+    shard = os.environ.get("MEMMGR_OPS_SHARD")
+    if shard:
+        index, count = (int(part) for part in shard.split("/"))
+        if not 0 <= index < count <= sweep.BUCKETS:
+            raise ValueError(f"MEMMGR_OPS_SHARD={shard!r}: give i/n with 0 <= i < n <= {sweep.BUCKETS}")
+        return list(range(index, sweep.BUCKETS, count))
+    return list(range(0, sweep.BUCKETS, 1 if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else 8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _databases() -> None:
+    """Imported once, outside the tests: it takes some seconds."""
+    sweep.op_names()
+    sweep.freeze_heap()
+
+
+def _unlisted(cases: list[str], listed: dict[str, str]) -> list[str]:
+    return [name for name in cases if name.rpartition("/")[0].split("/")[0] not in listed]
+
+
+@pytest.mark.parametrize("bucket", _buckets())
+def test_same_bits(bucket: int) -> None:
+    report = sweep.sweep(sweep.cases_in(bucket), is_skipped)
+    print(report.summary())
+    assert not report.different, "\n" + "\n".join(f"{name}: {how}" for name, how in report.different.items())
+    assert not (new := _unlisted(report.nondeterministic, NOT_DETERMINISTIC)), f"two unmanaged runs differ: {new}"
+    assert not (new := _unlisted(report.mode_dependent, MODE_DEPENDENT)), f"torch differs under any dispatch mode: {new}"
+    assert len(report.raised) <= 0.05 * report.same, f"too many samples raise without memmgr: {report.raised}"
+    # Otherwise nothing was shown.
+    assert min(report.stats[k] for k in ("evictions", "recomputes", "offloads", "reloads")) > report.same / 4, report.stats
+
+
+@pytest.mark.parametrize("name", sorted(MODE_DEPENDENT))
+def test_still_depends_on_a_mode(name: str) -> None:
+    """What is excused by torch's behaviour under a dispatch mode must still need the excuse (and nothing but it)."""
+    report = sweep.sweep(list(sweep.cases_of(name)))
+    assert report.mode_dependent, f"{name} has the same bits under a mode now: take it off the list"
+    assert not report.different
+
+
+@pytest.mark.parametrize("name", sorted(NOT_DETERMINISTIC))
+def test_still_not_deterministic(name: str) -> None:
+    assert unwritten_memory_matters(name), f"{name} is deterministic now: take it off the list"
+
+
+@pytest.mark.parametrize("name", sorted(SKIPPED))
+def test_skips_name_an_op(name: str) -> None:
+    assert name in sweep.op_names()
