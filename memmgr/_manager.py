@@ -25,7 +25,7 @@ from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
-from ._stock import Stock, holders
+from ._stock import Stock, holders, missing_states
 
 UNLIMITED = 2**64 - 1
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
@@ -571,6 +571,10 @@ class Manager:
         floor = int(self.native.counters()["floor_bytes"])
         with self.unseen():
             kinds, modules = holders(self.native, self.device.type)
+            missing = missing_states(self.device.type)
+        # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
+        states = sum(kinds[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state") if kind in kinds)
+        floor = max(floor, states + missing)
         first = str(error).splitlines()[0]
         split = ", ".join(
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
@@ -579,6 +583,7 @@ class Manager:
         raised = BudgetError(
             f"{first}\nHeld now: {split or 'nothing that Python can see'}."
             + (f" Parameters and buffers by module: {by_module}." if by_module else "")
+            + (f" Still to come: {show_size(missing)} of gradients and optimizer state." if missing else "")
             + f"\nSmallest budget that would have worked so far: {show_size(floor)} ({floor} bytes); the rest of the run "
             "may need more."
         )
@@ -588,16 +593,19 @@ class Manager:
 
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
-            kinds, _modules = holders(self.native, self.device.type)
+            kinds, modules = holders(self.native, self.device.type)
+            missing = missing_states(self.device.type)
+        by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         split = ", ".join(
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
         )
         error = BudgetError(
             f"DefaultCPUAllocator: can't allocate memory: memmgr: {show_size(held)} are on the device already, more than "
-            f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. The smallest budget that could work is "
-            f"larger than {held} bytes."
+            f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. Parameters and buffers by module: "
+            f"{by_module or 'none'}. Smallest budget that could work: {show_size(held + missing)} ({held + missing} bytes); "
+            "the run will need more."
         )
-        error.floor_bytes = held
+        error.floor_bytes = held + missing
         error.budget_bytes = self.config.limit_bytes
         return error
 

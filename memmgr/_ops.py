@@ -87,6 +87,9 @@ CUDA_NONDETERMINISTIC = frozenset(
     }
 )
 
+# They read memory that nobody has written (lstsq: LAPACK's pivots): other bits each time, on every device.
+NONDETERMINISTIC = frozenset({"aten::linalg_lstsq"})
+
 # Functional ops whose result is not a function of arguments and generator alone, or which keep state of their own.
 NEVER_REPLAY = frozenset(
     {
@@ -179,7 +182,7 @@ def describe(func: Any) -> Op:
         if op.storage_op and not written_args:
             op.written_args = (0,)
         return op
-    if name in CUDA_NONDETERMINISTIC and torch.cuda.is_available():
+    if name in NONDETERMINISTIC or (name in CUDA_NONDETERMINISTIC and torch.cuda.is_available()):
         op.cls, op.replayable = OPAQUE, False
         op.written_kwargs = ("\0nothing",)
         return op

@@ -114,3 +114,53 @@ def holders(native: Any, device_type: str, top: int = 5) -> tuple[dict[str, int]
         take(tensor, "other tensors")
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
     return dict(kinds), ranked[:top]
+
+
+# What a parameter's state takes in units of the parameter, for optimizers that have not made it yet.
+_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "Adadelta": 2,
+    "Rprop": 2,
+    "ASGD": 1,
+}
+
+
+def missing_states(device_type: str) -> int:
+    """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
+
+    An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
+    another library that has made none yet is taken to need none.
+    """
+    missing = 0
+    wanted: dict[int, torch.Tensor] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        made = made_for = still = 0
+        for group in getattr(thing, "param_groups", []):
+            for parameter in group["params"]:
+                if not parameter.requires_grad or parameter.device.type != device_type:
+                    continue
+                wanted[id(parameter)] = parameter
+                state = thing.state.get(parameter)
+                if state:
+                    made_for += parameter.nbytes
+                    made += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+                else:
+                    still += parameter.nbytes
+        if made_for:
+            missing += still * made // made_for
+        else:
+            units = _MOMENTS.get(type(thing).__name__, 0)
+            if any(group.get("amsgrad") for group in thing.param_groups):
+                units += 1
+            if any(group.get("momentum") for group in thing.param_groups):
+                units += 1
+            missing += still * units
+    return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)

@@ -2,6 +2,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "shim.h"
 #if defined(__x86_64__)
@@ -410,10 +411,24 @@ static Subclass dispatches(PyObject* type) {
   return known[type] = kind;
 }
 
+// On the way to a mode torch switches off every dispatch key above Python's, the fallbacks for conjugated and negated
+// views among them. A kernel that makes such views and computes with them (linalg_pinv) is then wrong, not merely
+// different: so they are on again while the op runs, as they are without a mode.
+struct LazyViews {
+  c10::impl::ForceDispatchKeyGuard guard;  // puts everything back at its end
+  LazyViews() {
+    using K = c10::DispatchKey;
+    auto tls = c10::impl::tls_local_dispatch_key_set();
+    tls.excluded_ = tls.excluded_ - c10::DispatchKeySet({K::Conjugate, K::Negative, K::ZeroTensor});
+    c10::impl::_force_tls_local_dispatch_key_set(tls);
+  }
+};
+
 // __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
 static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   if (n < 4) return PyErr_Format(PyExc_TypeError, "dispatch(mode, func, types, args, kwargs)");
   PyObject *func = a[1], *types = a[2], *args = a[3], *kwargs = n > 4 ? a[4] : Py_None;
+  const LazyViews lazy_views;
   // A thread that outlives the context still has the mode on its stack (rule 10).
   if (!g.active) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
   settle();
