@@ -30,14 +30,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import memmgr
 import numpy as np
 import torch
 import torch.nn.functional as F
-from memmgr.tools.gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+import memmgr
+from memmgr.tools.gpt import GPT, GPTConfig
 
 WARM_STEPS = 3
 
@@ -197,7 +198,14 @@ def ratio_rows(section: str, series: dict[str, Series], of: str = "plain") -> li
                 "steps": len(run.seconds),
                 **{
                     key: run.stats[key]
-                    for key in ("evictions", "offloads", "reloads", "prefetch_hits", "recompute_seconds", "stall_seconds")
+                    for key in (
+                        "evictions",
+                        "offloads",
+                        "reloads",
+                        "prefetch_hits",
+                        "recompute_seconds",
+                        "stall_seconds",
+                    )
                     if key in run.stats
                 },
             }
@@ -261,15 +269,20 @@ def ops(quick: bool, rounds: int) -> list[Row]:
 
     for name in settings:
         if name == "plain":
-            rows.append({"section": "ops", "what": "plain op", "median_us": at(name, "op", 50), "p99_us": at(name, "op", 99)})
+            rows.append(
+                {"section": "ops", "what": "plain op", "median_us": at(name, "op", 50), "p99_us": at(name, "op", 99)}
+            )
             continue
         over = {q: at(name, "op", q) - at("plain", "op", q) for q in (50, 99)}
         # What saving adds to the op that saves, over what it adds in plain torch.
         saved = {
-            q: (at(name, "save", q) - at("plain", "save", q)) - (at(name, "op", q) - at("plain", "op", q)) for q in (50, 99)
+            q: (at(name, "save", q) - at("plain", "save", q)) - (at(name, "op", q) - at("plain", "op", q))
+            for q in (50, 99)
         }
         rows.append({"section": "ops", "what": f"{name}: per op", "median_us": over[50], "p99_us": over[99]})
-        rows.append({"section": "ops", "what": f"{name}: per saved tensor", "median_us": saved[50], "p99_us": saved[99]})
+        rows.append(
+            {"section": "ops", "what": f"{name}: per saved tensor", "median_us": saved[50], "p99_us": saved[99]}
+        )
     return rows
 
 
@@ -305,7 +318,11 @@ def asleep(quick: bool, rounds: int) -> list[Row]:
 
         limit = int(1.25 * needs(build))
         series = interleaved(
-            {"plain": (build, plain), "at 125 %": (build, budget(limit)), "kept awake": (build, budget(limit, _sleep=False))},
+            {
+                "plain": (build, plain),
+                "at 125 %": (build, budget(limit)),
+                "kept awake": (build, budget(limit, _sleep=False)),
+            },
             rounds,
             5 if quick else 20,
         )
@@ -379,7 +396,9 @@ def link(quick: bool, rounds: int) -> list[Row]:
             make[policy] = (build, budget(limit, policy=policy, _throttle=throttle))
         series = interleaved(make, rounds, 3)
         rows += ratio_rows(f"link, {speed}", series)
-        better = min(statistics.median(series[n].seconds) for n in ("evict", "offload") if n in series and series[n].seconds)
+        better = min(
+            statistics.median(series[n].seconds) for n in ("evict", "offload") if n in series and series[n].seconds
+        )
         auto, s = series["auto"], series["auto"].stats
         if auto.seconds:
             left = max(1, s["evicted_bytes"] + s["offload_bytes"])
@@ -436,10 +455,14 @@ def show(row: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small models, few rounds: shows that it works, not what it costs")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models, few rounds: shows that it works, not what it costs"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything there too")
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections (default: all)")
-    parser.add_argument("--rounds", type=int, default=0, help="how often each setting takes its turn (default: 5, quick: 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="how often each setting takes its turn (default: 5, quick: 2)"
+    )
     options = parser.parse_args()
     chosen = [name.strip() for name in options.only.split(",") if name.strip()]
     for name in chosen:

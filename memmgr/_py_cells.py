@@ -19,6 +19,7 @@ class Cells(Ledger):
     def __init__(self) -> None:
         super().__init__()
         self._handled: dict[Cell, None] = {}  # cells with handles, oldest save first
+        self._here: dict[Cell, None] = {}  # those of them whose bytes are in memory
         self._armed: list[Cell] = []
         self._armed_next = 0
         self._armed_bytes = 0
@@ -167,6 +168,7 @@ class Cells(Ledger):
         self._handled[cell] = None
         cell.listed = True
         if cell.gone == PRESENT:
+            self._here[cell] = None
             self._handled_bytes += cell.nbytes
         else:
             self._gone_bytes += cell.nbytes
@@ -174,9 +176,20 @@ class Cells(Ledger):
     def _unlist(self, cell: Cell) -> None:
         if cell.listed:
             self._handled.pop(cell, None)
+            self._here.pop(cell, None)
             cell.listed = False
             if cell.gone == PRESENT:
                 self._handled_bytes = max(0, self._handled_bytes - cell.nbytes)
+
+    def _back(self, cell: Cell) -> None:
+        """The bytes of a listed cell are in memory again."""
+        if cell.listed:
+            self._here[cell] = None
+            self._handled_bytes += cell.nbytes
+
+    def _oldest_first(self) -> list[Cell]:
+        """Cells with handles whose bytes are in memory, in the order of their saves."""
+        return sorted(self._here, key=lambda cell: cell.seq)
 
     def _remove_handle(self, cell: Cell) -> None:
         cell.handles -= 1
@@ -268,4 +281,4 @@ class Cells(Ledger):
     def _program_bytes(self) -> int:
         """The bytes of listed cells that the program holds as well."""
         with self._lock:
-            return sum(c.nbytes for c in self._handled if c.strong is not None and c.gone == PRESENT and not c.alone)
+            return sum(c.nbytes for c in self._here if c.strong is not None and not c.alone)

@@ -23,7 +23,7 @@ class Columns(Table):
         """(cells, size, staleness, cost, chain, component, recomputable, clean, seq): what could leave now."""
         self._settle()
         with self._lock:
-            cells = [cell for cell in self._handled if cell.armed == KEEP and cell.ours_alone]
+            cells = [cell for cell in self._oldest_first() if cell.armed == KEEP and cell.ours_alone]
             chain, component = [], []
             for cell in cells:
                 ahead = behind = 0.0

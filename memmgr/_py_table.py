@@ -160,8 +160,8 @@ class Table(Cells):
         with self._lock:
             if cell.known is not None and cell.known.cell is cell:
                 cell.known.cell = None
-            if cell.listed and cell.gone != PRESENT:
-                self._handled_bytes += cell.nbytes
+            if cell.gone != PRESENT:
+                self._back(cell)
             self._gone_over(cell)
             cell.strong = storage if cell.handles > 0 or (cell.recipe is None and cell.names > 0) else None
             cell.versions = [Version(tensor, cell.handles > 0)]

@@ -86,6 +86,7 @@ class Vault(Columns):
                 cell.checksum = checksum_of(cell.strong)
         cell.gone = gone
         if cell.listed:
+            self._here.pop(cell, None)
             self._handled_bytes = max(0, self._handled_bytes - cell.nbytes)
         self._gone_bytes += cell.nbytes
         self._virtual += cell.nbytes
@@ -119,7 +120,7 @@ class Vault(Columns):
     def _cancel_prefetches(self, want: int) -> int:
         """Gives up what was brought back too early, the last needed first: the copies below are still good."""
         released = 0
-        for cell in list(self._handled):
+        for cell in list(self._handled) if self._incoming_bytes else ():
             if released >= want:
                 break
             tier, slot = self._tier, cell.slot
@@ -145,7 +146,7 @@ class Vault(Columns):
                     released += cell.nbytes
             if released < want:
                 released += self._cancel_prefetches(want - released)
-            for cell in list(self._handled):
+            for cell in self._oldest_first() if released < want else ():
                 if released >= want:
                     break
                 if not cell.ours_alone:
@@ -213,8 +214,7 @@ class Vault(Columns):
                         f"slot {slot})"
                     )
             self._gone_over(cell)
-            if cell.listed:
-                self._handled_bytes += cell.nbytes
+            self._back(cell)
             cell.strong = storage
             cell.versions = []  # nobody has had it, so nobody can have written
             self._enter(storage, cell)

@@ -368,8 +368,9 @@ static bool saved_under(const Cell* c, c10::TensorImpl* t) {
   return false;
 }
 
-// Written through an alias with a counter of its own (`.data`): autograd's saved tensor would not notice and would read the
-// new bytes. So the cell stays and its bytes change: what was made from the old ones is cut off, and so is its recipe.
+// Written through an alias with a counter of its own (`.data`): autograd's saved tensor would not notice and would read
+// the new bytes. So the cell stays and its bytes change: what was made from the old ones is cut off, and so is its
+// recipe.
 static void changed_in_place(Cell* c) {
   cut(c, false, false, nullptr);
   drop_recipe(c);
@@ -465,7 +466,8 @@ static void written_unseen(c10::TensorImpl* t) {
     changed_in_place(c);
     settle();
     std::lock_guard<std::mutex> lock(g.mu);
-    if (c->listed && c->gone == PRESENT) g.handled_bytes += s->nbytes() - std::min<uint64_t>(g.handled_bytes, c->nbytes);
+    if (c->listed && c->gone == PRESENT)
+      g.handled_bytes += s->nbytes() - std::min<uint64_t>(g.handled_bytes, c->nbytes);
     c->nbytes = static_cast<int64_t>(s->nbytes());  // resized, as FSDP does with its parameters
     return;
   }

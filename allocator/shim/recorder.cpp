@@ -29,21 +29,20 @@ static PyObject* on_pack_other = nullptr;
 
 static void circumstances(std::vector<int64_t>& v) {  // in the order of memmgr/_circumstances.py
   const at::Context& c = at::globalContext();
-  v = {
-      c.userEnabledCuDNN(),
-      c.benchmarkCuDNN(),
-      c.deterministicCuDNN(),
-      c.userEnabledMkldnn(),
-      c.deterministicMkldnn(),
-      c.deterministicAlgorithms(),
-      c.deterministicAlgorithmsWarnOnly(),
-      c.deterministicFillUninitializedMemory(),
-      c.userEnabledFlashSDP(),
-      c.userEnabledMemEfficientSDP(),
-      c.userEnabledMathSDP(),
-      c.userEnabledCuDNNSDP(),
-      c.allowFP16ReductionCPU(),
-      at::get_num_threads(),
+  v = {c.userEnabledCuDNN(),
+       c.benchmarkCuDNN(),
+       c.deterministicCuDNN(),
+       c.userEnabledMkldnn(),
+       c.deterministicMkldnn(),
+       c.deterministicAlgorithms(),
+       c.deterministicAlgorithmsWarnOnly(),
+       c.deterministicFillUninitializedMemory(),
+       c.userEnabledFlashSDP(),
+       c.userEnabledMemEfficientSDP(),
+       c.userEnabledMathSDP(),
+       c.userEnabledCuDNNSDP(),
+       c.allowFP16ReductionCPU(),
+       at::get_num_threads(),
 #if defined(__x86_64__)
        static_cast<int64_t>(_mm_getcsr() & 0x8040),  // flush to zero, denormals are zero
 #else

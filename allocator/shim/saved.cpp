@@ -76,7 +76,8 @@ static PyObject* unpack(PyObject*, PyObject* o) {
       if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
       c->last_access = g.clock;
       if (s->nbytes() < extent_bytes(h))
-        return PyErr_Format(PyExc_RuntimeError, "memmgr: the storage of a saved tensor was resized and is too short for it");
+        return PyErr_Format(PyExc_RuntimeError,
+                            "memmgr: the storage of a saved tensor was resized and is too short for it");
       PyObject* out = wrap(tensor_of(h, std::move(s)));
       if (out && !maybe_rank()) Py_CLEAR(out);
       return out;

@@ -183,17 +183,17 @@ struct Shim {
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
   size_t sweep_at = 4096;
   std::vector<Cell*> unsettled;
-  std::vector<Cell*> doubtful;   // written while saved: a moved counter makes them stale, else they have new bytes
+  std::vector<Cell*> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
   std::unordered_map<PyObject*, OpInfo*> ops;
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
   double clock = 0;  // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
-  uint64_t kept_new_bytes = 0;  // bytes of roots held for recipes since they were last looked through
+  uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
-  bool always_rank = false;     // torture: after every op
-  bool active = false;          // a budget is open
+  bool always_rank = false;          // torture: after every op
+  bool active = false;               // a budget is open
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
   int64_t last_unpacked = 0;

@@ -66,8 +66,14 @@ def sgd(model: nn.Module, **kw: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-4, **kw)
 
 
-def train(model: nn.Module, batches: Iterable[Any], loss_of: Loss, scope: Scope,
-          optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw, accumulate: int = 1) -> Record:
+def train(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_of: Loss,
+    scope: Scope,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    accumulate: int = 1,
+) -> Record:
     """The four-line training loop; the last step's gradients are left in place, to be compared."""
     record = Record()
     opt = optimizer(model)
@@ -109,88 +115,208 @@ def _pictures(classes: int = 5, batch: int = 6, size: int = 32) -> dict[str, tor
 def _gpt2(**kw: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(**{"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2, **kw}))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **{
+                "vocab_size": 96,
+                "n_positions": 64,
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 2,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                **kw,
+            }
+        )
+    )
 
 
 def _llama(**kw: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                           "num_key_value_heads": 2, "attention_dropout": 0.1, "max_position_embeddings": 64, "pad_token_id": 0, **kw}))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **{
+                "vocab_size": 96,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "attention_dropout": 0.1,
+                "max_position_embeddings": 64,
+                "pad_token_id": 0,
+                **kw,
+            }
+        )
+    )
 
 
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=64))
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=64,
+        )
+    )
 
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    )
 
 
 def _vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, num_labels=5,
-                                               hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            num_labels=5,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
 
 
 def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=5))
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=5)
+    )
 
 
 def _convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    return ConvNextForImageClassification(ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 2], drop_path_rate=0.2, num_labels=5))
+    return ConvNextForImageClassification(
+        ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 2], drop_path_rate=0.2, num_labels=5)
+    )
 
 
 def _swin() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
-    return SwinForImageClassification(SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=5,
-                                                 hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+    return SwinForImageClassification(
+        SwinConfig(
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
+            num_labels=5,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
 
 
 def _mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                            num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.1, output_router_logits=True, max_position_embeddings=64, pad_token_id=0))
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_dropout=0.1,
+            output_router_logits=True,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    )
 
 
 def _opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
-    return OPTForCausalLM(OPTConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4, max_position_embeddings=64, dropout=0.1,
-                                    layerdrop=0.2, word_embed_proj_dim=32, pad_token_id=1))
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            ffn_dim=64,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            dropout=0.1,
+            layerdrop=0.2,
+            word_embed_proj_dim=32,
+            pad_token_id=1,
+        )
+    )
 
 
 def _neox() -> nn.Module:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=64,
-                                            hidden_dropout=0.1, attention_dropout=0.1))
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+        )
+    )
 
 
 def _mamba() -> nn.Module:
     from transformers import MambaConfig, MambaForCausalLM
 
-    return MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=1, expand=2, time_step_rank=2))
+    return MambaForCausalLM(
+        MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=1, expand=2, time_step_rank=2)
+    )
 
 
 def _whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    return WhisperForConditionalGeneration(WhisperConfig(
-        vocab_size=96, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
-        decoder_ffn_dim=64, max_source_positions=32, max_target_positions=32, dropout=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        suppress_tokens=None, begin_suppress_tokens=None))
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=96,
+            num_mel_bins=8,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_source_positions=32,
+            max_target_positions=32,
+            dropout=0.1,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    )
 
 
 def _speech() -> dict[str, torch.Tensor]:
@@ -204,7 +330,10 @@ def _bert_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(torch.rand(ids.shape) > 0.3, -100)}
 
 
-HF: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]], Callable[[nn.Module], torch.optim.Optimizer]]] = {
+HF: dict[
+    str,
+    tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]], Callable[[nn.Module], torch.optim.Optimizer]],
+] = {
     "hf_gpt2": (_gpt2, _lm, adamw),
     "hf_gpt2_eager_attention": (lambda: _gpt2(attn_implementation="eager"), _lm, lambda m: adamw(m, foreach=True)),
     "hf_llama": (_llama, _lm, lambda m: adamw(m, fused=True)),
@@ -226,7 +355,9 @@ def _hf_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss
 
 
-def _hf_case(build: Callable[[], nn.Module], batch: Callable[[], Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> CaseFunction:
+def _hf_case(
+    build: Callable[[], nn.Module], batch: Callable[[], Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> CaseFunction:
     def fn(seed: int, scope: Scope) -> Record:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers' own advice on optional kernels
@@ -265,7 +396,9 @@ def peft_lora_bf16(seed: int, scope: Scope) -> Record:
     from peft import LoraConfig, get_peft_model
 
     base = _llama().to(torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]))
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
     assert not model.base_model.model.model.embed_tokens.weight.requires_grad
     return train(model, [_lm() for _ in range(STEPS)], _hf_loss, scope)
 
@@ -325,7 +458,15 @@ class MLP(nn.Module):
     def __init__(self, width: int = 32, hidden: int = 64, depth: int = 3, p: float = 0.1) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Dropout(p), nn.Linear(hidden, width), nn.LayerNorm(width), nn.GELU())
+            nn.Sequential(
+                nn.Linear(width, hidden),
+                nn.BatchNorm1d(hidden),
+                nn.ReLU(inplace=True),
+                nn.Dropout(p),
+                nn.Linear(hidden, width),
+                nn.LayerNorm(width),
+                nn.GELU(),
+            )
             for _ in range(depth)
         )
 
@@ -400,11 +541,20 @@ class UNet(nn.Module):
         super().__init__()
 
         def double(i: int, o: int) -> nn.Sequential:
-            return nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(inplace=True), nn.Conv2d(o, o, 3, padding=1), nn.GroupNorm(2, o), nn.SiLU(inplace=True))
+            return nn.Sequential(
+                nn.Conv2d(i, o, 3, padding=1),
+                nn.BatchNorm2d(o),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(o, o, 3, padding=1),
+                nn.GroupNorm(2, o),
+                nn.SiLU(inplace=True),
+            )
 
         self.down = nn.ModuleList([double(3, width), double(width, 2 * width)])
         self.middle = double(2 * width, 4 * width)
-        self.up = nn.ModuleList([nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
+        )
         self.merge = nn.ModuleList([double(4 * width, 2 * width), double(2 * width, width)])
         self.head = nn.Conv2d(width, 1, 1)
 
@@ -429,7 +579,12 @@ class DenseBlock(nn.Module):
     def __init__(self, width: int = 8, growth: int = 6, depth: int = 5) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(width + i * growth), nn.ReLU(inplace=True), nn.Conv2d(width + i * growth, growth, 3, padding=1)) for i in range(depth)
+            nn.Sequential(
+                nn.BatchNorm2d(width + i * growth),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(width + i * growth, growth, 3, padding=1),
+            )
+            for i in range(depth)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -531,7 +686,9 @@ def views_saved(seed: int, scope: Scope) -> Record:
             q, k, v = self.qkv(x).chunk(3, -1)
             a = (q @ k.transpose(-1, -2)).softmax(-1)
             v = v * a.narrow(-1, 0, 1).expand(-1, -1, 32) * self.scale.expand_as(v)
-            w = (v.exp() + 1).as_strided((v.shape[0], 8, 16), (v.stride(0), 32, 2), 1)  # overlapping nothing, dense nowhere
+            w = (v.exp() + 1).as_strided(
+                (v.shape[0], 8, 16), (v.stride(0), 32, 2), 1
+            )  # overlapping nothing, dense nowhere
             w = w * w.flip(1) * w.roll(1, 2)
             u = v.unfold(1, 4, 2).permute(0, 3, 1, 2)
             u = u * u.mT.mT.sigmoid()
@@ -702,7 +859,15 @@ def gradient_penalty(seed: int, scope: Scope) -> Record:
         (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return score.mean() + 10 * (gradient.norm(2, -1) - 1).square().mean()
 
-    model = nn.Sequential(nn.Linear(32, 64), nn.Softplus(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(32, 64),
+        nn.Softplus(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 1),
+    )
     return train(model, [torch.randn(128, 32) for _ in range(STEPS)], loss, scope)
 
 
@@ -783,7 +948,11 @@ case("optimizer_in_backward_after_detach")(_optimizer_in_backward(True))
 def gan(seed: int, scope: Scope) -> Record:
     g = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32), nn.Tanh())
     d = nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.2), nn.Linear(64, 1))
-    og, od, record = torch.optim.Adam(g.parameters(), betas=(0.5, 0.9)), torch.optim.RMSprop(d.parameters(), momentum=0.1), Record()
+    og, od, record = (
+        torch.optim.Adam(g.parameters(), betas=(0.5, 0.9)),
+        torch.optim.RMSprop(d.parameters(), momentum=0.1),
+        Record(),
+    )
     with scope():
         for _ in range(STEPS):
             real, fake = torch.randn(128, 32), g(torch.randn(128, 16))
@@ -1027,11 +1196,28 @@ def attention_sdpa_dropout(seed: int, scope: Scope) -> Record:
 def conv_transposes_and_norms(seed: int, scope: Scope) -> Record:
     """Channels-last, dilation, groups, instance norm with running stats, rrelu: ops with hidden writes and layouts."""
     model = nn.Sequential(
-        nn.Conv2d(3, 12, 3, padding=2, dilation=2), nn.InstanceNorm2d(12, affine=True, track_running_stats=True), nn.RReLU(), nn.Conv2d(12, 12, 3, groups=4),
-        nn.BatchNorm2d(12, momentum=None), nn.PReLU(12), nn.AvgPool2d(2), nn.ConvTranspose2d(12, 6, 4, 2, 1), nn.Dropout2d(0.1), nn.ELU(inplace=True),
-        nn.AdaptiveMaxPool2d(5), nn.BatchNorm2d(6, affine=False), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Hardswish(inplace=True),
+        nn.Conv2d(3, 12, 3, padding=2, dilation=2),
+        nn.InstanceNorm2d(12, affine=True, track_running_stats=True),
+        nn.RReLU(),
+        nn.Conv2d(12, 12, 3, groups=4),
+        nn.BatchNorm2d(12, momentum=None),
+        nn.PReLU(12),
+        nn.AvgPool2d(2),
+        nn.ConvTranspose2d(12, 6, 4, 2, 1),
+        nn.Dropout2d(0.1),
+        nn.ELU(inplace=True),
+        nn.AdaptiveMaxPool2d(5),
+        nn.BatchNorm2d(6, affine=False),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.Hardswish(inplace=True),
     ).to(memory_format=torch.channels_last)
-    return train(model, [torch.randn(4, 3, 24, 24).to(memory_format=torch.channels_last) for _ in range(STEPS)], _mean_square, scope, sgd)
+    return train(
+        model,
+        [torch.randn(4, 3, 24, 24).to(memory_format=torch.channels_last) for _ in range(STEPS)],
+        _mean_square,
+        scope,
+        sgd,
+    )
 
 
 @case()
@@ -1047,11 +1233,20 @@ def many_losses(seed: int, scope: Scope) -> Record:
             h = self.a(self.bag(ids))
             logits = h.log_softmax(-1)
             target = ids[:, 0] % 20
-            loss = F.nll_loss(logits, target) + F.multi_margin_loss(h, target) + F.kl_div(logits, h.detach().softmax(-1), reduction="batchmean")
+            loss = (
+                F.nll_loss(logits, target)
+                + F.multi_margin_loss(h, target)
+                + F.kl_div(logits, h.detach().softmax(-1), reduction="batchmean")
+            )
             sequences = logits.reshape(8, 8, 20)
             lengths = torch.full((8,), 8)
             loss = loss + F.ctc_loss(sequences, ids[:8, :3] % 19 + 1, lengths, torch.full((8,), 3))
-            return loss + F.huber_loss(h, h.detach().roll(1)) + F.gumbel_softmax(h, hard=True).var() + F.cosine_embedding_loss(h, h.flip(0), torch.ones(64))
+            return (
+                loss
+                + F.huber_loss(h, h.detach().roll(1))
+                + F.gumbel_softmax(h, hard=True).var()
+                + F.cosine_embedding_loss(h, h.flip(0), torch.ones(64))
+            )
 
     return train(Model(), [torch.randint(0, 64, (64, 9)) for _ in range(STEPS)], lambda m, x: m(x), scope)
 
@@ -1084,7 +1279,9 @@ def spectral_and_weight_norm(seed: int, scope: Scope) -> Record:
     """Parametrisations: spectral norm moves its buffers in forward, under no_grad, in place."""
     from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-    model = nn.Sequential(spectral_norm(nn.Linear(32, 64)), nn.GELU(), weight_norm(nn.Linear(64, 32)), nn.Dropout(0.1), nn.Tanh())
+    model = nn.Sequential(
+        spectral_norm(nn.Linear(32, 64)), nn.GELU(), weight_norm(nn.Linear(64, 32)), nn.Dropout(0.1), nn.Tanh()
+    )
     return train(model, [torch.randn(128, 32) for _ in range(STEPS)], _mean_square, scope)
 
 

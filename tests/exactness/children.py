@@ -13,9 +13,22 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def start(module: str, *args: str, timeout: float, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """``python -m exactness.<module> args…`` in its own session, dumping every stack shortly before ``timeout``."""
-    full = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "EXACTNESS_DUMP_AFTER": str(timeout - 3), **(env or {})}
-    return subprocess.Popen([sys.executable, "-m", f"exactness.{module}", *args], cwd=TESTS, env=full, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            start_new_session=True)
+    full = {
+        **os.environ,
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "EXACTNESS_DUMP_AFTER": str(timeout - 3),
+        **(env or {}),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", f"exactness.{module}", *args],
+        cwd=TESTS,
+        env=full,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], timeout: float) -> str:

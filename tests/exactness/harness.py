@@ -109,8 +109,10 @@ def differences(want: Record, got: Record) -> list[str]:
             lines.append(f"{key}: {a.dtype}{list(a.shape)} became {b.dtype}{list(b.shape)}")
             continue
         where = [i for i, (x, y) in enumerate(zip(a.data, b.data, strict=False)) if x != y]
-        lines.append(f"{key}: {a.dtype}{list(a.shape)}, {len(where)} of {len(a.data)} bytes differ, first at byte {where[0] if where else min(len(a.data), len(b.data))}"
-                     + (f" ({_scalar(a)} became {_scalar(b)})" if a.shape == () else ""))
+        lines.append(
+            f"{key}: {a.dtype}{list(a.shape)}, {len(where)} of {len(a.data)} bytes differ, first at byte {where[0] if where else min(len(a.data), len(b.data))}"
+            + (f" ({_scalar(a)} became {_scalar(b)})" if a.shape == () else "")
+        )
     return lines
 
 
@@ -125,9 +127,18 @@ def _scalar(b: Bits) -> Any:
 # --- global state (rule 10) -------------------------------------------------------------------------------------------
 
 _PATCHABLE = [
-    (torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.Tensor, "__dlpack__"), (torch.Tensor, "backward"),
-    (torch.UntypedStorage, "data_ptr"), (torch.UntypedStorage, "resize_"), (torch.autograd, "backward"), (torch.autograd, "grad"),
-    (torch.autograd.graph, "_engine_run_backward"), (threading.Thread, "start"), (threading.Thread, "run"), (torch, "set_rng_state"),
+    (torch.Tensor, "data_ptr"),
+    (torch.Tensor, "numpy"),
+    (torch.Tensor, "__dlpack__"),
+    (torch.Tensor, "backward"),
+    (torch.UntypedStorage, "data_ptr"),
+    (torch.UntypedStorage, "resize_"),
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (threading.Thread, "start"),
+    (threading.Thread, "run"),
+    (torch, "set_rng_state"),
 ]
 
 
@@ -141,7 +152,10 @@ def global_state() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         "threads of an op": torch.get_num_threads(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
@@ -170,11 +184,15 @@ def assert_left_clean(before: dict[str, Any]) -> None:
     """Rule 10: leaving the context leaves no threads, no files and no changed global."""
     after = global_state()
     deadline = time.monotonic() + 1.0
-    while after["threads"] != before["threads"] and time.monotonic() < deadline:  # a thread pool of a case may still wind down
+    while (
+        after["threads"] != before["threads"] and time.monotonic() < deadline
+    ):  # a thread pool of a case may still wind down
         time.sleep(0.02)
         after = global_state()
     changed = {k: (before[k], after[k]) for k in before if before[k] != after[k]}
-    assert not changed, "leaving the context left changed: " + "; ".join(f"{k}: {a!r} -> {b!r}" for k, (a, b) in changed.items())
+    assert not changed, "leaving the context left changed: " + "; ".join(
+        f"{k}: {a!r} -> {b!r}" for k, (a, b) in changed.items()
+    )
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -202,7 +220,15 @@ class Managed:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-def managed(fn: CaseFunction, limit: int | str = HUGE_BYTES, policy: str = "auto", *, seed: int = 0, place: str = "loop", **options: Any) -> Managed:
+def managed(
+    fn: CaseFunction,
+    limit: int | str = HUGE_BYTES,
+    policy: str = "auto",
+    *,
+    seed: int = 0,
+    place: str = "loop",
+    **options: Any,
+) -> Managed:
     """Run ``fn`` under a budget; checks rule 10 and the budget itself as it goes."""
     import memmgr
 
@@ -226,7 +252,8 @@ def managed(fn: CaseFunction, limit: int | str = HUGE_BYTES, policy: str = "auto
     managers.clear()
     gc.collect()
     assert stats["resident_bytes.peak"] <= stats["budget_bytes"], (
-        f"peak {stats['resident_bytes.peak']:,} passed the budget {stats['budget_bytes']:,}")
+        f"peak {stats['resident_bytes.peak']:,} passed the budget {stats['budget_bytes']:,}"
+    )
     assert_left_clean(before)
     return Managed(record, stats)
 
@@ -272,7 +299,9 @@ def need(fn: CaseFunction, seed: int = 0, place: str = "loop") -> Need:
         got = managed(fn, HUGE_BYTES, "auto", seed=seed, place=place)
         assert_same(want, got.record, "under a budget that does not bind")
         _needs[key] = Need(want, int(got.stats["unmanaged_peak_bytes"]), int(got.stats["floor_bytes"]), got.stats)
-        assert 0 < _needs[key].floor_bytes <= _needs[key].peak_bytes, f"floor {_needs[key].floor_bytes:,}, unmanaged peak {_needs[key].peak_bytes:,}"
+        assert 0 < _needs[key].floor_bytes <= _needs[key].peak_bytes, (
+            f"floor {_needs[key].floor_bytes:,}, unmanaged peak {_needs[key].peak_bytes:,}"
+        )
     return _needs[key]
 
 

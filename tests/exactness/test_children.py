@@ -51,9 +51,26 @@ class WorkerState:
 
 def _loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
     def fn(seed: int, scope: Scope) -> Record:
-        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.1),
+            nn.Conv2d(8, 8, 3),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(8 * 14 * 14, 5),
+        )
         opt, record = cases.adamw(model), Record()
-        loader = DataLoader(Pictures(), batch_size=12, shuffle=True, num_workers=2, multiprocessing_context=context, persistent_workers=persistent, worker_init_fn=WorkerState())
+        loader = DataLoader(
+            Pictures(),
+            batch_size=12,
+            shuffle=True,
+            num_workers=2,
+            multiprocessing_context=context,
+            persistent_workers=persistent,
+            worker_init_fn=WorkerState(),
+        )
         with scope():
             for _ in range(2):
                 for x, y in loader:
@@ -74,7 +91,10 @@ def _loader(context: str, persistent: bool) -> Callable[[int, Scope], Record]:
     return fn
 
 
-LOADERS = {f"{context}{'-persistent' * persistent}": _loader(context, persistent) for context, persistent in (("fork", False), ("fork", True), ("spawn", True))}
+LOADERS = {
+    f"{context}{'-persistent' * persistent}": _loader(context, persistent)
+    for context, persistent in (("fork", False), ("fork", True), ("spawn", True))
+}
 
 
 @pytest.mark.parametrize("mode", ["torture", "auto@50"])
@@ -102,7 +122,7 @@ def _in_fork(body: Callable[[], Any], timeout: float = 30) -> bytes:
             signal.alarm(int(timeout))
             os.write(write, body())
             status = 0
-        except BaseException as e:  # noqa: BLE001 - told to the parent
+        except BaseException as e:
             os.write(write, f"ERROR {type(e).__name__}: {e}".encode())
         finally:
             os._exit(status)
@@ -202,7 +222,9 @@ def _child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
     record.put(f"child[{len(record)}]", _in_fork(body).hex())
 
 
-FORKS = {f.__name__[1:]: _forks(f) for f in (_child_allocates, _child_writes, _child_runs_backward, _child_frees_everything)}
+FORKS = {
+    f.__name__[1:]: _forks(f) for f in (_child_allocates, _child_writes, _child_runs_backward, _child_frees_everything)
+}
 
 
 def _unmanaged_child_trains(model: nn.Module, loss: torch.Tensor, record: Record) -> None:
@@ -285,7 +307,11 @@ def test_a_child_leaves_no_process_behind() -> None:
 def _descendants() -> set[int]:
     import psutil
 
-    return {p.pid for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline()) and "forkserver" not in " ".join(p.cmdline())}
+    return {
+        p.pid
+        for p in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(p.cmdline()) and "forkserver" not in " ".join(p.cmdline())
+    }
 
 
 if __name__ == "__main__":

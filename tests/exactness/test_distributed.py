@@ -109,7 +109,11 @@ def _fsdp2(reshard: bool, checkpointed: bool) -> CaseFunction:
 
         mesh = init_device_mesh("cpu", (RANKS,))
         model = Model()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if checkpointed else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if checkpointed
+            else MixedPrecisionPolicy()
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -176,7 +180,9 @@ def tensor_parallel(seed: int, scope: Scope) -> Record:
             return self.c(torch.tanh(self.b(F.gelu(self.a(x)).sigmoid())))
 
     torch.manual_seed(5)
-    model = parallelize_module(Model(), init_device_mesh("cpu", (RANKS,)), {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    model = parallelize_module(
+        Model(), init_device_mesh("cpu", (RANKS,)), {"a": ColwiseParallel(), "b": RowwiseParallel()}
+    )
     record, opt = Record(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     with scope():
         for i in range(5):
@@ -195,7 +201,9 @@ def tensor_parallel(seed: int, scope: Scope) -> Record:
 def main(name: str, rank: int, file: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=40)
+    )
     fn = DISTRIBUTED[name]
     want = reference(fn)
     measured = need(fn)
@@ -222,7 +230,17 @@ def main(name: str, rank: int, file: str) -> None:
 def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
     timeout = 150.0
     file = tempfile.mktemp(dir=tmp_path)
-    ranks = [children.start("test_distributed", name, str(rank), file, timeout=timeout, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}) for rank in range(RANKS)]
+    ranks = [
+        children.start(
+            "test_distributed",
+            name,
+            str(rank),
+            file,
+            timeout=timeout,
+            env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(RANKS)
+    ]
     failures: list[str] = []
     for rank, process in enumerate(ranks):
         try:
@@ -235,7 +253,9 @@ def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
 def check_unmanaged(name: str, rank: int, file: str) -> None:
     """Whether the case itself is deterministic: for whoever adds one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=40)
+    )
     print(name, rank, len(reference(DISTRIBUTED[name])), "ok")
     dist.destroy_process_group()
 

@@ -442,7 +442,9 @@ def set_to_another_storage(step: int, w: nn.Parameter, s: SimpleNamespace) -> An
 # --- the same circumstances (rule 5) ----------------------------------------------------------------------------------
 
 
-def _circumstances(name: str, enter: Callable[[], Callable[[], None]], make: Callable[[nn.Parameter], torch.Tensor]) -> None:
+def _circumstances(
+    name: str, enter: Callable[[], Callable[[], None]], make: Callable[[nn.Parameter], torch.Tensor]
+) -> None:
     def f(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
         leave = enter()
         try:
@@ -495,8 +497,17 @@ def _tiny_numbers(w: nn.Parameter) -> torch.Tensor:
 
 def _factories(w: nn.Parameter) -> torch.Tensor:
     """Default dtype enters through ops whose recorded arguments do not show it."""
-    noise = torch.rand(WIDTH, WIDTH) + torch.full((WIDTH, WIDTH), 0.1) + torch.linspace(0, 1, WIDTH) + torch.arange(0.0, 64.0, 1.0)
-    ratio = torch.arange(1, WIDTH + 1) / torch.arange(2, WIDTH + 2) + torch.ones(WIDTH, dtype=torch.int32).sqrt() + torch.eye(WIDTH)
+    noise = (
+        torch.rand(WIDTH, WIDTH)
+        + torch.full((WIDTH, WIDTH), 0.1)
+        + torch.linspace(0, 1, WIDTH)
+        + torch.arange(0.0, 64.0, 1.0)
+    )
+    ratio = (
+        torch.arange(1, WIDTH + 1) / torch.arange(2, WIDTH + 2)
+        + torch.ones(WIDTH, dtype=torch.int32).sqrt()
+        + torch.eye(WIDTH)
+    )
     return ((w + noise).exp().tanh() * (w * ratio).sigmoid()).to(torch.float32)
 
 
@@ -505,10 +516,18 @@ def _flush(on: bool) -> None:
 
 
 _circumstances("mkldnn_off", _mkldnn_off, _convolutions)
-_circumstances("matmul_precision", _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"), _products)
+_circumstances(
+    "matmul_precision",
+    _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    _products,
+)
 _circumstances("one_thread", _setting(torch.get_num_threads, torch.set_num_threads, 1), _reductions)
 _circumstances("flush_denormal", _setting(lambda: False, _flush, True), _tiny_numbers)
-_circumstances("deterministic_algorithms", _setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True), _reductions)
+_circumstances(
+    "deterministic_algorithms",
+    _setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    _reductions,
+)
 _circumstances("default_dtype", _setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64), _factories)
 
 
@@ -550,7 +569,9 @@ def torch_func_inside(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     through = torch.func.grad(lambda v: f(v, x))(w)  # differentiable: the outer graph goes through it
     _, jvp = torch.func.jvp(lambda v: v.exp().tanh(), (w.detach(),), (torch.ones_like(w),))
     vjp = torch.func.vjp(torch.sin, w)[1](jvp)[0]
-    return (w * (g + per_sample.sum(0)) + noisy * hessian.sum()).tanh().sum() + through.square().mean() + (vjp * w).mean()
+    return (
+        (w * (g + per_sample.sum(0)) + noisy * hessian.sum()).tanh().sum() + through.square().mean() + (vjp * w).mean()
+    )
 
 
 @hole
@@ -593,7 +614,9 @@ def gradients_modified_by_hooks(step: int, w: nn.Parameter, s: SimpleNamespace) 
     h.retain_grad()
     y = layer(h) * h.sigmoid()
     y.grad_fn.register_prehook(lambda gs: (gs[0] + 1,))
-    torch.autograd.graph.register_multi_grad_hook([h, y], lambda gs: s.__dict__.__setitem__("seen", s.__dict__.get("seen", 0) + 1))
+    torch.autograd.graph.register_multi_grad_hook(
+        [h, y], lambda gs: s.__dict__.__setitem__("seen", s.__dict__.get("seen", 0) + 1)
+    )
     w.register_hook(lambda g: g.clamp(-1, 1)) if step == 0 else None
     return y.square().mean()
 
@@ -632,8 +655,18 @@ def multi_output_ops(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     var, mean = torch.var_mean(h, 1)
     low, high = torch.aminmax(h, dim=1)
     parts = a * b + c.chunk(2, 1)[1] * (u[3] * u[5])[:, None]
-    return (parts.exp().sum() + (top.exp() * at).sum() + (big * where).sin().sum() + (ordered * ordered.roll(1) * order.sin()).sum() + (cm.exp() * ci).mean()
-            + (var * mean.exp()).sum() + (low * high.exp()).sum() + h.kthvalue(3)[0].exp().sum() + h.mode(0)[0].sin().sum() + h.median(1)[0].square().sum())
+    return (
+        parts.exp().sum()
+        + (top.exp() * at).sum()
+        + (big * where).sin().sum()
+        + (ordered * ordered.roll(1) * order.sin()).sum()
+        + (cm.exp() * ci).mean()
+        + (var * mean.exp()).sum()
+        + (low * high.exp()).sum()
+        + h.kthvalue(3)[0].exp().sum()
+        + h.mode(0)[0].sin().sum()
+        + h.median(1)[0].square().sum()
+    )
 
 
 @hole
@@ -645,7 +678,15 @@ def decompositions(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     q, r = torch.linalg.qr(a)
     sign, logabs = torch.linalg.slogdet(a)
     chol = torch.linalg.cholesky(sym)
-    return ((u * sv) @ vh).exp().sum() + (vec * ev).square().sum() + (q @ r.tanh()).sum() + logabs + chol.sin().sum() + torch.linalg.solve(sym, a).sum() + w.exp().mean()
+    return (
+        ((u * sv) @ vh).exp().sum()
+        + (vec * ev).square().sum()
+        + (q @ r.tanh()).sum()
+        + logabs
+        + chol.sin().sum()
+        + torch.linalg.solve(sym, a).sum()
+        + w.exp().mean()
+    )
 
 
 @hole
@@ -686,7 +727,11 @@ def many_dtypes(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     low = w.detach().to(torch.float8_e4m3fn)
     keep, ids = torch.rand_like(w) > 0.3, torch.randint(0, WIDTH, (WIDTH,), dtype=torch.int32)
     total = total + (w.masked_fill(keep, 0) * (low.float() * 2).exp()).sum() + w.index_select(0, ids).exp().sum()
-    return total + w.where(keep & ~keep.t(), w.exp()).sin().sum() + (w * torch.randint(0, 9, (WIDTH, 1), dtype=torch.uint8)).tanh().sum()
+    return (
+        total
+        + w.where(keep & ~keep.t(), w.exp()).sin().sum()
+        + (w * torch.randint(0, 9, (WIDTH, 1), dtype=torch.uint8)).tanh().sum()
+    )
 
 
 @hole
@@ -778,7 +823,10 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-_stateful.register_autograd(lambda ctx, grad: grad * ctx.factor, setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", float(_calls["custom_op"])))
+_stateful.register_autograd(
+    lambda ctx, grad: grad * ctx.factor,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", float(_calls["custom_op"])),
+)
 
 
 @torch.library.custom_op("memmgr_exactness::accumulate", mutates_args=("into",))
@@ -853,7 +901,13 @@ def saved_copied_pickled_between(step: int, w: nn.Parameter, s: SimpleNamespace)
         loaded = torch.load(buffer, weights_only=True)
         twin = copy.deepcopy(layer)
         again = pickle.loads(pickle.dumps(held.detach()))
-        s.record.put(f"copies[{s.step}]", loaded["w"].double().sum() + twin.weight.double().sum() + again.double().sum() + loaded["held"].double().sum())
+        s.record.put(
+            f"copies[{s.step}]",
+            loaded["w"].double().sum()
+            + twin.weight.double().sum()
+            + again.double().sum()
+            + loaded["held"].double().sum(),
+        )
         assert type(loaded["w"]) in (torch.Tensor, nn.Parameter) and type(again) is torch.Tensor
 
     return y.square().mean(), between
@@ -1141,12 +1195,21 @@ def written_then_needed_by_a_second_backward(step: int, w: nn.Parameter, s: Simp
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 _MOVES_NOTHING = {"hooks_disabled_by_the_user"}
-_OWN_BUDGETS = {"backward_after_leaving", "graph_freed_after_leaving", "forward_before_entering", "exception_leaves_the_context"}
+_OWN_BUDGETS = {
+    "backward_after_leaving",
+    "graph_freed_after_leaving",
+    "forward_before_entering",
+    "exception_leaves_the_context",
+}
 _HEAVY = {"rnn_of_3000_steps", "chain_of_5000_unsaved_ops", "chain_of_5000_views_and_writes"}
 
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-              pytest.mark.filterwarnings("ignore:TF32 acceleration"), pytest.mark.filterwarnings("error:memmgr")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),
+    pytest.mark.filterwarnings("error:memmgr"),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -1154,7 +1217,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.f
 def test_hole(name: str, mode: str) -> None:
     if name in _OWN_BUDGETS:  # the loop is not all there is: the budget must be entered where the case says
         want = reference(HOLES[name])
-        assert_same(want, managed(HOLES[name], HUGE_BYTES, mode.partition("@")[0] if mode == "torture" else "auto", place="loop").record, mode)
+        assert_same(
+            want,
+            managed(
+                HOLES[name], HUGE_BYTES, mode.partition("@")[0] if mode == "torture" else "auto", place="loop"
+            ).record,
+            mode,
+        )
         return
     check(HOLES[name], mode, moves=False)
 
@@ -1180,8 +1249,14 @@ def test_the_same_error(name: str, mode: str) -> None:
 @pytest.mark.parametrize("name", [n for n in HOLES if n.startswith("forward_inside_")])
 def test_circumstances_matter(name: str) -> None:
     """Each switch changes bits on this machine; else its test above proves nothing."""
-    make = {"mkldnn_off": _convolutions, "matmul_precision": _products, "one_thread": _reductions, "flush_denormal": _tiny_numbers,
-            "deterministic_algorithms": None, "default_dtype": _factories}[name.removeprefix("forward_inside_")]
+    make = {
+        "mkldnn_off": _convolutions,
+        "matmul_precision": _products,
+        "one_thread": _reductions,
+        "flush_denormal": _tiny_numbers,
+        "deterministic_algorithms": None,
+        "default_dtype": _factories,
+    }[name.removeprefix("forward_inside_")]
     if make is None:
         pytest.skip("deterministic algorithms change which kernel runs, on a CPU not its bits")
 

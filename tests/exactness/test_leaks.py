@@ -221,11 +221,23 @@ def reference_cycles(policy: str) -> Iterator[None]:
 
 def _snapshot() -> dict[str, Any]:
     gc.collect()
-    ours = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects() if str(type(o).__module__).startswith("memmgr"))
+    ours = Counter(
+        f"{type(o).__module__}.{type(o).__qualname__}"
+        for o in gc.get_objects()
+        if str(type(o).__module__).startswith("memmgr")
+    )
     everything = len(gc.get_objects())
     tensors = sum(issubclass(type(o), torch.Tensor | torch.UntypedStorage) for o in gc.get_objects())
-    return {"rss": psutil.Process().memory_info().rss, "threads": threading.active_count(), "native threads": psutil.Process().num_threads(),
-            "files": len(os.listdir("/proc/self/fd")), "maps": len(open("/proc/self/maps").readlines()), "objects": everything, "tensors": tensors, "ours": dict(ours)}
+    return {
+        "rss": psutil.Process().memory_info().rss,
+        "threads": threading.active_count(),
+        "native threads": psutil.Process().num_threads(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "maps": len(open("/proc/self/maps").readlines()),
+        "objects": everything,
+        "tensors": tensors,
+        "ours": dict(ours),
+    }
 
 
 def main(name: str, policy: str) -> None:
@@ -240,11 +252,22 @@ def main(name: str, policy: str) -> None:
     print("SNAPSHOTS", json.dumps(taken))
 
 
-@pytest.mark.parametrize(("name", "policy"), [(n, "auto") for n in SCENARIOS] + [("thousand_passes", "torture"), ("thousand_passes", "evict"), ("thousand_passes", "offload"),
-                                                                               ("hidden_state_carried", "evict"), ("running_value_without_grad", "evict")])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(n, "auto") for n in SCENARIOS]
+    + [
+        ("thousand_passes", "torture"),
+        ("thousand_passes", "evict"),
+        ("thousand_passes", "offload"),
+        ("hidden_state_carried", "evict"),
+        ("running_value_without_grad", "evict"),
+    ],
+)
 def test_flat(name: str, policy: str) -> None:
     output = children.run("test_leaks", name, policy, timeout=120)
-    first, middle, last = json.loads(next(line for line in output.splitlines() if line.startswith("SNAPSHOTS")).removeprefix("SNAPSHOTS "))
+    first, middle, last = json.loads(
+        next(line for line in output.splitlines() if line.startswith("SNAPSHOTS")).removeprefix("SNAPSHOTS ")
+    )
     grown = {}
     for key in ("threads", "native threads", "files"):
         if last[key] > first[key]:

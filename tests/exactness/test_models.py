@@ -7,7 +7,11 @@ import pytest
 from . import cases
 from .harness import HUGE_BYTES, MODES, check, managed, reference
 
-PARAMS = [pytest.param(name, mode, marks=[pytest.mark.slow] * c.slow, id=f"{name}-{mode}") for name, c in cases.CASES.items() for mode in MODES]
+PARAMS = [
+    pytest.param(name, mode, marks=[pytest.mark.slow] * c.slow, id=f"{name}-{mode}")
+    for name, c in cases.CASES.items()
+    for mode in MODES
+]
 
 
 # What transformers, peft and Dynamo say is not under test; what memmgr says is.

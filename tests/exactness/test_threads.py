@@ -20,10 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from . import cases, children
-from .harness import CaseFunction, MODES, HUGE_BYTES, Record, Scope, assert_same, check, global_state, unmanaged
+from .harness import HUGE_BYTES, MODES, CaseFunction, Record, Scope, assert_same, check, global_state
 
 THREADED: dict[str, CaseFunction] = {}
 
@@ -47,7 +46,7 @@ def spawn(bodies: list[Callable[[], None]]) -> tuple[list[threading.Thread], lis
     def guarded(body: Callable[[], None]) -> None:
         try:
             body()
-        except BaseException as e:  # noqa: BLE001 - carried to the thread that joins
+        except BaseException as e:
             errors.append(e)
 
     threads = [threading.Thread(target=guarded, args=(b,), name=f"trainer-{i}") for i, b in enumerate(bodies)]
@@ -362,7 +361,21 @@ def seeded_recipe_inside_the_generators_mutex(policy: str) -> None:
         for i, grad in enumerate(want):
             assert torch.equal(step(), grad), f"pass {i}"
     stats = mm.stats()
-    print({k: stats[k] for k in ("budget_bytes", "unmanaged_peak_bytes", "floor_bytes", "resident_bytes.peak", "evictions", "offloads")}, peak, floor)
+    print(
+        {
+            k: stats[k]
+            for k in (
+                "budget_bytes",
+                "unmanaged_peak_bytes",
+                "floor_bytes",
+                "resident_bytes.peak",
+                "evictions",
+                "offloads",
+            )
+        },
+        peak,
+        floor,
+    )
     assert stats["evictions"] + stats["offloads"] > 0, "no reclaim, so nothing was tested"
 
 
@@ -486,14 +499,27 @@ def soak(seconds: str, policy: str) -> None:
         time.sleep(0.05)
 
     with memmgr.budget(limit, policy=policy, quiet=True) as mm:
-        threads, errors = spawn([until_stop(b, i) for i, b in enumerate((allocate, allocate, seed_generators, train, train, train_in_a_new_thread, fork, collect))])
+        threads, errors = spawn(
+            [
+                until_stop(b, i)
+                for i, b in enumerate(
+                    (allocate, allocate, seed_generators, train, train, train_in_a_new_thread, fork, collect)
+                )
+            ]
+        )
         while time.monotonic() < deadline and not errors:
             time.sleep(0.1)
             mm.stats()
         stop.set()
         join(threads, errors)
     stats = mm.stats()
-    print(counts, {k: stats[k] for k in ("evictions", "offloads", "recomputes", "reloads", "resident_bytes.peak", "budget_bytes")})
+    print(
+        counts,
+        {
+            k: stats[k]
+            for k in ("evictions", "offloads", "recomputes", "reloads", "resident_bytes.peak", "budget_bytes")
+        },
+    )
     assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
     assert stats["evictions"] + stats["offloads"] > 0, "no reclaim, so nothing was tested"
     for what in ("allocate", "seed_generators", "train", "train_in_a_new_thread", "fork"):
