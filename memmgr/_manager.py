@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -19,7 +20,7 @@ import torch
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank
 
 from ._daemon import Daemon
-from ._errors import BudgetError
+from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
@@ -165,19 +166,14 @@ class Manager:
             self.daemon = None
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
-        lazily = failed
+        lazily = False
         try:
             if was_open:
                 native.set_always_rank(False)
                 native.disarm_all()
                 native.end_pass()
                 self._final = self._collect()
-                if not failed:
-                    # What the graph still needs comes back, outside the budget now.
-                    native.set_budget(UNLIMITED)
-                    for cell in native.handled():
-                        if not cell.stale and cell.gone:
-                            self.replayer.materialize(cell)
+                lazily = not self._bring_all_back(within_budget=failed)
         except BaseException:
             lazily = True
             raise
@@ -207,12 +203,35 @@ class Manager:
         if report and was_open and not self.config.quiet:
             print(self.summary(), file=sys.stderr)
 
+    def _bring_all_back(self, *, within_budget: bool) -> bool:
+        """What the graph still needs becomes ordinary memory.
+
+        After an exception the graph lives on in the traceback, most likely for nobody: then only what fits into the budget
+        comes back, and the rest when, and if, it is asked for. Returns whether everything is back.
+        """
+        native, limit = self.native, self.config.limit_bytes
+        if not within_budget:
+            native.set_budget(UNLIMITED)
+        for cell in native.handled():
+            if cell.stale or not cell.gone:
+                continue
+            if within_budget and native.resident() + cell.nbytes > limit:
+                return False
+            try:
+                self.replayer.materialize(cell)
+            except torch.OutOfMemoryError:
+                return False
+            except RecomputeError:
+                continue  # its own unpack will say so, if anybody asks
+        return True
+
     def _settle_doomed_tier(self) -> None:
         """An earlier budget ended by an exception and its graph still lives: bring it back before its tier goes."""
         if self.native.tier_stats():
             for cell in self.native.handled():
                 if cell.gone and not cell.stale:
-                    self.native.bring_back(cell)
+                    with contextlib.suppress(OSError, RuntimeError):  # garbage, most likely; its own unpack will say so
+                        self.native.bring_back(cell)
             self.native.close_tier()
 
     def disable_in_child(self) -> None:

@@ -37,6 +37,11 @@ from ._py_vault import Vault
 
 warned = False
 
+_ORDINARY, _STEP_ASIDE, _LET_RUN = range(3)
+_LAZY_VIEWS = C.DispatchKeySet(C.DispatchKey.Conjugate)
+for _key in (C.DispatchKey.Negative, C.DispatchKey.ZeroTensor):
+    _LAZY_VIEWS = _LAZY_VIEWS.add(_key)
+
 
 class _Info:
     __slots__ = ("call", "cls", "mutates", "written_args", "written_kwargs")
@@ -54,7 +59,7 @@ class Native(Vault):
         self._ops: dict[Any, _Info] = {}
         self._kinds: dict[Any, Kind] = {}
         self._environments: list[tuple[int, ...]] = []
-        self._dispatching_types: dict[type, bool] = {torch.Tensor: False, torch.nn.Parameter: False}
+        self._subclasses: dict[type, int] = {torch.Tensor: _ORDINARY, torch.nn.Parameter: _ORDINARY}
         self._always_rank = False
         self._events = self._backoff = 0
         self._position = 0
@@ -105,9 +110,8 @@ class Native(Vault):
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
         """Runs the op and notes how long it took without our own stalls."""
         stalled, begun = self._stalled(), time.perf_counter_ns()
-        made = self._live
-        out = self._accounted(recipe._func, call, args, kwargs, _retry)
-        recipe.kept.made_bytes = max(recipe.kept.made_bytes, self._live - made)
+        out, made = self._accounted(recipe._func, call, args, kwargs, _retry)
+        recipe.kept.made_bytes = max(recipe.kept.made_bytes, made)
         spent = time.perf_counter_ns() - begun - (self._stalled() - stalled)
         recipe.cost = max(0, spent) * 1e-9
         self._clock += recipe.cost
@@ -174,16 +178,20 @@ class Native(Vault):
 
     # -- ops --
 
-    def _steps_aside(self, types_: Any) -> bool:
+    def _subclass(self, kinds: Any) -> int:
         """A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6)."""
-        for kind in types_:
-            own = self._dispatching_types.get(kind)
-            if own is None:
-                own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-                self._dispatching_types[kind] = own
-            if own:
-                return True
-        return False
+        for kind in kinds:
+            found = self._subclasses.get(kind)
+            if found is None:
+                found = _ORDINARY
+                if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                    # What traces shapes has no local ops, and runs as if we were not there.
+                    traces = "FakeTensor" in kind.__name__ or "FunctionalTensor" in kind.__name__
+                    found = _LET_RUN if traces else _STEP_ASIDE
+                self._subclasses[kind] = found
+            if found != _ORDINARY:
+                return found
+        return _ORDINARY
 
     def _is_known(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
@@ -207,10 +215,15 @@ class Native(Vault):
             if not self._active:
                 return func(*args, **(kwargs or {}))
             self._settle()
-            if self._steps_aside(types):
-                return NotImplemented
+            subclass = self._subclass(types)
+            if subclass != _ORDINARY:
+                return NotImplemented if subclass == _STEP_ASIDE else func(*args, **(kwargs or {}))
+            # On the way to a mode torch switches off the fallbacks for conjugated and negated views. A kernel that makes
+            # such views and computes with them (linalg_pinv) is then wrong, so they are on again while the op runs.
+            excluded = C._dispatch_tls_local_exclude_set() - _LAZY_VIEWS
             try:
-                return self._op(func, types, args, kwargs)
+                with C._ForceDispatchKeyGuard(C._dispatch_tls_local_include_set(), excluded):
+                    return self._op(func, types, args, kwargs)
             except torch.OutOfMemoryError as error:
                 self._explain(error)
                 raise
@@ -231,7 +244,7 @@ class Native(Vault):
                 return self._slow(func, types, args, kwargs, info.cls | 16)
             if info.cls == OP_VIEW:
                 return info.call(*args, **(kwargs or {}))
-            return self._accounted(func, info.call, args, kwargs, not info.mutates)
+            return self._accounted(func, info.call, args, kwargs, not info.mutates)[0]
         if info.cls == OP_VIEW:
             return info.call(*args, **(kwargs or {}))
         if info.cls != OP_PURE:
@@ -241,7 +254,7 @@ class Native(Vault):
         self._maybe_rank()
         recipe = self.record(func, args, kwargs)
         if recipe is None:
-            return self._accounted(func, info.call, args, kwargs, True)
+            return self._accounted(func, info.call, args, kwargs, True)[0]
         # First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
         first = self._call.get("on_new_kind")
         if first is not None and recipe.kept.trust == TRUST_NEW:
@@ -256,7 +269,7 @@ class Native(Vault):
         def slowly(*args: Any, **kwargs: Any) -> Any:
             return self._call["on_slow"](func, types, args, kwargs, cls)
 
-        return self._accounted(func, slowly, args, kwargs, False)
+        return self._accounted(func, slowly, args, kwargs, False)[0]
 
     # -- saved tensors --
 

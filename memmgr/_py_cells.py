@@ -28,9 +28,8 @@ class Cells(Ledger):
         self._incoming_bytes = 0
         self._offloaded_cells = 0
         self._unsettled: list[Cell] = []
-        self._doubtful: list[
-            Cell
-        ] = []  # written while saved: a moved counter makes them stale, else they have new bytes
+        # Written while saved: a moved counter makes them stale, else they have new bytes.
+        self._doubtful: list[Cell] = []
         self._next_seq = 0
         self._clock = 0.0
         self._stamp = 0

@@ -151,8 +151,8 @@ class Ledger:
 
     # -- ops --
 
-    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, retry: bool) -> Any:
-        """Runs an op with the budget kept: room is made before, what it made is entered after."""
+    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, retry: bool) -> tuple[Any, int]:
+        """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned."""
         limited = self._budget != UNLIMITED
         key = None
         if limited:
@@ -163,7 +163,7 @@ class Ledger:
         if limited:
             self._predictions.learn(key, made)
         self._after(made)
-        return out
+        return out, made
 
     def _after(self, made: int) -> None:
         if made:

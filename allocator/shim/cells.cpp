@@ -236,6 +236,7 @@ static void drop_recipe(Cell* c) {
   c->recipe = nullptr;
   for (Cell*& out : r->outputs)
     if (out == c) out = nullptr;
+  if (c->names > 0) hold(c);  // a root now: who can still be made from it needs its bytes
   deferred_decref(reinterpret_cast<PyObject*>(r));
 }
 
@@ -532,7 +533,7 @@ bool bring_back(Cell* c, bool* recompute) {
   *recompute = false;
   if (c->busy) wait_not_busy(c);
   if (c->gone == PRESENT && is_present(c)) return true;
-  if (c->gone != OFFLOADED) {
+  if (c->gone != OFFLOADED || c->slot < 0 || !g.tier) {
     *recompute = true;
     return true;
   }
@@ -605,6 +606,12 @@ bool bring_back(Cell* c, bool* recompute) {
     std::lock_guard<std::mutex> lock(g.mu);
     note_gone_over(c);
     c->gone = PRESENT;
+    if (!c->strong) {
+      // Its shell went with the last handle, and a recipe still names it: a new one.
+      c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
+                                                        at::DataPtr(nullptr, bytes.device()), allocator, true);
+      c->weak = WeakStorage(c->strong);
+    }
     c->strong->set_data_ptr_noswap(std::move(bytes));
     if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
     c->busy = false;

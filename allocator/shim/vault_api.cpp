@@ -107,10 +107,31 @@ static PyObject* py_open_tier(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Slots are the tier's: whoever still has one gives it back before the tier goes. What is only there is lost with it.
+static void forget_slots() {
+  if (!g.tier) return;
+  std::vector<Cell*> cells;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    for (Cell* c = g.oldest; c; c = c->next) cells.push_back(c);
+  }
+  for (auto& [s, c] : g.table) cells.push_back(c);
+  for (Cell* c : cells) {
+    if (c->slot < 0) continue;
+    discard_copy(c);
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (c->gone == OFFLOADED) {
+      c->gone = EVICTED;
+      g.offloaded_cells--;
+    }
+  }
+}
+
 // Closes the tier as soon as no cell needs it: at once, or with the last handle (after an exception the graph lives on
 // in its traceback, and bringing everything back would pass the budget).
 void close_doomed_tier() {
   if (!g.tier_doomed) return;
+  if (g.offloaded_cells == 0) forget_slots();
   mm_tier* t = nullptr;
   {
     std::lock_guard<std::mutex> lock(g.mu);
@@ -130,6 +151,7 @@ static PyObject* py_doom_tier(PyObject*, PyObject*) {
 
 static PyObject* py_close_tier(PyObject*, PyObject*) {
   g.tier_doomed = false;
+  forget_slots();
   mm_tier* t;
   {
     std::lock_guard<std::mutex> lock(g.mu);
