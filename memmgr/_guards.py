@@ -181,10 +181,17 @@ class Guards:
 
         @functools.wraps(original)
         def pointer(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-            if manager.open and storage.device.type == manager.device.type:
-                with manager.unseen():
-                    self._exposed(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-            return original(storage, *args, **kwargs)
+            if not manager.open or storage.device.type != manager.device.type:
+                return original(storage, *args, **kwargs)
+            with manager.unseen():
+                self._exposed(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            result = original(storage, *args, **kwargs)
+            # Moving to shared memory copies, so the storage may be another cell's by now.
+            with manager.unseen():
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                manager.native.lookup(view)
+                manager.native.expose(view)
+            return result
 
         return pointer
 

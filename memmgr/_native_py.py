@@ -107,10 +107,10 @@ class Native(Vault):
         except NotPlain:
             return None
 
-    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
+    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs the op and notes how long it took without our own stalls."""
         stalled, begun = self._stalled(), time.perf_counter_ns()
-        out, made = self._accounted(recipe._func, call, args, kwargs, _retry)
+        out, made = self._accounted(recipe._func, call, args, kwargs)
         recipe.kept.made_bytes = max(recipe.kept.made_bytes, made)
         spent = time.perf_counter_ns() - begun - (self._stalled() - stalled)
         recipe.cost = max(0, spent) * 1e-9
@@ -244,7 +244,7 @@ class Native(Vault):
                 return self._slow(func, types, args, kwargs, info.cls | 16)
             if info.cls == OP_VIEW:
                 return info.call(*args, **(kwargs or {}))
-            return self._accounted(func, info.call, args, kwargs, not info.mutates)[0]
+            return self._accounted(func, info.call, args, kwargs)[0]
         if info.cls == OP_VIEW:
             return info.call(*args, **(kwargs or {}))
         if info.cls != OP_PURE:
@@ -254,13 +254,13 @@ class Native(Vault):
         self._maybe_rank()
         recipe = self.record(func, args, kwargs)
         if recipe is None:
-            return self._accounted(func, info.call, args, kwargs, True)[0]
+            return self._accounted(func, info.call, args, kwargs)[0]
         # First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
         first = self._call.get("on_new_kind")
         if first is not None and recipe.kept.trust == TRUST_NEW:
             out = first(recipe, info.call, args, kwargs)
         else:
-            out = self.call(recipe, info.call, args, kwargs, True)
+            out = self.call(recipe, info.call, args, kwargs)
         self.adopt(recipe, out)
         self._check_kept()
         return out
@@ -269,7 +269,7 @@ class Native(Vault):
         def slowly(*args: Any, **kwargs: Any) -> Any:
             return self._call["on_slow"](func, types, args, kwargs, cls)
 
-        return self._accounted(func, slowly, args, kwargs, False)[0]
+        return self._accounted(func, slowly, args, kwargs)[0]
 
     # -- saved tensors --
 

@@ -151,13 +151,13 @@ class Ledger:
 
     # -- ops --
 
-    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, retry: bool) -> tuple[Any, int]:
+    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned."""
         limited = self._budget != UNLIMITED
         key = None
         if limited:
             key = self._predictions.key(func, args, kwargs)
-            self._reserve(*self._predictions.ask(key, func, args, kwargs), retry)
+            self._reserve(*self._predictions.ask(key, func, args, kwargs), retry=True)
         out = call(*args, **kwargs) if kwargs else call(*args)
         made = self._note(out, [args, kwargs or {}])
         if limited:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
-import memmgr
 import pytest
 import torch
 from torch import nn
+
+import memmgr
 
 MB = 1_000_000
 

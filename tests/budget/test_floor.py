@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import memmgr
 import pytest
 import torch
+
+import memmgr
 
 from .models import MODELS
 from .true_floor import IdealManager, LiveStorages, live_curve, true_floor

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import memmgr
 import pytest
 import torch
+
+import memmgr
 
 from .models import MODELS, Training
 from .outside import watch

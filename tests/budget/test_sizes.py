@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import memmgr
 import pytest
 import torch
+
+import memmgr
 from memmgr._sizes import parse_size, show_size
 
 GOOD: list[tuple[Any, int]] = [

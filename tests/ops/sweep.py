@@ -313,8 +313,9 @@ def _run(case: Case, sample: Any, leaves: list[torch.Tensor], found: dict[str, A
         # What the op sees is an intermediate result that nobody else holds: it can leave, and be made again.
         if not isinstance(t, torch.Tensor) or not t.requires_grad or t.layout is not torch.strided or t.is_nested:
             return t
-        whole = t.untyped_storage().nbytes() == t.numel() * t.itemsize
-        return torch.clone(t) if whole or not case.op.startswith("as_strided") else t  # it looks at what lies around
+        part = t.untyped_storage().nbytes() != t.numel() * t.itemsize
+        looks_around = part and case.op.startswith("as_strided") and case.way != INPLACE
+        return t if looks_around else torch.clone(t)
 
     given = tree_map(made, sample)
     out = case.call(*given)

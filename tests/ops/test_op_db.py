@@ -11,7 +11,7 @@ import os
 import pytest
 
 from . import sweep
-from .exclusions import MODE_DEPENDENT, NOT_DETERMINISTIC, SKIPPED, is_skipped, unwritten_memory_matters
+from .exclusions import MODE_DEPENDENT, NOT_DETERMINISTIC, SKIPPED, is_skipped, lstsq_reads_unwritten_memory
 
 pytestmark = pytest.mark.ops
 
@@ -46,7 +46,7 @@ def test_same_bits(bucket: int) -> None:
     assert not (new := _unlisted(report.mode_dependent, MODE_DEPENDENT)), (
         f"torch differs under any dispatch mode: {new}"
     )
-    assert len(report.raised) <= 0.05 * report.same, f"too many samples raise without memmgr: {report.raised}"
+    assert len(report.raised) <= 0.07 * report.same, f"too many samples raise without memmgr: {report.raised}"
     # Otherwise nothing was shown.
     assert min(report.stats[k] for k in ("evictions", "recomputes", "offloads", "reloads")) > report.same / 4, (
         report.stats
@@ -61,9 +61,9 @@ def test_still_depends_on_a_mode(name: str) -> None:
     assert not report.different
 
 
-@pytest.mark.parametrize("name", sorted(NOT_DETERMINISTIC))
-def test_still_not_deterministic(name: str) -> None:
-    assert unwritten_memory_matters(name), f"{name} is deterministic now: take it off the list"
+def test_lstsq_is_still_not_deterministic() -> None:
+    assert set(NOT_DETERMINISTIC) == {"linalg.lstsq", "linalg.lstsq.grad_oriented"}  # what is shown here
+    assert lstsq_reads_unwritten_memory(), "lstsq is deterministic now: take it off the list"
 
 
 def test_lists_name_ops() -> None:
