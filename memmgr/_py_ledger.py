@@ -270,7 +270,6 @@ class Ledger:
         with self._lock:
             self._count_deaths()
             self._budget, self._outside = UNLIMITED, 0
-            self._predictions.clear()
 
     def peak(self) -> tuple[int, int]:
         """Highest resident, and highest unmanaged need, since the last `reset_peak`."""

@@ -17,6 +17,8 @@ _OUTLANDISH = [
     for name in ("Python", "FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "ZeroTensor", "NestedTensor")
     if hasattr(C.DispatchKey, name)
 ]
+# Their shape functions leave out a workspace that is kept for backward.
+_WORKSPACES = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 _plain: dict[int, bool] = {}
 
 
@@ -66,9 +68,6 @@ class Predictions:
     def __init__(self) -> None:
         self._sizes: dict[Any, tuple[int, bool]] = {}  # kind -> (bytes, always the same so far)
 
-    def clear(self) -> None:
-        self._sizes.clear()
-
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         named = tuple((name, _part(value)) for name, value in kwargs.items()) if kwargs else ()
         return func, _part(args), named
@@ -108,7 +107,7 @@ def _part(value: Any) -> Any:
 
 def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """The bytes that an op will make, from its shape function; None when it has none."""
-    if getattr(func, "namespace", "") not in ("aten", "prims"):
+    if getattr(func, "namespace", "") not in ("aten", "prims") or func._schema.name in _WORKSPACES:
         return None
     given: set[int] = set()
 

@@ -227,6 +227,10 @@ static void link_input(Recipe* r, Link* l, Cell* c) {
   if (c->names++ == 0 && !c->recipe && !c->strong) {
     hold(c);
     g.kept_new_bytes += static_cast<uint64_t>(c->nbytes);
+    if (c->nbytes > (1 << 20)) {
+      Py_INCREF(c);
+      g.kept_large.push_back(c);
+    }
   }
 }
 

@@ -260,8 +260,28 @@ static bool maybe_rank() {
   return true;
 }
 
+// Has the program let go of a large root, so that only recipes hold it?
+static bool large_root_alone() {
+  bool alone = false;
+  for (size_t i = 0; i < g.kept_large.size();) {
+    Cell* c = g.kept_large[i];
+    const bool done = !c->strong || c->names == 0 || c->handles > 0;
+    const bool ours = !done && c->strong.use_count() == 1;
+    alone |= ours;
+    if (done || ours) {
+      g.kept_large[i] = g.kept_large.back();
+      g.kept_large.pop_back();
+      deferred_decref(reinterpret_cast<PyObject*>(c));
+    } else {
+      ++i;
+    }
+  }
+  return alone;
+}
+
 static bool kept_check() {
   if (!g.on_kept || !g.arena) return true;
+  if (!g.kept_large.empty() && large_root_alone()) g.kept_new_bytes = UINT64_MAX / 2;
   if (g.kept_new_bytes < (1u << 20) || g.kept_new_bytes < mm_arena_resident(g.arena) / 256) return true;
   g.kept_new_bytes = 0;
   PyObject* r = PyObject_CallNoArgs(g.on_kept);
@@ -441,6 +461,7 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
         return Py_NotImplemented;
       }
     }
+  if (!g.kept_large.empty() && !kept_check()) return nullptr;
   OpInfo* info = info_of(func);
   if (!info) return nullptr;
   PyObject* kw = kwargs == Py_None ? nullptr : kwargs;

@@ -190,6 +190,7 @@ struct Shim {
   int64_t next_seq = 0;
   double clock = 0;  // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
+  std::vector<Cell*> kept_large;     // large roots that recipes hold: looked at before every op, so they go in time
   uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;          // torture: after every op

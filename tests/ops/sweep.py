@@ -362,6 +362,7 @@ class Report:
     )  # as without memmgr under an empty dispatch mode: torch's doing
     skipped: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)  # case -> what differs
+    refused: list[str] = field(default_factory=list)  # ops that did not reproduce, so that they were only offloaded
     stats: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -372,6 +373,7 @@ class Report:
         self.mode_dependent += other.mode_dependent
         self.skipped += other.skipped
         self.different.update(other.different)
+        self.refused = sorted({*self.refused, *other.refused})
         self.stats.update(other.stats)
         self.seconds += other.seconds
 
@@ -476,6 +478,7 @@ def _compare(batch: list[tuple[Case, Result]], report: Report, verbose: bool) ->
                 report.raised.append(f"{case.name}: {want.entries['exception']}: {want.entries['text'][:100]}")
             else:
                 report.same += 1
+    report.refused = sorted({*report.refused, *opened._manager.recorder.refused})
     stats = opened.stats()
     report.stats.update({k: stats[k] for k in ("evictions", "recomputes", "offloads", "reloads")})
     for case, want, results in suspects:
@@ -536,6 +539,7 @@ def _print_lists(report: Report) -> None:
         ("not deterministic", report.nondeterministic),
         ("as under an empty mode", report.mode_dependent),
         ("raises", report.raised),
+        ("does not reproduce", report.refused),
         ("skipped", report.skipped),
     ):
         for line in lines:
