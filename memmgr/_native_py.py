@@ -167,7 +167,11 @@ class Native(Vault):
 
     def _check_kept(self) -> None:
         kept = self._call.get("on_kept")
-        if kept is None or self._kept_new_bytes < max(1 << 20, self._resident() // 256):
+        if kept is None:
+            return
+        if not (self._kept_large and self._large_root_alone()) and self._kept_new_bytes < max(
+            1 << 20, self._resident() // 256
+        ):
             return
         self._kept_new_bytes = 0
         kept()
@@ -236,6 +240,8 @@ class Native(Vault):
             explain(error)  # raises
 
     def _op(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._kept_large:
+            self._check_kept()
         info = self._ops.get(func)
         if info is None:
             info = self._ops[func] = _Info(*self._call["on_classify"](func))

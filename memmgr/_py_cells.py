@@ -10,7 +10,7 @@ import torch
 from . import _py_types as types
 from ._py_ledger import Ledger
 from ._py_tier import Tier
-from ._py_types import KEEP, OFFLOADED, PRESENT, Cell, Recipe, graveyard
+from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, graveyard
 
 
 class Cells(Ledger):
@@ -34,6 +34,9 @@ class Cells(Ledger):
         self._clock = 0.0
         self._stamp = 0
         self._kept_new_bytes = 0
+        self._kept_large: list[
+            Cell
+        ] = []  # large roots that recipes hold: looked at before every op, so they go in time
         self._tier: Tier | None = None
         self._tier_doomed = False
         types.bury[:] = [self._bury]
@@ -217,6 +220,8 @@ class Cells(Ledger):
         if cell.names == 1 and cell.recipe is None and cell.strong is None:
             self._hold(cell)
             self._kept_new_bytes += cell.nbytes
+            if cell.nbytes > 1 << 20:
+                self._kept_large.append(cell)
 
     def _unlink(self, serial: int, cell: Cell) -> None:
         cell.named_by.pop(serial, None)
@@ -232,6 +237,8 @@ class Cells(Ledger):
         recipe, cell.recipe = cell.recipe, None
         if recipe is not None:
             recipe.made = [ref if ref is not None and ref() is not cell else None for ref in recipe.made]
+            if cell.names > 0:
+                self._hold(cell)  # a root now: who can still be made from it needs its bytes
 
     def _cut(self, first: Cell, itself: bool, dry_run: bool) -> list[Cell]:
         """`first` can no longer be made again, and what depends on it and has no bytes cannot either.
@@ -269,8 +276,32 @@ class Cells(Ledger):
                         work.append(made)
         return stranded
 
+    def _large_root_alone(self) -> bool:
+        """Has the program let go of a large root, so that only recipes hold it?"""
+        alone, rest = False, []
+        for cell in self._kept_large:
+            if cell.strong is None or cell.names == 0 or cell.handles > 0:
+                continue
+            if cell.alone:
+                alone = True
+            else:
+                rest.append(cell)
+        self._kept_large = rest
+        return alone
+
+    def _forget_slots(self) -> None:
+        """Slots are the tier's: who still has one gives it back before the tier goes; what is only there is lost with it."""
+        for cell in {*self._handled, *(known.cell for known in list(self._table.values()))}:
+            if cell is None or cell.slot < 0:
+                continue
+            self._drop_slot(cell)
+            if cell.gone == OFFLOADED:
+                cell.gone = EVICTED
+                self._offloaded_cells -= 1
+
     def _close_doomed_tier(self) -> None:
         if self._tier_doomed and not self._offloaded_cells and self._tier is not None:
+            self._forget_slots()
             tier, self._tier, self._tier_doomed = self._tier, None, False
             tier.close()
 

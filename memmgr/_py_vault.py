@@ -175,10 +175,9 @@ class Vault(Columns):
             self._wait_not_busy(cell)
             if cell.gone == PRESENT and cell.present:
                 return False
-            if cell.gone != OFFLOADED:
-                return True
             tier, slot, incoming = self._tier, cell.slot, cell.incoming
-            assert tier is not None
+            if cell.gone != OFFLOADED or slot < 0 or tier is None:
+                return True
             cell.incoming = None
             if incoming is not None:
                 self._incoming_bytes -= cell.nbytes
@@ -348,10 +347,10 @@ class Vault(Columns):
     def close_tier(self) -> None:
         self._tier_doomed = False
         self._settle()
-        tier, self._tier = self._tier, None
+        with self._lock:
+            self._forget_slots()
+            tier, self._tier = self._tier, None
         if tier is not None:
-            for cell in self.handled():
-                cell.slot = -1
             tier.close()
 
     def doom_tier(self) -> None:
