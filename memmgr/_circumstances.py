@@ -22,6 +22,14 @@ def _set_flush_denormal(bits: int) -> None:
     torch.set_flush_denormal(bool(bits))
 
 
+# at::ScalarType
+_DEFAULT_DTYPES: dict[int, torch.dtype] = {
+    5: torch.float16,
+    6: torch.float32,
+    7: torch.float64,
+    15: torch.bfloat16,
+}
+
 _SETTERS: list[Callable[[int], Any] | None] = [
     lambda v: C._set_cudnn_enabled(bool(v)),
     lambda v: C._set_cudnn_benchmark(bool(v)),
@@ -40,8 +48,6 @@ _SETTERS: list[Callable[[int], Any] | None] = [
     _set_flush_denormal,
     lambda v: torch.set_default_dtype(_DEFAULT_DTYPES[v]),
 ]
-# at::ScalarType
-_DEFAULT_DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
 
 # Float32 precision per backend and op, in the order of the shim; the enum's values are those of at::Float32Precision.
 _PRECISION_SLOTS = [

@@ -167,11 +167,8 @@ class Native(Vault):
 
     def _check_kept(self) -> None:
         kept = self._call.get("on_kept")
-        if kept is None:
-            return
-        if not (self._kept_large and self._large_root_alone()) and self._kept_new_bytes < max(
-            1 << 20, self._resident() // 256
-        ):
+        many = self._kept_new_bytes >= max(1 << 20, self._resident() // 256)
+        if kept is None or not (many or (self._kept_large and self._large_root_alone())):
             return
         self._kept_new_bytes = 0
         kept()
