@@ -13,6 +13,8 @@ from memmgr.policies import Action, Upcoming
 if TYPE_CHECKING:
     from ._manager import Manager
 
+FIRST_RETRY_SECONDS = 0.002
+
 
 class Daemon:
     """Prefetches in the order of backward. Decides in `policies`, copies in the tier's own threads.
@@ -27,6 +29,7 @@ class Daemon:
         self._native = manager.native
         self._stop = False
         self._parked: deque[Any] = deque()
+        self._retry_seconds = FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._loop, name="memmgr", daemon=True)
         self._thread.memmgr_own = True  # type: ignore[attr-defined]
         self.errors: list[BaseException] = []
@@ -50,24 +53,35 @@ class Daemon:
     def park(self, cell: Any) -> None:
         """A managed tensor was used: its bytes go back to the tier as soon as they are written."""
         self._parked.append(cell)
+        self._retry_seconds = FIRST_RETRY_SECONDS
         self._native.daemon_wake()
 
     def _loop(self) -> None:
         while True:
-            wanted = self._native.daemon_wait()
+            wanted = self._native.daemon_wait(self._retry_seconds if self._parked else -1.0)
             if self._stop:
                 self._native.daemon_answer(0)
                 return
             try:
                 if wanted:
                     self._native.daemon_answer(self._manager.surprise(wanted))
-                while self._parked:
-                    self._native.release(self._parked.popleft(), int(Action.OFFLOAD))
+                self._let_go()
                 self._prefetch()
             except BaseException as error:  # a prefetch that fails costs time, not correctness; kept for the report
                 self.errors.append(error)
                 if wanted:
                     self._native.daemon_answer(0)
+
+    def _let_go(self) -> None:
+        """Releases what is parked. The program may still be about to drop its own references: those are tried again."""
+        before = len(self._parked)
+        for _ in range(before):
+            cell = self._parked.popleft()
+            if not self._native.release(cell, int(Action.OFFLOAD)) and cell.managed and cell.present and cell.handles:
+                self._parked.append(cell)
+        if self._parked:
+            progress = len(self._parked) < before
+            self._retry_seconds = FIRST_RETRY_SECONDS if progress else min(1.0, 2 * self._retry_seconds)
 
     def _prefetch(self) -> None:
         manager, native = self._manager, self._native

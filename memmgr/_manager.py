@@ -446,6 +446,8 @@ class Manager:
         wrote, read = written
         cpu = max(0.0, time.process_time() - c0)
         self._probe = (size / max(wrote, 1e-9), size / max(read, 1e-9), cpu / (2 * size))
+        link = self.link()
+        native.set_link(link.write_seconds_per_byte + link.read_seconds_per_byte + cpu / size)
 
     def link(self) -> Link:
         """The way to the tier as it is now."""
@@ -662,7 +664,8 @@ class Manager:
             "reclaims": a.get("reclaims", 0),
             "committed_bytes.peak": a.get("committed_peak_bytes", 0),
             "tier_bytes.peak": t.get("used_peak_bytes", 0),
-            "tier_errors": n["tier_errors"],
+            # A read that failed for a prefetch which nobody waited for is known to the tier alone.
+            "tier_errors": max(n["tier_errors"], t.get("errors", 0)),
             "unranked_releases": n["unranked"],
         }
 

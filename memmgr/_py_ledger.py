@@ -244,8 +244,8 @@ class Ledger:
     def daemon_wake(self) -> None:
         self._bell.set()
 
-    def daemon_wait(self) -> int:
-        self._bell.wait()
+    def daemon_wait(self, seconds: float) -> int:
+        self._bell.wait(None if seconds < 0 else seconds)
         self._bell.clear()
         return 0
 

@@ -25,6 +25,7 @@ class Vault(Columns):
     def __init__(self) -> None:
         super().__init__()
         self._may_evict = self._may_offload = True
+        self._link_seconds_per_byte = 0.0
         self._verify = False
         self._sample = 64
 
@@ -155,7 +156,8 @@ class Vault(Columns):
                 if not evictable and not (self._tier is not None and self._may_offload) and cell.slot < 0:
                     continue
                 errors = self._n["tier_errors"]
-                if self._release(cell, EVICT if evictable and not self._may_offload else OFFLOAD):
+                slow = evictable and cell.cost < self._link_seconds_per_byte * cell.nbytes and cell.slot < 0
+                if self._release(cell, EVICT if evictable and (not self._may_offload or slow) else OFFLOAD):
                     released += cell.nbytes
                     self._n["unranked"] += 1
                 elif self._n["tier_errors"] != errors:
@@ -338,6 +340,9 @@ class Vault(Columns):
     def set_options(self, may_evict: bool, may_offload: bool, verify: bool, sample: int) -> None:
         self._may_evict, self._may_offload = bool(may_evict), bool(may_offload)
         self._verify, self._sample = bool(verify), sample
+
+    def set_link(self, seconds_per_byte: float) -> None:
+        self._link_seconds_per_byte = seconds_per_byte
 
     # -- the tier --
 

@@ -6,6 +6,7 @@ writes matter (design §3, rules 2, 3 and 6).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -297,7 +298,11 @@ class Recorder:
         native.set_no_reclaim(True)
         try:
             with _BelowAutograd():
-                return run_recipe(native, recipe)
+                begun = time.perf_counter()
+                outputs = run_recipe(native, recipe)
+                # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
+                recipe.cost = time.perf_counter() - begun
+                return outputs
         except torch.OutOfMemoryError:
             return None
         finally:

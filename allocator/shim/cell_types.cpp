@@ -182,7 +182,7 @@ static PyObject* Recipe_get(PyObject* self, void* which) {
     case 7:
       return PyLong_FromLong(r->env);
     case 8:
-      return PyFloat_FromDouble(r->cost);
+      return PyFloat_FromDouble(seconds_of(r));
     case 9:
       return PyBool_FromLong(r->ok);
     case 11:
@@ -197,6 +197,12 @@ static int Recipe_set_object(PyObject* self, PyObject* v, void* which) {
   if (v == Py_None) v = nullptr;
   Py_XINCREF(v);
   Py_XSETREF(field, v);
+  return 0;
+}
+static int Recipe_set_cost(PyObject* self, PyObject* v, void*) {
+  const double seconds = v ? PyFloat_AsDouble(v) : 0;
+  if (PyErr_Occurred()) return -1;
+  note_seconds(reinterpret_cast<Recipe*>(self), seconds);
   return 0;
 }
 static int Recipe_set_ok(PyObject* self, PyObject* v, void*) {
@@ -217,7 +223,7 @@ static PyGetSetDef Recipe_getset[] = {
     {"inputs", Recipe_get, nullptr, nullptr, (void*)5},
     {"outputs", Recipe_get, nullptr, nullptr, (void*)6},
     {"env", Recipe_get, nullptr, nullptr, (void*)7},
-    {"cost", Recipe_get, nullptr, nullptr, (void*)8},
+    {"cost", Recipe_get, Recipe_set_cost, "seconds; setting it notes one more sample of its kind", (void*)8},
     {"ok", Recipe_get, Recipe_set_ok, nullptr, (void*)9},
     {"trust", Recipe_get, Recipe_set_trust, nullptr, (void*)10},
     {"kind", Recipe_get, nullptr, "hash of op, shapes, dtypes, strides, flags and circumstances (rule 7)", (void*)11},

@@ -325,14 +325,30 @@ static void see_version(Cell* c, c10::TensorImpl* t) {
 
 static void settle_doubtful();
 
+// Takes out of the list what this thread wrote, and what another thread wrote so long ago that its op has returned (or
+// the thread has ended).
+static std::vector<Cell*> take_settled(std::vector<Written>& list) {
+  constexpr uint64_t kReturnedNs = 100'000'000;
+  std::vector<Cell*> taken;
+  const pthread_t me = pthread_self();
+  const uint64_t now = list.empty() ? 0 : now_ns();
+  size_t kept = 0;
+  for (const Written& w : list) {
+    if (pthread_equal(w.by, me) || now - w.at_ns > kReturnedNs)
+      taken.push_back(w.cell);
+    else
+      list[kept++] = w;
+  }
+  list.resize(kept);
+  return taken;
+}
+
 void settle() {
   // What the last in-place op wrote has its new version by now (ADInplaceOrView counts after the kernel, and the kernel
   // is what the mode sees).
   if (!g.doubtful.empty()) settle_doubtful();
   if (g.unsettled.empty()) return;
-  std::vector<Cell*> cells;
-  cells.swap(g.unsettled);
-  for (Cell* c : cells) {
+  for (Cell* c : take_settled(g.unsettled)) {
     {
       std::lock_guard<std::mutex> lock(g.mu);
       for (Version& v : c->versions) v.at = v.counter.current_version();
@@ -382,7 +398,7 @@ static void changed_in_place(Cell* c) {
   if (!c->unsettled) {
     c->unsettled = true;
     Py_INCREF(c);
-    g.unsettled.push_back(c);
+    g.unsettled.push_back({c, pthread_self(), now_ns()});
   }
 }
 
@@ -409,9 +425,7 @@ static void make_stale(Cell* c) {
 // An op wrote to what had been saved. If the counter moved, that is autograd's error; if it did not (the op hides its
 // write, or preserved the counter), autograd would read the new bytes, and so do we.
 static void settle_doubtful() {
-  std::vector<Cell*> cells;
-  cells.swap(g.doubtful);
-  for (Cell* c : cells) {
+  for (Cell* c : take_settled(g.doubtful)) {
     if (c->handles > 0) {
       if (!saved_current(c)) {
         make_stale(c);

@@ -131,7 +131,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
     if (old->handles > 0) {
       // Whether this is an error shows when the counter has moved, or has not: see settle_doubtful().
       Py_INCREF(old);
-      g.doubtful.push_back(old);
+      g.doubtful.push_back({old, pthread_self(), now_ns()});
       std::lock_guard<std::mutex> lock(g.mu);
       disarm_locked(old);
     } else {
@@ -148,7 +148,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
   if (old && old->exposed) c->exposed = true;
   c->unsettled = true;
   Py_INCREF(c);
-  g.unsettled.push_back(c);
+  g.unsettled.push_back({c, pthread_self(), now_ns()});
   if (ro != Py_None) {
     auto* r = reinterpret_cast<Recipe*>(ro);
     Py_INCREF(r);

@@ -400,7 +400,7 @@ static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject*
   kwargs = kwargs == Py_None ? nullptr : kwargs;
   PyObject* out = again ? call_again(call, args, kwargs) : PyObject_Call(call, args, kwargs);
   const uint64_t dt = now_ns() - t0, stalled = tl_stall_ns - stall0;
-  r->cost = static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9;
+  note_seconds(r, static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9);
   g.clock += r->cost;
   return out;
 }

@@ -49,6 +49,7 @@ struct Kind {
   uint64_t hash;
   std::atomic<uint8_t> trust{TRUST_NEW};
   PyObject* func;
+  double seconds{-1};  // what the op takes, -1: it never ran
 };
 
 // A version counter and the value at which the cell's bytes were seen. Tensors made by `.data` share the storage but
@@ -122,6 +123,20 @@ struct Recipe {
   bool ok;
 };
 
+// What running the recipe's op once more takes. The kind knows better than one call does: the first call of a shape
+// pays for compiling and for cold caches, and any call may have been interrupted.
+inline double seconds_of(const Recipe* r) { return r->kind && r->kind->seconds >= 0 ? r->kind->seconds : r->cost; }
+
+// One call took so long. The least counts, but not for ever: two percent a call let it follow a machine that slows
+// down.
+inline void note_seconds(Recipe* r, double seconds) {
+  r->cost = seconds;
+  if (!r->kind) return;
+  double& known = r->kind->seconds;
+  known = known < 0 ? seconds : std::min(known * 1.02, seconds);
+  r->cost = known;
+}
+
 struct Ref {
   PyObject_HEAD Cell* cell;
   c10::SmallVector<int64_t, 5> sizes;
@@ -142,6 +157,14 @@ struct OpInfo {
   std::vector<PyObject*> written_kwargs;
 };
 
+// A cell that an op of some thread has just written to. Its version counter moves when the mode's handler has returned
+// and the GIL is free again, so another thread that looks in between would see the old count.
+struct Written {
+  Cell* cell;
+  pthread_t by;
+  uint64_t at_ns;
+};
+
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, reloads{0}, reload_bytes{0},
       prefetch_hits{0}, prefetch_misses{0}, prefetch_cancels{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0},
@@ -155,9 +178,10 @@ struct Shim {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   std::atomic<bool> forked{false};
-  bool tier_doomed = false;  // the budget is closed; the tier goes with the last cell that needs it
-  bool may_offload = true;   // the policy allows the tier as a last resort
-  bool may_evict = true;     // ... and recomputation
+  bool tier_doomed = false;          // the budget is closed; the tier goes with the last cell that needs it
+  bool may_offload = true;           // the policy allows the tier as a last resort
+  double link_seconds_per_byte = 0;  // to the tier and back, for what nobody ranked
+  bool may_evict = true;             // ... and recomputation
   bool verify = false;
   uint32_t sample = 64;  // one drop in so many keeps a checksum
   std::string tier_error;
@@ -182,8 +206,8 @@ struct Shim {
   // Guarded by the GIL
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
   size_t sweep_at = 4096;
-  std::vector<Cell*> unsettled;
-  std::vector<Cell*> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
+  std::vector<Written> unsettled;
+  std::vector<Written> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
   std::unordered_map<PyObject*, OpInfo*> ops;
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;

@@ -19,7 +19,7 @@ static double chain_cost(Cell* c, uint32_t stamp, std::vector<Recipe*>& work) {
       Cell* p = r->links[i].cell;
       if (!p || !p->recipe || p->recipe->stamp == stamp || p->slot >= 0 || is_present(p)) continue;
       p->recipe->stamp = stamp;
-      sum += p->recipe->cost;
+      sum += seconds_of(p->recipe);
       work.push_back(p->recipe);
     }
   }
@@ -41,7 +41,7 @@ static double children_cost(Cell* c, uint32_t stamp, std::vector<Cell*>& work) {
       r->stamp = stamp;
       for (Cell* out : r->outputs)
         if (out && out->gone == EVICTED) {
-          sum += r->cost;
+          sum += seconds_of(r);
           work.push_back(out);
           break;
         }
@@ -84,7 +84,7 @@ static PyObject* py_columns(PyObject*, PyObject* args) {
     PyList_SET_ITEM(list, i, reinterpret_cast<PyObject*>(c));
     size[i] = c->nbytes;
     stale[i] = g.clock - c->last_access;
-    cost[i] = c->cost;
+    cost[i] = c->recipe ? seconds_of(c->recipe) : c->cost;
     chain[i] = component[i] = 0;
     if (neighbours && c->recipe) {
       chain[i] = chain_cost(c, ++g.stamp, work);

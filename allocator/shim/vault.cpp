@@ -228,7 +228,10 @@ uint64_t release_from_vault(uint64_t want) {
       if (!evictable && !(g.tier && g.may_offload) && c->slot < 0) continue;
       const auto n = static_cast<uint64_t>(c->nbytes);
       const uint64_t errors = g.n.tier_errors.load();
-      if (release_cell_locked(c, evictable && !g.may_offload ? EVICT : OFFLOAD, lock, false)) {
+      // DELTA's comparison, without the ancestors: this is the net below the ranking, and it must not search.
+      const bool slow = evictable && seconds_of(c->recipe) < g.link_seconds_per_byte * static_cast<double>(n);
+      const uint8_t action = evictable && (!g.may_offload || (slow && c->slot < 0)) ? EVICT : OFFLOAD;
+      if (release_cell_locked(c, action, lock, false)) {
         released += n;
         g.n.unranked++;
         found = true;

@@ -1,4 +1,6 @@
 // The arena, the tier and the counters as Python sees them.
+#include <poll.h>
+
 #include "shim.h"
 
 namespace memmgr {
@@ -49,12 +51,16 @@ static PyObject* py_daemon_wake(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// daemon_wait() -> bytes that a thread in malloc asks for, 0: somebody else woke us
-static PyObject* py_daemon_wait(PyObject*, PyObject*) {
+// daemon_wait(seconds) -> bytes that a thread in malloc asks for, 0: somebody else woke us, or the time is up (never if
+// negative)
+static PyObject* py_daemon_wait(PyObject*, PyObject* o) {
+  const double seconds = PyFloat_AsDouble(o);
+  if (PyErr_Occurred()) return nullptr;
   uint64_t n = 0;
-  const int fd = g.daemon_fd;
-  ssize_t got;
-  Py_BEGIN_ALLOW_THREADS got = read(fd, &n, sizeof n);
+  pollfd bell{g.daemon_fd, POLLIN, 0};
+  ssize_t got = 0;
+  Py_BEGIN_ALLOW_THREADS if (poll(&bell, 1, seconds < 0 ? -1 : static_cast<int>(seconds * 1e3) + 1) > 0) got =
+      read(bell.fd, &n, sizeof n);
   Py_END_ALLOW_THREADS if (got < 0 && errno == EINTR && PyErr_CheckSignals() < 0) return nullptr;
   std::lock_guard<std::mutex> lock(g.ask_mu);
   return PyLong_FromUnsignedLongLong(g.answered < g.asked ? g.ask_bytes : 0);
@@ -194,6 +200,15 @@ static PyObject* py_set_options(PyObject*, PyObject* args) {
   g.may_offload = may_offload;
   g.verify = verify;
   g.sample = sample;
+  Py_RETURN_NONE;
+}
+
+// set_link(seconds_per_byte): what a byte's way to the tier and back takes.
+static PyObject* py_set_link(PyObject*, PyObject* o) {
+  const double seconds = PyFloat_AsDouble(o);
+  if (PyErr_Occurred()) return nullptr;
+  std::lock_guard<std::mutex> lock(g.mu);
+  g.link_seconds_per_byte = seconds;
   Py_RETURN_NONE;
 }
 
@@ -351,7 +366,7 @@ PyMethodDef vault_methods[] = {
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
     {"daemon_open", py_daemon_open, METH_NOARGS, ""},
     {"daemon_wake", py_daemon_wake, METH_NOARGS, ""},
-    {"daemon_wait", py_daemon_wait, METH_NOARGS, ""},
+    {"daemon_wait", py_daemon_wait, METH_O, "daemon_wait(seconds) -> bytes that a malloc asks for"},
     {"daemon_answer", py_daemon_answer, METH_O, ""},
     {"daemon_close", py_daemon_close, METH_NOARGS, ""},
     {"peak", py_peak, METH_NOARGS, ""},
@@ -365,6 +380,7 @@ PyMethodDef vault_methods[] = {
     {"add_outside", py_add_outside, METH_VARARGS, ""},
     {"set_budget", py_set_budget, METH_VARARGS, ""},
     {"set_options", py_set_options, METH_VARARGS, "set_options(may_evict, may_offload, verify, sample)"},
+    {"set_link", py_set_link, METH_O, "set_link(seconds_per_byte): there and back"},
     {"set_watching", py_set_watching, METH_O, "false while the recorder sleeps"},
     {"resident", py_resident, METH_NOARGS, ""},
     {"pressure", py_pressure, METH_NOARGS,

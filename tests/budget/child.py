@@ -120,6 +120,8 @@ def main() -> None:
         else:
             limit = None if how == "measure" else SPEC["budget"]
             with memmgr.budget(limit, quiet=True, **options):
+                if how != "measure":
+                    result["tier_at_start"] = memmgr._budget.current().native.tier_stats()
                 training = train(training, result)
                 if how != "measure":
                     native = memmgr._budget.current().native

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from .models import MODELS, Training
 from .outside import watch
 
 STEPS = 3
-PROBE_BYTES = 16 << 20  # written and read once when the tier opens, to measure the link
 BOTH = ["gpt", "convnet"]
 
 
@@ -48,8 +48,8 @@ def train(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
 
 
 @functools.cache
-def want(name: str) -> tuple[list[float], list[bytes]]:
-    return train(name)
+def want(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
+    return train(name, steps)
 
 
 @functools.cache
@@ -59,14 +59,14 @@ def need(name: str) -> int:
     return int(mm.stats()["unmanaged_peak_bytes"])
 
 
-def at(name: str, share: float, **options: Any) -> dict[str, Any]:
+def at(name: str, share: float, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     """Trains under a share of what is needed; the same bits, inside the budget."""
-    want(name)
+    want(name, steps)
     limit = int(need(name) * share)
     gc.collect()
     with memmgr.budget(limit, quiet=True, **options) as mm:
-        got = train(name)
-    assert got == want(name), "other bits"
+        got = train(name, steps)
+    assert got == want(name, steps), "other bits"
     stats = mm.stats()
     assert stats["resident_bytes.peak"] <= limit
     return stats
@@ -125,13 +125,15 @@ def test_bytes_written_as_the_system_counts_them(name: str, tmp_path: Path) -> N
     seen = watch(spec | {"how": "with", "budget": budget, "options": {"policy": "offload", "disk": str(tmp_path)}})
     # O_DIRECT passes by the page cache, so the block layer's figure is exact; without it, it may be written much later.
     field = "write_bytes" if seen.result["tier"]["direct"] else "wchar"
-    written = seen.result["io"][field] - measured.result["io"][field] - PROBE_BYTES
+    probed = seen.result["tier_at_start"]["written_bytes"]  # to measure the link
+    assert probed > 0
+    written = seen.result["io"][field] - measured.result["io"][field] - probed
     said = seen.stats["offload_bytes"]
     print(f"{name}: {field} {written:,}, offload_bytes {said:,}")
     assert said > 20_000_000, "too little was offloaded for the comparison to mean anything"
     assert written == pytest.approx(said, rel=0.05)
     # And it is the tier that counts the same.
-    assert seen.result["tier"]["written_bytes"] - PROBE_BYTES == pytest.approx(said, rel=0.05)
+    assert seen.result["tier"]["written_bytes"] - probed == pytest.approx(said, rel=0.05)
 
 
 def test_evict_alone_writes_nothing() -> None:
@@ -154,13 +156,16 @@ def offloaded_share(stats: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_auto_chooses_by_the_link(name: str) -> None:
-    slow = at(name, 0.5, policy="auto", _throttle=50_000_000)
-    fast = at(name, 0.5, policy="auto", _throttle=2_000_000_000)
-    shares = offloaded_share(slow), offloaded_share(fast)
-    print(f"{name}: offloaded share of what left, 50 MB/s {shares[0]:.0%}, 2 GB/s {shares[1]:.0%}")
-    for stats in (slow, fast):
-        assert stats["evictions"] + stats["offloads"] > 0
-    assert shares[1] > shares[0] + 0.05, "the choice does not depend on the link"
+    # What an op takes is measured, and another process can make any one measurement wrong: medians of runs in turn.
+    seen: dict[int, list[float]] = {50_000_000: [], 2_000_000_000: []}
+    for _ in range(3):
+        for speed, shares in seen.items():
+            stats = at(name, 0.5, steps=6, policy="auto", _throttle=speed)
+            assert stats["evictions"] + stats["offloads"] > 0
+            shares.append(offloaded_share(stats))
+    slow, fast = (statistics.median(shares) for shares in seen.values())
+    print(f"{name}: offloaded share of what left, 50 MB/s {slow:.1%}, 2 GB/s {fast:.1%}")
+    assert fast > slow + 0.03, f"the choice does not depend on the link: {seen}"
 
 
 # ---- managed tensors -----------------------------------------------------------------------------------------------------
