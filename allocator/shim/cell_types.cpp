@@ -194,6 +194,7 @@ static PyObject* Recipe_get(PyObject* self, void* which) {
 static int Recipe_set_object(PyObject* self, PyObject* v, void* which) {
   auto* r = reinterpret_cast<Recipe*>(self);
   PyObject*& field = reinterpret_cast<intptr_t>(which) == 3 ? r->rng : r->special;
+  if (&field == &r->rng) g.attached_bytes += 5056;  // what torch's CPU generator takes
   if (v == Py_None) v = nullptr;
   Py_XINCREF(v);
   Py_XSETREF(field, v);
@@ -352,6 +353,7 @@ Cell* private_copy(c10::TensorImpl* t) {
     auto twin = c10::make_intrusive<c10::TensorImpl>(c10::Storage(to), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                      caffe2::TypeMeta::Make<uint8_t>());
     Cell* c = fresh_cell(twin.get());
+    g.attached_bytes += from->nbytes();
     std::lock_guard<std::mutex> lock(g.mu);
     c->strong = std::move(to);  // the recipe that is being made will name it, and keeps it as a root
     return c;

@@ -305,6 +305,7 @@ void sweep() {
     if (it != g.table.end()) table_erase(it);
   }
   g.sweep_at = std::max<size_t>(4096, g.table.size() * 2);
+  g.attached_bytes = 0;
 }
 
 static void enter(c10::StorageImpl* s, Cell* c) {
@@ -315,7 +316,10 @@ static void enter(c10::StorageImpl* s, Cell* c) {
     it->second = c;
     deferred_decref(reinterpret_cast<PyObject*>(old));
   }
-  if (g.table.size() > g.sweep_at) sweep();
+  // The entry of a storage that died keeps its recipe, and what hangs on that counts against the budget. A sweep looks
+  // at every entry, so a large table waits for more.
+  const bool heavy = g.attached_bytes > std::max<size_t>(64 << 10, 64 * g.table.size());
+  if (g.table.size() > g.sweep_at || heavy) sweep();
 }
 
 static void see_version(Cell* c, c10::TensorImpl* t) {

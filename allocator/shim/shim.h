@@ -206,6 +206,7 @@ struct Shim {
   // Guarded by the GIL
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
   size_t sweep_at = 4096;
+  size_t attached_bytes = 0;  // generator states and private copies that recipes were given since the last sweep
   std::vector<Written> unsettled;
   std::vector<Written> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
   std::unordered_map<PyObject*, OpInfo*> ops;

@@ -267,7 +267,17 @@ def views_of_a_batch() -> None:
         data = data + 0.0
 
 
+def draws_thrown_away() -> None:
+    """Each seeded op has a recipe with the generator's state, 5 KB: thousands of results that nobody keeps."""
+    w = torch.ones(1000, requires_grad=True)
+    probabilities = torch.ones(100)
+    for _ in range(2000):
+        torch.multinomial(probabilities, 4, replacement=True)
+    w.sum().backward()
+
+
 LOOPS: dict[str, Callable[[], object]] = {
+    "draws thrown away": draws_thrown_away,
     "roots in a loop": roots_in_a_loop,
     "carried state": carried_state,
     "carried loss": carried_loss,
