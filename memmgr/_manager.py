@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank
+from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank
 
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
@@ -29,6 +29,7 @@ from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 
 UNLIMITED = 2**64 - 1
+WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
 KEPT_SHARE = 0.01
 SAMPLE = 64  # one drop in so many keeps a checksum (rule 7)
@@ -524,7 +525,9 @@ class Manager:
         native.arm([(cells[i], int(a)) for i, a in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True)])
         if self._has_tier:
             resident, budget, *_ = native.pressure()
-            early = plan_writeback(candidates, ranking, link, resident_bytes=resident, budget_bytes=budget)
+            early = plan_writeback(
+                candidates, ranking, link, resident_bytes=resident, budget_bytes=budget, watermarks=WATERMARKS
+            )
             for i in early.order.tolist():
                 native.write_back(cells[i])
         return ranking.released_bytes(candidates)

@@ -17,11 +17,13 @@ class Watermarks:
         low: below it nothing is written early.
         high: from here on the queue is not limited.
         queue_seconds: between them at most so much work waits for the link, so that a late change of mind is cheap.
+        least_bytes: smaller cells are not written early: a request's latency is most of what they take, early or late.
     """
 
     low: float = 0.70
     high: float = 0.90
     queue_seconds: float = 0.1
+    least_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= self.high <= 1.0:
@@ -82,7 +84,7 @@ def plan_writeback(
         return nothing
     size = candidates.size_bytes[ranking.order]
     before = size.cumsum() - size + link.queued_write_bytes
-    dirty = (ranking.action == Action.OFFLOAD) & ~candidates.clean[ranking.order]
+    dirty = (ranking.action == Action.OFFLOAD) & ~candidates.clean[ranking.order] & (size >= watermarks.least_bytes)
     at = np.flatnonzero(dirty & (before < goal))
     if resident_bytes < watermarks.high * budget_bytes:
         queued = link.queued_write_bytes + size[at].cumsum()

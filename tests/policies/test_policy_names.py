@@ -142,6 +142,14 @@ def test_writeback_writes_dirty_offloads_down_to_the_mark(cells, resident, budge
             before += int(c.size_bytes[i])
 
 
+def test_writeback_leaves_small_cells() -> None:
+    c = Candidates.build([10, 1000, 10, 1000])
+    everything = Ranking(np.arange(4), np.full(4, Action.OFFLOAD, dtype=np.int8))
+    marks = Watermarks(low=0.0, least_bytes=100)
+    plan = plan_writeback(c, everything, LINK, resident_bytes=2020, budget_bytes=2020, watermarks=marks)
+    assert sorted(plan.order.tolist()) == [1, 3]
+
+
 def test_writeback_opens_up_at_the_high_mark() -> None:
     c = Candidates.build(np.full(100, 10))
     everything = Ranking(np.arange(100), np.full(100, Action.OFFLOAD, dtype=np.int8))
