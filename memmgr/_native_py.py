@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ._py_encode import Encoder, NotPlain, numeric_switches
-from ._py_ledger import UNLIMITED
+from ._py_ledger import UNLIMITED, ThreadState
 from ._py_predict import is_plain
+from ._py_signals import Deferred
 from ._py_types import (
     OP_OPAQUE,
     OP_PURE,
@@ -43,6 +44,11 @@ for _key in (C.DispatchKey.Negative, C.DispatchKey.ZeroTensor):
     _LAZY_VIEWS = _LAZY_VIEWS.add(_key)
 
 
+# Where a signal may be handled: an op can take long. Anywhere else in these files it cannot.
+_RUN_OPS = {"dispatch", "_op", "_accounted", "_replayed"}
+_OUR_FILES = (__file__, os.path.join(os.path.dirname(__file__), "_py_"))
+
+
 class _Info:
     __slots__ = ("call", "cls", "mutates", "written_args", "written_kwargs")
 
@@ -64,6 +70,7 @@ class Native(Vault):
         self._events = self._backoff = 0
         self._position = 0
         self._serial = 0
+        self._deferred = Deferred(self._must_wait)
         self.dispatch = self._make_dispatch()
         # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
         for name in ("pack", "unpack"):
@@ -75,6 +82,9 @@ class Native(Vault):
         """Other threads are gone, with the locks that they held."""
         self._lock = threading.RLock()
         self._forked, self._active = True, False
+        self._tls = ThreadState()
+        self._promised = 0
+        self._deferred.restore()
         self._budget, self._tier = UNLIMITED, None
 
     # -- recipes --
@@ -104,8 +114,13 @@ class Native(Vault):
                 for cell in encoder.cells:
                     self._link(recipe, cell)
                 return recipe
-        except NotPlain:
-            return None
+        except BaseException as error:
+            with self._lock:
+                for copy in encoder.copies:
+                    self._discard(copy)
+            if isinstance(error, NotPlain):
+                return None
+            raise
 
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs the op and notes how long it took without our own stalls."""
@@ -118,8 +133,8 @@ class Native(Vault):
         return out
 
     def _replayed(self, recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-        if recipe.special is None:
-            self._reserve(recipe.kept.made_bytes, True)
+        # A recipe that fills has its memory already, which nobody has counted yet.
+        self._reserve(recipe.kept.made_bytes if recipe.special is None else recipe.special[1], True)
         out = func(*args, **kwargs)
         self._after(self._note(out, [args, kwargs]))
         return out
@@ -333,6 +348,17 @@ class Native(Vault):
 
     def set_active(self, value: bool) -> None:
         self._active = bool(value)
+        if value:
+            self._deferred.wrap()
+        else:
+            self._deferred.restore()
+
+    def _must_wait(self, frame: Any) -> bool:
+        """Would an exception here, raised by a signal handler, leave state half changed?"""
+        if self._lock._is_owned() or self._tls.critical:
+            return True
+        code = frame.f_code if frame is not None else None
+        return code is not None and code.co_filename.startswith(_OUR_FILES) and code.co_name not in _RUN_OPS
 
     def set_always_rank(self, value: bool) -> None:
         self._always_rank = bool(value)

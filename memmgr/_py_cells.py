@@ -66,6 +66,8 @@ class Cells(Ledger):
             elif self._tier is not None:
                 self._tier.free(payload[0])
             del payload
+        # The last cell that needed it may have been a root that only a recipe still named.
+        self._close_doomed_tier()
 
     def _settle(self) -> None:
         """At a quiet moment: what ended is buried, and what the last in-place op wrote has its new version by now."""
@@ -208,7 +210,6 @@ class Cells(Ledger):
             self._gone_over(cell)
             cell.known = None
             self._drop_slot(cell)
-            self._close_doomed_tier()
             return
         self._drop_slot(cell)
         if not root_in_use:
@@ -308,7 +309,10 @@ class Cells(Ledger):
     def _may_leave_bytes(self) -> int:
         return self._handled_bytes + self._incoming_bytes
 
+    def _cells_here(self) -> int:
+        return len(self._here)
+
     def _program_bytes(self) -> int:
         """The bytes of listed cells that the program holds as well."""
         with self._lock:
-            return sum(c.nbytes for c in self._here if c.strong is not None and not c.alone)
+            return sum(c.nbytes for c in self._here if c.strong is not None and (c.pinned or not c.alone))

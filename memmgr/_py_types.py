@@ -6,10 +6,12 @@ may end an object at any moment, in any thread; `_py_cells` buries it at the nex
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ TRUST_NEW, TRUST_YES, TRUST_NO = range(3)
 
 _use_count = C._storage_Use_Count
 _set_version = C._autograd._unsafe_set_version_counter
+_get_version: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _ADINPLACE = C.DispatchKey.ADInplaceOrView
 _EMPTY = torch.empty(0)
 
@@ -48,10 +51,11 @@ def quiet() -> Any:
 class Known(weakref.ref):  # type: ignore[type-arg]
     """A storage that was seen alive: weak, so that it dies when nobody else has it."""
 
-    __slots__ = ("cell", "counted", "key", "nbytes")
+    __slots__ = ("cell", "counted", "exposed", "key", "nbytes")
 
     cell: Cell | None
     counted: bool  # part of the live bytes; else it was there before, or belongs to somebody else
+    exposed: bool  # a pointer to it was handed out: that outlives the version that was there then (rule 6)
     key: int
     nbytes: int
 
@@ -63,6 +67,7 @@ class Known(weakref.ref):  # type: ignore[type-arg]
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
         self.counted = counted
+        self.exposed = False
         self.cell = None
 
 
@@ -102,14 +107,20 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_counter(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Torch does not show the counter itself, so it is moved, looked at and put back. Callers hold the lock."""
+    """Torch does not show the counter itself, so it is moved, looked at and put back. Callers hold the lock.
+
+    The three steps are one call into C, so that no other thread of Python's, and no signal, comes between them.
+    """
     now = twin._version
     if tensor._version != now:
         return False
-    _set_version((twin,), (now + 1,))
-    moved = tensor._version != now
-    _set_version((twin,), (now,))
-    return moved
+    steps = (
+        partial(_set_version, (twin,), (now + 1,)),
+        partial(_get_version, tensor),
+        partial(_set_version, (twin,), (now,)),
+    )
+    _, seen, _ = map(operator.call, steps)
+    return bool(seen != now)
 
 
 class Version:
@@ -121,6 +132,12 @@ class Version:
         self.twin = alias(tensor)
         self.at = self.twin._version
         self.saved = saved
+
+    def copy(self) -> Version:
+        """The same counter and value, for another cell."""
+        other = Version.__new__(Version)
+        other.twin, other.at, other.saved = self.twin, self.at, self.saved
+        return other
 
 
 # ---- cells, recipes, refs -------------------------------------------------------------------------------------------

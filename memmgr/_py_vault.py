@@ -82,7 +82,7 @@ class Vault(Columns):
                 cell.checksum = checksum_of(cell.strong)
         else:
             self._offloaded_cells += 1
-            if self._verify:
+            if self._verify or (self._sample and self._n["offloads"] % self._sample == 0):
                 cell.checksum = checksum_of(cell.strong)
         cell.gone = gone
         if cell.listed:
@@ -101,6 +101,7 @@ class Vault(Columns):
         return cell.ours_alone and cell.fresh
 
     def _unlocked(self, cell: Cell, transfer: Any) -> int:
+        self._tls.critical += 1  # no signal from here on: the lock is not ours all the time
         cell.busy = True
         depth = 0
         while self._lock._is_owned():  # callers may hold it more than once
@@ -112,6 +113,7 @@ class Vault(Columns):
             for _ in range(depth):
                 self._lock.acquire()
             cell.busy = False
+            self._tls.critical -= 1
 
     def _tier_failed(self, code: int) -> None:
         self._n["tier_errors"] += 1
@@ -178,6 +180,7 @@ class Vault(Columns):
             tier, slot, incoming = self._tier, cell.slot, cell.incoming
             if cell.gone != OFFLOADED or slot < 0 or tier is None:
                 return True
+            self._tls.critical += 1
             cell.incoming = None
             if incoming is not None:
                 self._incoming_bytes -= cell.nbytes
@@ -192,6 +195,7 @@ class Vault(Columns):
                 code = tier.read_now(slot, address(storage))
         finally:
             cell.busy = False
+            self._tls.critical -= 1
         with self._lock:
             if code < 0:
                 self._tier_failed(code)
@@ -215,8 +219,10 @@ class Vault(Columns):
             self._gone_over(cell)
             self._back(cell)
             cell.strong = storage
-            cell.versions = []  # nobody has had it, so nobody can have written
             self._enter(storage, cell)
+            if self._tier_doomed:
+                self._drop_slot(cell)
+                self._close_doomed_tier()
         self._n["reloads"] += 1
         self._n["reload_bytes"] += cell.nbytes
         self._n["prefetch_hits" if incoming is not None else "prefetch_misses"] += 1
@@ -224,7 +230,7 @@ class Vault(Columns):
         return False
 
     def _stalled(self) -> int:
-        return int(getattr(self._tls, "stall_ns", 0))
+        return self._tls.stall_ns
 
     def _add_stall(self, spent: int) -> None:
         self._n["stall_ns"] += spent
@@ -236,7 +242,7 @@ class Vault(Columns):
             tier = self._tier
             if cell.gone != OFFLOADED or cell.incoming is not None or cell.busy or cell.slot < 0 or tier is None:
                 return -1
-            if self._resident() + cell.nbytes + keep_free > self._budget:
+            if self._resident() + self._promised + cell.nbytes + keep_free > self._budget:
                 return 0
             storage = torch.UntypedStorage(cell.nbytes, device="cpu")
             if tier.read(cell.slot, address(storage)) < 0:
