@@ -19,7 +19,7 @@ import torch
 
 from ._py_encode import Encoder, NotPlain, numeric_switches
 from ._py_ledger import UNLIMITED, ThreadState
-from ._py_predict import is_plain
+from ._py_predict import Recent, is_plain
 from ._py_signals import Deferred
 from ._py_types import (
     OP_OPAQUE,
@@ -63,7 +63,7 @@ class Native(Vault):
     def __init__(self) -> None:
         super().__init__()
         self._ops: dict[Any, _Info] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds = Recent(2048)
         self._environments: list[tuple[int, ...]] = []
         self._subclasses: dict[type, int] = {torch.Tensor: _ORDINARY, torch.nn.Parameter: _ORDINARY}
         self._always_rank = False
@@ -105,9 +105,10 @@ class Native(Vault):
                         named[name] = encoder.value(value, key)
                 env = self.environment()
                 key.append(env)
-                kind = self._kinds.get(tuple(key))
-                if kind is None:
-                    kind = self._kinds[tuple(key)] = Kind(func, hash(tuple(key)) & (2**64 - 1))
+                kind = self._kinds.take(tuple(key))
+                if kind is None:  # one that has not been asked for in a long while proves itself again
+                    kind = Kind(func, hash(tuple(key)) & (2**64 - 1))
+                    self._kinds.put(tuple(key), kind)
                 recipe = Recipe(func, encoded, named, tuple(encoder.cells), kind, self._replayed)
                 self._serial += 1
                 recipe.serial, recipe.env, recipe.ok = self._serial, env, encoder.ok
@@ -323,7 +324,7 @@ class Native(Vault):
                     cell.last_access = self._clock
                     if storage.nbytes() < ref.extent_bytes():
                         raise RuntimeError("memmgr: the storage of a saved tensor was resized and is too short for it")
-                    out = ref.over(storage)
+                    out = cell.unpacked(ref, storage)
                     self._maybe_rank()
                     return out
                 if self.bring_back(cell):

@@ -12,7 +12,7 @@ import torch
 from ._py_cells import Cells
 from ._py_predict import is_plain
 from ._py_tier import address
-from ._py_types import EVICTED, KEEP, PRESENT, Cell, Known, Recipe, Ref, Version, graveyard
+from ._py_types import EVICTED, PRESENT, Cell, Known, Recipe, Ref, Version, graveyard
 
 
 class Table(Cells):
@@ -101,9 +101,12 @@ class Table(Cells):
         """A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6)."""
         known = cell.known
         storage = known() if known is not None else None
-        if known is not None and storage is not None and storage.device.type == "cpu":
-            known.exposed = True  # on an accelerator a pointer is for one launch
+        elsewhere = False
+        if known is not None and storage is not None:
+            known.exposed = storage.device.type == "cpu"  # on an accelerator a pointer is for one launch
+            elsewhere = self._is_elsewhere(known, storage)
         if cell.exposed:
+            cell.pinned |= elsewhere
             return
         if cell.handles == 0 and cell.recipe is not None:
             # What was made from it can be made again from its recipe; the storage becomes a root of its own.
@@ -116,8 +119,7 @@ class Table(Cells):
             self._cut(cell, False, False)
             self._drop_recipe(cell)
             cell.exposed = True
-        if known is not None and storage is not None and self._is_elsewhere(known, storage):
-            cell.pinned = True
+        cell.pinned |= elsewhere
 
     def _private_copy(self, cell: Cell) -> Cell | None:
         """A root with the same bytes, which nobody else can write; held until a recipe names it.
@@ -162,7 +164,7 @@ class Table(Cells):
         with self._lock:
             cell = self._lookup(tensor)
             ref = Ref(tensor, cell, True)
-            self._add_handle(cell, tensor)
+            self._add_handle(cell, tensor, ref)
             return ref
 
     def tensor(self, ref: Ref, owner: Any = None) -> torch.Tensor:
@@ -330,9 +332,7 @@ class Table(Cells):
                     cell.known.cell = None
                 if cell.gone == PRESENT:
                     self._drop_recipe(cell)
-            for cell in self._armed:
-                cell.armed = KEEP
-            self._armed, self._armed_next, self._armed_bytes = [], 0, 0
+            self._disarm_all()
             self._kept_large.clear()
 
     def handled(self) -> list[Cell]:

@@ -106,6 +106,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return twin
 
 
+def under_counter(twin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` once more, with the version counter of `twin`."""
+    silence = quiet()
+    with C._SetExcludeDispatchKeyGuard(_ADINPLACE, False):
+        out = twin.detach()
+    out.data = tensor
+    del silence
+    return out
+
+
 def same_counter(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Torch does not show the counter itself, so it is moved, looked at and put back. Callers hold the lock.
 
@@ -161,6 +171,7 @@ class Cell:
     __slots__ = (
         "__weakref__",
         "armed",
+        "armed_at",
         "blank",
         "busy",
         "checksum",
@@ -199,6 +210,7 @@ class Cell:
         self.seq = -1
         self.slot = -1
         self.armed = KEEP
+        self.armed_at = 0  # index in the list of armed cells
         self.cost = 0.0
         self.last_access = clock
         self.checksum: int | None = None
@@ -274,6 +286,17 @@ class Cell:
         """The entry of the tensor's counter, if it is known."""
         return next((version for version in self.versions if same_counter(version.twin, tensor)), None)
 
+    def unpacked(self, ref: Ref, storage: Any) -> torch.Tensor:
+        """The view that autograd saved, under the counter that it watches, as autograd's own saved tensors are.
+
+        So a write to it is one to the saved tensor, and its use in a graph of its own adds no counter to the cell.
+        """
+        tensor = ref.over(storage)
+        version = ref.version
+        if version not in self.versions:  # the bytes have been made again, or read back, since
+            version = next((v for v in self.versions if v.saved), None)
+        return tensor if version is None else under_counter(version.twin, tensor)
+
     def saved_under(self, tensor: torch.Tensor) -> bool:
         """Would autograd notice a write through this tensor?"""
         version = None if tensor.is_inference() else self.version_of(tensor)
@@ -283,7 +306,7 @@ class Cell:
 class Ref:
     """A view of a cell: dtype, sizes, strides, offset. With `handle`, the cell's bytes are wanted while it lives."""
 
-    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides")
+    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides", "version")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell, handle: bool) -> None:
         self.cell = cell
@@ -295,6 +318,7 @@ class Ref:
         self.neg = tensor.is_neg()
         self.mutated = False
         self.handle = handle
+        self.version: Version | None = None  # of a handle: the counter under which it was saved
 
     def __del__(self) -> None:
         if self.handle:

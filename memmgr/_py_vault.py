@@ -144,7 +144,7 @@ class Vault(Columns):
             while released < want and self._armed_next < len(self._armed):
                 cell = self._armed[self._armed_next]
                 self._armed_next += 1
-                if cell.armed != KEEP and self._release(cell, cell.armed):
+                if cell is not None and cell.armed != KEEP and self._release(cell, cell.armed):
                     released += cell.nbytes
             if released < want:
                 released += self._cancel_prefetches(want - released)
@@ -278,15 +278,13 @@ class Vault(Columns):
             for cell, action in ranked:
                 if action == KEEP or cell.armed != KEEP or not cell.listed:
                     continue
-                cell.armed = int(action)
+                cell.armed, cell.armed_at = int(action), len(self._armed)
                 self._armed.append(cell)
                 self._armed_bytes += cell.nbytes
 
     def disarm_all(self) -> None:
         with self._lock:
-            for cell in self._armed:
-                cell.armed = KEEP
-            self._armed, self._armed_next, self._armed_bytes = [], 0, 0
+            self._disarm_all()
 
     def release(self, cell: Cell, action: int) -> bool:
         self._settle()
