@@ -27,14 +27,13 @@ from ._py_types import (
     OP_VIEW,
     PRESENT,
     TRUST_NEW,
-    C,
     Cell,
     Kind,
     Recipe,
     Ref,
-    Version,
 )
 from ._py_vault import Vault
+from ._py_versions import C, Version
 
 warned = False
 
@@ -42,11 +41,6 @@ _ORDINARY, _STEP_ASIDE, _LET_RUN = range(3)
 _LAZY_VIEWS = C.DispatchKeySet(C.DispatchKey.Conjugate)
 for _key in (C.DispatchKey.Negative, C.DispatchKey.ZeroTensor):
     _LAZY_VIEWS = _LAZY_VIEWS.add(_key)
-
-
-# Where a signal may be handled: an op can take long. Anywhere else in these files it cannot.
-_RUN_OPS = {"dispatch", "_op", "_accounted", "_replayed"}
-_OUR_FILES = (__file__, os.path.join(os.path.dirname(__file__), "_py_"))
 
 
 class _Info:
@@ -70,7 +64,7 @@ class Native(Vault):
         self._events = self._backoff = 0
         self._position = 0
         self._serial = 0
-        self._deferred = Deferred(self._must_wait)
+        self._deferred = Deferred(self._is_critical)
         self.dispatch = self._make_dispatch()
         # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
         for name in ("pack", "unpack"):
@@ -354,12 +348,8 @@ class Native(Vault):
         else:
             self._deferred.restore()
 
-    def _must_wait(self, frame: Any) -> bool:
-        """Would an exception here, raised by a signal handler, leave state half changed?"""
-        if self._lock._is_owned() or self._tls.critical:
-            return True
-        code = frame.f_code if frame is not None else None
-        return code is not None and code.co_filename.startswith(_OUR_FILES) and code.co_name not in _RUN_OPS
+    def _is_critical(self) -> bool:
+        return bool(self._lock._is_owned() or self._tls.critical)
 
     def set_always_rank(self, value: bool) -> None:
         self._always_rank = bool(value)

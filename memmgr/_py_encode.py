@@ -8,7 +8,8 @@ import torch
 
 from ._py_predict import is_plain
 from ._py_table import Table
-from ._py_types import C, Cell, Ref
+from ._py_types import Cell, Ref
+from ._py_versions import C
 
 _SWITCHES = [
     C._get_cudnn_enabled,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _py_types as types
-from ._py_types import C
+from ._py_versions import C, quiet
 
 _dispatch_keys = C._dispatch_keys
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -148,7 +147,7 @@ def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             return type(value)([shadow(item) for item in value])
         return value
 
-    silence = types.quiet()
+    silence = quiet()
     try:
         with C._AutoDispatchBelowAutograd():
             twins, named = shadow(args), {key: shadow(value) for key, value in (kwargs or {}).items()}

@@ -9,6 +9,7 @@ Known limitation: only if the budget is opened in the main thread, the only one 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -17,13 +18,17 @@ from types import FrameType
 from typing import Any
 
 RETRY_SECONDS = 0.001
+# Where a signal may be handled although the function is ours: an op can take long.
+_RUN_OPS = {"dispatch", "_op", "_accounted", "_replayed"}
+_FOLDER = os.path.dirname(__file__)
+_OURS = (os.path.join(_FOLDER, "_native_py."), os.path.join(_FOLDER, "_py_"))
 
 
 class Deferred:
     """The wrapped handlers of this process, from `wrap` to `restore`."""
 
-    def __init__(self, must_wait: Callable[[FrameType | None], bool]) -> None:
-        self._must_wait = must_wait
+    def __init__(self, critical: Callable[[], bool]) -> None:
+        self._critical = critical  # is this thread in the middle of a change?
         self._wrapped: dict[int, tuple[Any, Any]] = {}  # signal -> (handler before, ours)
 
     def wrap(self) -> None:
@@ -45,6 +50,13 @@ class Deferred:
             number, (before, ours) = self._wrapped.popitem()
             if signal.getsignal(number) is ours:
                 signal.signal(number, before)
+
+    def _must_wait(self, frame: FrameType | None) -> bool:
+        """Would an exception here, raised by a signal handler, leave state half changed?"""
+        if self._critical():
+            return True
+        code = frame.f_code if frame is not None else None
+        return code is not None and code.co_filename.startswith(_OURS) and code.co_name not in _RUN_OPS
 
     def _handler(self, before: Any) -> Callable[[int, FrameType | None], None]:
         main = threading.get_ident()

@@ -12,7 +12,8 @@ import torch
 from ._py_cells import Cells
 from ._py_predict import is_plain
 from ._py_tier import address
-from ._py_types import EVICTED, PRESENT, Cell, Known, Recipe, Ref, Version, graveyard
+from ._py_types import EVICTED, PRESENT, Cell, Known, Recipe, Ref, graveyard
+from ._py_versions import Version
 
 
 class Table(Cells):

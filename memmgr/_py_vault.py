@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import _py_types as types
 from ._py_columns import Columns, can_evict
 from ._py_table import checksum_of
 from ._py_tier import address, open_tier
 from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell
+from ._py_versions import quiet
 
 
 class Vault(Columns):
@@ -391,7 +391,7 @@ class Vault(Columns):
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    silence = types.quiet()
+    silence = quiet()
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     del silence
     return tensor
