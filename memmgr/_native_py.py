@@ -18,22 +18,22 @@ from typing import Any
 import torch
 
 from ._py_encode import Encoder, NotPlain, numeric_switches
-from ._py_ledger import UNLIMITED
-from ._py_predict import is_plain
+from ._py_ledger import UNLIMITED, ThreadState
+from ._py_predict import Recent, is_plain
+from ._py_signals import Deferred
 from ._py_types import (
     OP_OPAQUE,
     OP_PURE,
     OP_VIEW,
     PRESENT,
     TRUST_NEW,
-    C,
     Cell,
     Kind,
     Recipe,
     Ref,
-    Version,
 )
 from ._py_vault import Vault
+from ._py_versions import C, Version
 
 warned = False
 
@@ -57,13 +57,14 @@ class Native(Vault):
     def __init__(self) -> None:
         super().__init__()
         self._ops: dict[Any, _Info] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds = Recent(2048)
         self._environments: list[tuple[int, ...]] = []
         self._subclasses: dict[type, int] = {torch.Tensor: _ORDINARY, torch.nn.Parameter: _ORDINARY}
         self._always_rank = False
         self._events = self._backoff = 0
         self._position = 0
         self._serial = 0
+        self._deferred = Deferred(self._is_critical)
         self.dispatch = self._make_dispatch()
         # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
         for name in ("pack", "unpack"):
@@ -75,6 +76,9 @@ class Native(Vault):
         """Other threads are gone, with the locks that they held."""
         self._lock = threading.RLock()
         self._forked, self._active = True, False
+        self._tls = ThreadState()
+        self._promised = 0
+        self._deferred.restore()
         self._budget, self._tier = UNLIMITED, None
 
     # -- recipes --
@@ -95,17 +99,23 @@ class Native(Vault):
                         named[name] = encoder.value(value, key)
                 env = self.environment()
                 key.append(env)
-                kind = self._kinds.get(tuple(key))
-                if kind is None:
-                    kind = self._kinds[tuple(key)] = Kind(func, hash(tuple(key)) & (2**64 - 1))
+                kind = self._kinds.take(tuple(key))
+                if kind is None:  # one that has not been asked for in a long while proves itself again
+                    kind = Kind(func, hash(tuple(key)) & (2**64 - 1))
+                    self._kinds.put(tuple(key), kind)
                 recipe = Recipe(func, encoded, named, tuple(encoder.cells), kind, self._replayed)
                 self._serial += 1
                 recipe.serial, recipe.env, recipe.ok = self._serial, env, encoder.ok
                 for cell in encoder.cells:
                     self._link(recipe, cell)
                 return recipe
-        except NotPlain:
-            return None
+        except BaseException as error:
+            with self._lock:
+                for copy in encoder.copies:
+                    self._discard(copy)
+            if isinstance(error, NotPlain):
+                return None
+            raise
 
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs the op and notes how long it took without our own stalls."""
@@ -118,8 +128,8 @@ class Native(Vault):
         return out
 
     def _replayed(self, recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-        if recipe.special is None:
-            self._reserve(recipe.kept.made_bytes, True)
+        # A recipe that fills has its memory already, which nobody has counted yet.
+        self._reserve(recipe.kept.made_bytes if recipe.special is None else recipe.special[1], True)
         out = func(*args, **kwargs)
         self._after(self._note(out, [args, kwargs]))
         return out
@@ -308,7 +318,7 @@ class Native(Vault):
                     cell.last_access = self._clock
                     if storage.nbytes() < ref.extent_bytes():
                         raise RuntimeError("memmgr: the storage of a saved tensor was resized and is too short for it")
-                    out = ref.over(storage)
+                    out = cell.unpacked(ref, storage)
                     self._maybe_rank()
                     return out
                 if self.bring_back(cell):
@@ -333,6 +343,13 @@ class Native(Vault):
 
     def set_active(self, value: bool) -> None:
         self._active = bool(value)
+        if value:
+            self._deferred.wrap()
+        else:
+            self._deferred.restore()
+
+    def _is_critical(self) -> bool:
+        return bool(self._lock._is_owned() or self._tls.critical)
 
     def set_always_rank(self, value: bool) -> None:
         self._always_rank = bool(value)

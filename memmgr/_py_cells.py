@@ -10,7 +10,7 @@ import torch
 from . import _py_types as types
 from ._py_ledger import Ledger
 from ._py_tier import Tier
-from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, graveyard
+from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, Ref, graveyard
 
 
 class Cells(Ledger):
@@ -20,7 +20,7 @@ class Cells(Ledger):
         super().__init__()
         self._handled: dict[Cell, None] = {}  # cells with handles, oldest save first
         self._here: dict[Cell, None] = {}  # those of them whose bytes are in memory
-        self._armed: list[Cell] = []
+        self._armed: list[Cell | None] = []
         self._armed_next = 0
         self._armed_bytes = 0
         self._handled_bytes = 0  # present bytes of cells with handles
@@ -66,6 +66,8 @@ class Cells(Ledger):
             elif self._tier is not None:
                 self._tier.free(payload[0])
             del payload
+        # The last cell that needed it may have been a root that only a recipe still named.
+        self._close_doomed_tier()
 
     def _settle(self) -> None:
         """At a quiet moment: what ended is buried, and what the last in-place op wrote has its new version by now."""
@@ -120,7 +122,14 @@ class Cells(Ledger):
     def _disarm(self, cell: Cell) -> None:
         if cell.armed != KEEP:
             cell.armed = KEEP
+            self._armed[cell.armed_at] = None
             self._armed_bytes = max(0, self._armed_bytes - cell.nbytes)
+
+    def _disarm_all(self) -> None:
+        for cell in self._armed:
+            if cell is not None:
+                cell.armed = KEEP
+        self._armed, self._armed_next, self._armed_bytes = [], 0, 0
 
     def _wait_not_busy(self, cell: Cell) -> None:
         while cell.busy:  # a copy that another thread makes without the lock
@@ -157,8 +166,8 @@ class Cells(Ledger):
         self._virtual -= cell.nbytes
         cell.gone = PRESENT
 
-    def _add_handle(self, cell: Cell, tensor: torch.Tensor) -> None:
-        version = None if tensor.is_inference() else cell.version_of(tensor)
+    def _add_handle(self, cell: Cell, tensor: torch.Tensor, ref: Ref) -> None:
+        ref.version = version = None if tensor.is_inference() else cell.version_of(tensor)
         if version is not None:
             version.saved = True
         cell.handles += 1
@@ -208,7 +217,6 @@ class Cells(Ledger):
             self._gone_over(cell)
             cell.known = None
             self._drop_slot(cell)
-            self._close_doomed_tier()
             return
         self._drop_slot(cell)
         if not root_in_use:
@@ -308,7 +316,10 @@ class Cells(Ledger):
     def _may_leave_bytes(self) -> int:
         return self._handled_bytes + self._incoming_bytes
 
+    def _cells_here(self) -> int:
+        return len(self._here)
+
     def _program_bytes(self) -> int:
         """The bytes of listed cells that the program holds as well."""
         with self._lock:
-            return sum(c.nbytes for c in self._here if c.strong is not None and not c.alone)
+            return sum(c.nbytes for c in self._here if c.strong is not None and (c.pinned or not c.alone))

@@ -8,7 +8,8 @@ import torch
 
 from ._py_predict import is_plain
 from ._py_table import Table
-from ._py_types import C, Cell, Ref
+from ._py_types import Cell, Ref
+from ._py_versions import C
 
 _SWITCHES = [
     C._get_cudnn_enabled,
@@ -58,11 +59,12 @@ class NotPlain(Exception):
 class Encoder:
     """Arguments with tensors replaced by refs, and what kind of op that is (rule 7)."""
 
-    __slots__ = ("cells", "native", "ok")
+    __slots__ = ("cells", "copies", "native", "ok")
 
     def __init__(self, native: Table) -> None:
         self.native = native
         self.cells: list[Cell] = []
+        self.copies: list[Cell] = []  # private ones among them
         self.ok = True  # every input can be had again
 
     def value(self, value: Any, key: list[Any]) -> Any:
@@ -79,18 +81,20 @@ class Encoder:
                 self.ok = False
             if cell.exposed:
                 # Others can write there unseen: a small one is copied for the recipe, a large one has no recipe (rule 6).
-                if cell.nbytes <= SNAPSHOT_BYTES:
-                    cell = native._private_copy(cell)
-                else:
+                copy = native._private_copy(cell) if cell.nbytes <= SNAPSHOT_BYTES else None
+                if copy is None:
                     self.ok = False
+                else:
+                    self.copies.append(copy)
+                    cell = copy
             cell.last_access = native._clock
             self.cells.append(cell)
             key.append((value.dtype, value.device, value.size(), value.stride()))
             return Ref(value, cell, False)
         if kind is tuple or kind is list:
             key.append((kind, len(value)))
-            copy = [self.value(item, key) for item in value]
-            return tuple(copy) if kind is tuple else copy
+            items = [self.value(item, key) for item in value]
+            return tuple(items) if kind is tuple else items
         try:
             key.append((kind, hash(value)))
         except TypeError:

@@ -19,10 +19,20 @@ from ._py_tier import address
 from ._py_types import Known
 
 UNLIMITED = 2**64 - 1
+_CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
 COUNTERS = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
     "clean_drops stall_ns recorded_ops packs unpacks write_backs unranked tier_errors"
 ).split()
+
+
+class ThreadState(threading.local):
+    """What belongs to one thread."""
+
+    stall_ns = 0
+    no_reclaim = False
+    promised = 0  # bytes that its op was told it may make, until they are in the books
+    critical = 0  # more than 0 while state is half changed without the lock
 
 
 class Ledger:
@@ -32,7 +42,7 @@ class Ledger:
         # Guards all state but never a callback, an op or a transfer. What may run at any moment (finalizers, the ends of
         # objects) takes no lock: it leaves a note that the next holder reads.
         self._lock: Any = threading.RLock()
-        self._tls = threading.local()
+        self._tls = ThreadState()
         self._bell = threading.Event()
         self._table: dict[int, Known] = {}
         self._deaths: deque[Known | int] = deque()
@@ -44,11 +54,12 @@ class Ledger:
         self._budget = UNLIMITED
         self._outside = 0
         self._live = 0
+        self._promised = 0  # of all threads together
         self._virtual = 0  # gone, but live in a run without memmgr
         self._live_peak = self._resident_peak = self._unmanaged_peak = 0
         self._made = self._died = self._reclaims = self._failures = 0
         self._largest = 0
-        self._floor = self._held_peak = self._held_estimate = 0
+        self._floor = self._held_peak = self._held_estimate = self._scans = 0
         self._tier_error = ""
         self._watching = True
 
@@ -61,6 +72,9 @@ class Ledger:
         raise NotImplementedError
 
     def _program_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _cells_here(self) -> int:
         raise NotImplementedError
 
     # -- storages --
@@ -91,11 +105,15 @@ class Ledger:
         known = Known(storage, self._deaths.append, counted)
         self._table[known.key] = known
         if counted:
-            self._made += 1
-            self._live += known.nbytes
-            self._largest = max(self._largest, known.nbytes)
-            self._raise_peaks()
+            self._count(known)
         return known
+
+    def _count(self, known: Known) -> None:
+        known.counted = True
+        self._made += 1
+        self._live += known.nbytes
+        self._largest = max(self._largest, known.nbytes)
+        self._raise_peaks()
 
     def _resized(self, known: Known, nbytes: int) -> None:
         if known.counted:
@@ -154,16 +172,44 @@ class Ledger:
     def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned."""
         limited = self._budget != UNLIMITED
-        key = None
-        if limited:
-            key = self._predictions.key(func, args, kwargs)
-            self._reserve(*self._predictions.ask(key, func, args, kwargs), retry=True)
-        out = call(*args, **kwargs) if kwargs else call(*args)
-        made = self._note(out, [args, kwargs or {}])
-        if limited:
-            self._predictions.learn(key, made)
+        if not limited:
+            out = call(*args, **kwargs) if kwargs else call(*args)
+            made = self._note(out, [args, kwargs or {}])
+            self._after(made)
+            return out, made
+        key = self._predictions.key(func, args, kwargs)
+        want, sure = self._predictions.ask(key, func, args, kwargs)
+        self._promise(0)  # what an op around this one was promised, this one makes
+        try:
+            self._reserve(want, sure, retry=True, promise=True)
+            out = call(*args, **kwargs) if kwargs else call(*args)
+            with self._lock:
+                made = self._note(out, [args, kwargs or {}])
+                self._promise(0)
+        finally:
+            self._promise(0)
+        self._predictions.learn(key, made)
         self._after(made)
         return out, made
+
+    def _promise(self, size: int) -> None:
+        """Until it is in the books, other threads must not take the room that was made for this thread's op."""
+        if size != self._tls.promised:
+            with self._lock:
+                self._promised += size - self._tls.promised
+                self._tls.promised = size
+
+    def _fits(self, want: int, promise: bool = False) -> bool:
+        self._resident()  # what ended is out of the books
+        with self._lock:
+            fits = self._missing(want) <= 0
+            if fits and promise:
+                self._promise(want)
+            return fits
+
+    def _missing(self, want: int) -> int:
+        """By how much `want` more bytes would pass the budget."""
+        return self._live + self._outside + self._promised - self._tls.promised + want - self._budget
 
     def _after(self, made: int) -> None:
         if made:
@@ -173,44 +219,45 @@ class Ledger:
 
     # -- room --
 
-    def _reserve(self, want: int, firm: bool, retry: bool = False) -> None:
-        """Makes room for `want` more bytes.
+    def _reserve(self, want: int, firm: bool, retry: bool = False, promise: bool = False) -> None:
+        """Makes room for `want` more bytes, and with `promise` keeps it for this thread until `_promise(0)`.
 
         Raises:
             torch.OutOfMemoryError: there is none, and `firm`.
         """
-        if self._resident() + want <= self._budget:
+        if self._fits(want, promise):
             return
-        if not getattr(self._tls, "no_reclaim", False) and want <= self._budget:
+        if not self._tls.no_reclaim and want <= self._budget:
             begun = time.perf_counter_ns()
             try:
                 for attempt in range(64):
-                    need = self._resident() + want - self._budget
+                    need = self._missing(want)
                     self._reclaims += 1
                     released = self._release_from_vault(need)
                     empty = self._call.get("on_empty")
                     if not released and empty is not None and attempt < 4:
                         released = empty(need)
-                    if self._resident() + want <= self._budget:
+                    if self._fits(want, promise):
                         return
                     if not released:
                         break
             finally:
                 spent = time.perf_counter_ns() - begun
                 self._n["stall_ns"] += spent
-                self._tls.stall_ns = getattr(self._tls, "stall_ns", 0) + spent
+                self._tls.stall_ns += spent
         if not firm:
             return
         again = self._call.get("on_retry")
         if retry and again is not None and again():
-            return self._reserve(want, firm)
+            return self._reserve(want, firm, promise=promise)
         self._failures += 1
         self._throw_out_of_memory(want)
 
     def _throw_out_of_memory(self, want: int) -> None:
         resident = self._resident()
         may_leave = min(self._may_leave_bytes(), resident)
-        self._floor = floor = max(self._floor, resident - may_leave + self._held_estimate + want)
+        self._held_estimate = held = self._program_bytes()
+        self._floor = floor = max(self._floor, resident - may_leave + min(held, may_leave) + want)
         text = (
             f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "
             f"{_mib(self._budget)} is spent: {_mib(resident)} resident, of which nothing more can be let go. Smallest "
@@ -227,8 +274,13 @@ class Ledger:
         resident = self._resident()
         free_to_go = min(self._may_leave_bytes(), resident)
         mark = self._held_peak if at_op_boundary else self._floor
-        if resident - free_to_go + self._held_estimate <= mark:
+        if resident <= mark:
             return
+        # Asking every cell costs; what was held a few ops ago is a fair guess in between.
+        self._scans += _CELLS_PER_SCAN
+        if resident - free_to_go + self._held_estimate <= mark and self._scans < self._cells_here():
+            return
+        self._scans = 0
         self._held_estimate = held = self._program_bytes()
         seen = resident - free_to_go + min(held, free_to_go)
         if at_op_boundary:

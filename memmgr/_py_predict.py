@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from . import _py_types as types
-from ._py_types import C
+from ._py_versions import C, quiet
 
 _dispatch_keys = C._dispatch_keys
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -62,19 +61,45 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+class Recent(dict[Any, Any]):
+    """A cache that keeps what was asked for last: scripts whose shapes never repeat must not fill the memory."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def take(self, key: Any) -> Any:
+        """The entry, which is the youngest now, or None."""
+        found = self.pop(key, None)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def put(self, key: Any, value: Any) -> None:
+        """Enters it as the youngest; the oldest goes when there are too many."""
+        self.pop(key, None)
+        self[key] = value
+        if len(self) > self._limit:
+            del self[next(iter(self))]
+
+
 class Predictions:
     """Bytes that ops make, by kind: op, shapes, dtypes, and the other arguments."""
 
+    LIMIT = 1024
+
     def __init__(self) -> None:
-        self._sizes: dict[Any, tuple[int, bool]] = {}  # kind -> (bytes, always the same so far)
+        self._sizes = Recent(self.LIMIT)  # kind -> (bytes, always the same so far)
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        named = tuple((name, _part(value)) for name, value in kwargs.items()) if kwargs else ()
-        return func, _part(args), named
+        # An optimizer's numbers change at every step and say nothing of sizes; those of a factory may.
+        rough = any(isinstance(value, torch.Tensor | list | tuple) for value in args)
+        named = tuple((name, _part(value, rough)) for name, value in kwargs.items()) if kwargs else ()
+        return func, _part(args, rough), named
 
     def ask(self, key: Any, func: Any, args: Any, kwargs: Any) -> tuple[int, bool]:
         """(bytes, whether that is sure)."""
-        known = self._sizes.get(key)
+        known: tuple[int, bool] | None = self._sizes.take(key)
         if known is not None:
             return known
         shadow = _meta_bytes(func, args, kwargs)
@@ -87,21 +112,21 @@ class Predictions:
     def learn(self, key: Any, made: int) -> None:
         known = self._sizes.get(key)
         if known is None:
-            if len(self._sizes) > 100_000:
-                self._sizes.clear()
-            self._sizes[key] = (made, True)
+            self._sizes.put(key, (made, True))
         elif known[0] != made:
             self._sizes[key] = (max(made, known[0]), False)  # depends on the data
 
 
-def _part(value: Any) -> Any:
+def _part(value: Any, rough: bool) -> Any:
     kind = type(value)
+    if kind is float and rough:
+        return kind
     if kind in _SCALARS:
         return (kind, value)
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.size()) if is_plain(value) else kind
     if kind is tuple or kind is list:
-        return tuple(_part(item) for item in value)
+        return tuple(_part(item, rough) for item in value)
     return kind
 
 
@@ -122,7 +147,7 @@ def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             return type(value)([shadow(item) for item in value])
         return value
 
-    silence = types.quiet()
+    silence = quiet()
     try:
         with C._AutoDispatchBelowAutograd():
             twins, named = shadow(args), {key: shadow(value) for key, value in (kwargs or {}).items()}

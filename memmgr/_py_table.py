@@ -12,7 +12,8 @@ import torch
 from ._py_cells import Cells
 from ._py_predict import is_plain
 from ._py_tier import address
-from ._py_types import EVICTED, KEEP, PRESENT, Cell, Recipe, Ref, Version, graveyard
+from ._py_types import EVICTED, PRESENT, Cell, Known, Recipe, Ref, graveyard
+from ._py_versions import Version
 
 
 class Table(Cells):
@@ -32,13 +33,12 @@ class Table(Cells):
             known = self._register(storage, False)  # not made by an op that was seen
         elif known.nbytes != storage.nbytes():
             self._resized(known, storage.nbytes())
-        # Memory that another library owns may be written by it at any time.
-        foreign = not known.counted and (not storage.resizable() or storage.is_shared())
-        cell = Cell(known, foreign and not tensor.requires_grad, self._clock)
+        cell = Cell(known, not tensor.requires_grad and (known.exposed or is_foreign(storage)), self._clock)
+        cell.pinned = cell.exposed and self._is_elsewhere(known, storage)
         if not tensor.is_inference():
             cell.versions.append(Version(tensor))
         known.cell = cell
-        if cell.exposed:
+        if cell.exposed and not known.counted:
             # Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
             place = address(storage)
             for owner in self.table():
@@ -46,6 +46,12 @@ class Table(Cells):
                 if theirs is not None and owner is not cell and 0 <= place - address(theirs) < owner.nbytes:
                     self._expose(owner)
         return cell
+
+    @staticmethod
+    def _is_elsewhere(known: Known, storage: Any) -> bool:
+        """Are the bytes another library's or another process's? They may change as long as that pleases, so no copy of
+        them is any good, and letting go of them frees nothing that is counted."""
+        return is_foreign(storage) and (not known.counted or storage.is_shared())
 
     def _find(self, tensor: torch.Tensor) -> Cell | None:
         storage = tensor.untyped_storage()
@@ -94,24 +100,38 @@ class Table(Cells):
 
     def _expose(self, cell: Cell) -> None:
         """A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6)."""
-        if cell.exposed:
-            return
         known = cell.known
+        storage = known() if known is not None else None
+        elsewhere = False
+        if known is not None and storage is not None:
+            known.exposed = storage.device.type == "cpu"  # on an accelerator a pointer is for one launch
+            elsewhere = self._is_elsewhere(known, storage)
+        if cell.exposed:
+            cell.pinned |= elsewhere
+            return
         if cell.handles == 0 and cell.recipe is not None:
             # What was made from it can be made again from its recipe; the storage becomes a root of its own.
             cell.strong = cell.known = None
-            if known is not None and known.cell is cell and known() is not None:
+            if known is not None and known.cell is cell and storage is not None:
                 fresh = known.cell = Cell(known, True, self._clock)
-                fresh.versions = [*cell.versions]
+                fresh.versions = [version.copy() for version in cell.versions]
+                cell = fresh
         else:
             self._cut(cell, False, False)
             self._drop_recipe(cell)
             cell.exposed = True
+        cell.pinned |= elsewhere
 
-    def _private_copy(self, cell: Cell) -> Cell:
-        """A root with the same bytes, which nobody else can write; held until a recipe names it."""
+    def _private_copy(self, cell: Cell) -> Cell | None:
+        """A root with the same bytes, which nobody else can write; held until a recipe names it.
+
+        None when there is no room: then there is no recipe, but the op may have all that there is.
+        """
         lease = cell.storage()
-        storage = self._new_storage(cell.nbytes)
+        try:
+            storage = self._new_storage(cell.nbytes)
+        except torch.OutOfMemoryError:
+            return None
         if cell.nbytes:
             ctypes.memmove(address(storage), address(lease), cell.nbytes)
         known = self._known(storage)
@@ -119,6 +139,11 @@ class Table(Cells):
         copy = known.cell = Cell(known, False, self._clock)
         copy.strong = storage
         return copy
+
+    def _discard(self, copy: Cell) -> None:
+        """A private copy that no recipe is going to name."""
+        if copy.names == 0:
+            self._forget_storage(copy)
 
     # -- the interface --
 
@@ -140,7 +165,7 @@ class Table(Cells):
         with self._lock:
             cell = self._lookup(tensor)
             ref = Ref(tensor, cell, True)
-            self._add_handle(cell, tensor)
+            self._add_handle(cell, tensor, ref)
             return ref
 
     def tensor(self, ref: Ref, owner: Any = None) -> torch.Tensor:
@@ -168,6 +193,10 @@ class Table(Cells):
             cell.checksum = None
             cell.last_access = self._clock
             self._enter(storage, cell)
+            known = cell.known
+            if known is not None and not known.counted:
+                # Made by the replay before the op that filled it, so it passed for something that was given.
+                self._count(known)
             self._raise_peaks()
 
     def checksum(self, tensor: Any) -> int | None:
@@ -304,9 +333,8 @@ class Table(Cells):
                     cell.known.cell = None
                 if cell.gone == PRESENT:
                     self._drop_recipe(cell)
-            for cell in self._armed:
-                cell.armed = KEEP
-            self._armed, self._armed_next, self._armed_bytes = [], 0, 0
+            self._disarm_all()
+            self._kept_large.clear()
 
     def handled(self) -> list[Cell]:
         """All cells with handles, oldest save first."""
@@ -316,6 +344,14 @@ class Table(Cells):
 
     def table_size(self) -> tuple[int, int]:
         return len(self.table()), 0
+
+
+def is_foreign(storage: Any) -> bool:
+    """Memory that another library or process can write: NumPy's, a file's, shared memory, a DLPack capsule's.
+
+    Known limitation: torch does not show who frees a storage, so one that claims to be resizable is taken for torch's own.
+    """
+    return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
 
 
 def checksum_of(storage: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-C: Any = torch._C
+from ._py_versions import C, Version, quiet, same_counter, under_counter
 
 PRESENT, EVICTED, OFFLOADED = range(3)
 KEEP, EVICT, OFFLOAD = range(3)
@@ -22,9 +22,6 @@ OP_VIEW, OP_PURE, OP_SLOW, OP_OPAQUE = range(4)
 TRUST_NEW, TRUST_YES, TRUST_NO = range(3)
 
 _use_count = C._storage_Use_Count
-_set_version = C._autograd._unsafe_set_version_counter
-_ADINPLACE = C.DispatchKey.ADInplaceOrView
-_EMPTY = torch.empty(0)
 
 # (what, payload): "handle" cell | "recipe" (serial, inputs) | "slot" (slot, the memory that a transfer may still use)
 graveyard: deque[tuple[str, Any]] = deque()
@@ -37,21 +34,17 @@ def _end(what: str, payload: Any) -> None:
         now()
 
 
-def quiet() -> Any:
-    """While the result lives, this thread's ops do not reach any dispatch mode."""
-    return C._DisableTorchDispatch()
-
-
 # ---- storages -------------------------------------------------------------------------------------------------------
 
 
 class Known(weakref.ref):  # type: ignore[type-arg]
     """A storage that was seen alive: weak, so that it dies when nobody else has it."""
 
-    __slots__ = ("cell", "counted", "key", "nbytes")
+    __slots__ = ("cell", "counted", "exposed", "key", "nbytes")
 
     cell: Cell | None
     counted: bool  # part of the live bytes; else it was there before, or belongs to somebody else
+    exposed: bool  # a pointer to it was handed out: that outlives the version that was there then (rule 6)
     key: int
     nbytes: int
 
@@ -63,6 +56,7 @@ class Known(weakref.ref):  # type: ignore[type-arg]
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
         self.counted = counted
+        self.exposed = False
         self.cell = None
 
 
@@ -83,44 +77,6 @@ def _measure_alone() -> tuple[int, int]:
 
 # How the two counts read when one slot of ours holds a storage and nobody else has it; it depends on torch's version.
 _ALONE = _measure_alone()
-
-
-# ---- versions (rule 3) ----------------------------------------------------------------------------------------------
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of zero bytes with the version counter of `tensor`: it keeps no memory alive.
-
-    Sharing the counter is the work of a dispatch layer that is switched off inside a dispatch mode.
-    """
-    silence = quiet()
-    with C._SetExcludeDispatchKeyGuard(_ADINPLACE, False):
-        twin = tensor.detach()
-    twin.data = _EMPTY
-    del silence
-    return twin
-
-
-def same_counter(twin: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Torch does not show the counter itself, so it is moved, looked at and put back. Callers hold the lock."""
-    now = twin._version
-    if tensor._version != now:
-        return False
-    _set_version((twin,), (now + 1,))
-    moved = tensor._version != now
-    _set_version((twin,), (now,))
-    return moved
-
-
-class Version:
-    """A version counter, the value at which the cell's bytes were seen, and whether autograd would look at it."""
-
-    __slots__ = ("at", "saved", "twin")
-
-    def __init__(self, tensor: torch.Tensor, saved: bool = False) -> None:
-        self.twin = alias(tensor)
-        self.at = self.twin._version
-        self.saved = saved
 
 
 # ---- cells, recipes, refs -------------------------------------------------------------------------------------------
@@ -144,6 +100,7 @@ class Cell:
     __slots__ = (
         "__weakref__",
         "armed",
+        "armed_at",
         "blank",
         "busy",
         "checksum",
@@ -182,6 +139,7 @@ class Cell:
         self.seq = -1
         self.slot = -1
         self.armed = KEEP
+        self.armed_at = 0  # index in the list of armed cells
         self.cost = 0.0
         self.last_access = clock
         self.checksum: int | None = None
@@ -257,6 +215,17 @@ class Cell:
         """The entry of the tensor's counter, if it is known."""
         return next((version for version in self.versions if same_counter(version.twin, tensor)), None)
 
+    def unpacked(self, ref: Ref, storage: Any) -> torch.Tensor:
+        """The view that autograd saved, under the counter that it watches, as autograd's own saved tensors are.
+
+        So a write to it is one to the saved tensor, and its use in a graph of its own adds no counter to the cell.
+        """
+        tensor = ref.over(storage)
+        version = ref.version
+        if version not in self.versions:  # the bytes have been made again, or read back, since
+            version = next((v for v in self.versions if v.saved), None)
+        return tensor if version is None else under_counter(version.twin, tensor)
+
     def saved_under(self, tensor: torch.Tensor) -> bool:
         """Would autograd notice a write through this tensor?"""
         version = None if tensor.is_inference() else self.version_of(tensor)
@@ -266,7 +235,7 @@ class Cell:
 class Ref:
     """A view of a cell: dtype, sizes, strides, offset. With `handle`, the cell's bytes are wanted while it lives."""
 
-    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides")
+    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides", "version")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell, handle: bool) -> None:
         self.cell = cell
@@ -278,6 +247,7 @@ class Ref:
         self.neg = tensor.is_neg()
         self.mutated = False
         self.handle = handle
+        self.version: Version | None = None  # of a handle: the counter under which it was saved
 
     def __del__(self) -> None:
         if self.handle:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import _py_types as types
 from ._py_columns import Columns, can_evict
 from ._py_table import checksum_of
 from ._py_tier import address, open_tier
 from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell
+from ._py_versions import quiet
 
 
 class Vault(Columns):
@@ -83,7 +83,7 @@ class Vault(Columns):
                 cell.checksum = checksum_of(cell.strong)
         else:
             self._offloaded_cells += 1
-            if self._verify:
+            if self._verify or (self._sample and self._n["offloads"] % self._sample == 0):
                 cell.checksum = checksum_of(cell.strong)
         cell.gone = gone
         if cell.listed:
@@ -102,6 +102,7 @@ class Vault(Columns):
         return cell.ours_alone and cell.fresh
 
     def _unlocked(self, cell: Cell, transfer: Any) -> int:
+        self._tls.critical += 1  # no signal from here on: the lock is not ours all the time
         cell.busy = True
         depth = 0
         while self._lock._is_owned():  # callers may hold it more than once
@@ -113,6 +114,7 @@ class Vault(Columns):
             for _ in range(depth):
                 self._lock.acquire()
             cell.busy = False
+            self._tls.critical -= 1
 
     def _tier_failed(self, code: int) -> None:
         self._n["tier_errors"] += 1
@@ -143,7 +145,7 @@ class Vault(Columns):
             while released < want and self._armed_next < len(self._armed):
                 cell = self._armed[self._armed_next]
                 self._armed_next += 1
-                if cell.armed != KEEP and self._release(cell, cell.armed):
+                if cell is not None and cell.armed != KEEP and self._release(cell, cell.armed):
                     released += cell.nbytes
             if released < want:
                 released += self._cancel_prefetches(want - released)
@@ -180,6 +182,7 @@ class Vault(Columns):
             tier, slot, incoming = self._tier, cell.slot, cell.incoming
             if cell.gone != OFFLOADED or slot < 0 or tier is None:
                 return True
+            self._tls.critical += 1
             cell.incoming = None
             if incoming is not None:
                 self._incoming_bytes -= cell.nbytes
@@ -194,6 +197,7 @@ class Vault(Columns):
                 code = tier.read_now(slot, address(storage))
         finally:
             cell.busy = False
+            self._tls.critical -= 1
         with self._lock:
             if code < 0:
                 self._tier_failed(code)
@@ -217,8 +221,10 @@ class Vault(Columns):
             self._gone_over(cell)
             self._back(cell)
             cell.strong = storage
-            cell.versions = []  # nobody has had it, so nobody can have written
             self._enter(storage, cell)
+            if self._tier_doomed:
+                self._drop_slot(cell)
+                self._close_doomed_tier()
         self._n["reloads"] += 1
         self._n["reload_bytes"] += cell.nbytes
         self._n["prefetch_hits" if incoming is not None else "prefetch_misses"] += 1
@@ -226,7 +232,7 @@ class Vault(Columns):
         return False
 
     def _stalled(self) -> int:
-        return int(getattr(self._tls, "stall_ns", 0))
+        return self._tls.stall_ns
 
     def _add_stall(self, spent: int) -> None:
         self._n["stall_ns"] += spent
@@ -238,7 +244,7 @@ class Vault(Columns):
             tier = self._tier
             if cell.gone != OFFLOADED or cell.incoming is not None or cell.busy or cell.slot < 0 or tier is None:
                 return -1
-            if self._resident() + cell.nbytes + keep_free > self._budget:
+            if self._resident() + self._promised + cell.nbytes + keep_free > self._budget:
                 return 0
             storage = torch.UntypedStorage(cell.nbytes, device="cpu")
             if tier.read(cell.slot, address(storage)) < 0:
@@ -274,15 +280,13 @@ class Vault(Columns):
             for cell, action in ranked:
                 if action == KEEP or cell.armed != KEEP or not cell.listed:
                     continue
-                cell.armed = int(action)
+                cell.armed, cell.armed_at = int(action), len(self._armed)
                 self._armed.append(cell)
                 self._armed_bytes += cell.nbytes
 
     def disarm_all(self) -> None:
         with self._lock:
-            for cell in self._armed:
-                cell.armed = KEEP
-            self._armed, self._armed_next, self._armed_bytes = [], 0, 0
+            self._disarm_all()
 
     def release(self, cell: Cell, action: int) -> bool:
         self._settle()
@@ -392,7 +396,7 @@ class Vault(Columns):
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    silence = types.quiet()
+    silence = quiet()
     tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
     del silence
     return tensor

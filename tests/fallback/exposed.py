@@ -1,0 +1,168 @@
+"""Holes about memory that others can write, beside those of tests/exactness/test_hostile.py: `HOLES`, in the same form."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from exactness.harness import CaseFunction
+from exactness.test_hostile import WIDTH, Hole, _drive
+from torch import nn
+
+HOLES: dict[str, CaseFunction] = {}
+LARGE = 320  # a square of so many floats is larger than what a recipe copies (256 KiB)
+
+
+def hole(f: Hole) -> Hole:
+    HOLES[f.__name__] = _drive(f)
+    return f
+
+
+def _floats(pointer: int, count: int) -> Any:
+    return (ctypes.c_float * count).from_address(pointer)
+
+
+def _use(w: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+    """Saves only what is made from `x`, so that a replay has to read it."""
+    return ((w + x).exp() * (w * 2 + x).sigmoid()).sum()
+
+
+@hole
+def numpy_view_older_than_an_unrecorded_write(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """Exposure belongs to the memory, not to the version that was there when the pointer was taken."""
+    if step == 0:
+        s.static = torch.zeros(WIDTH, WIDTH)
+        s.arrays = [s.static.numpy()]
+    with torch.no_grad():
+        s.static.add_(1)
+    return _use(w, s.static), lambda: s.arrays[0].fill(7) if s.bad else None
+
+
+@hole
+def numpy_view_older_than_an_unseen_write(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    if step == 0:
+        s.static = torch.zeros(WIDTH, WIDTH)
+        s.arrays = [s.static.numpy()]
+    torch._C._autograd._unsafe_set_version_counter((s.static,), (s.static._version + 1,))
+    return _use(w, s.static), lambda: s.arrays[0].fill(7) if s.bad else None
+
+
+@hole
+def raw_pointer_older_than_an_unrecorded_write(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """The same with a pointer, of which torch itself takes no note."""
+    if step == 0:
+        s.static = torch.zeros(WIDTH, WIDTH)
+        s.views = [_floats(s.static.data_ptr(), WIDTH * WIDTH)]
+    with torch.no_grad():
+        s.static.add_(1)
+
+    def between() -> None:
+        if s.bad:
+            s.views[0][7:77] = [2.0] * 70
+
+    return _use(w, s.static), between
+
+
+@hole
+def numpy_view_of_what_was_not_known(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    with torch.no_grad():
+        x = torch.randn(WIDTH, WIDTH)
+    array = x.numpy()
+    return _use(w, x), lambda: array.fill(7) if s.bad else None
+
+
+@hole
+def pointer_to_a_storage_that_was_not_known(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    with torch.no_grad():
+        x = torch.randn(WIDTH, WIDTH)
+    view = _floats(x.untyped_storage().data_ptr(), WIDTH * WIDTH)
+    held = x
+
+    def between() -> None:
+        if s.bad:
+            assert held is not None
+            view[7:77] = [2.0] * 70
+
+    return _use(w, x), between
+
+
+@hole
+def array_rewritten_while_only_the_graph_has_its_tensor(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """No copy of foreign memory is any good: backward reads what the array holds by then."""
+    if step == 0:
+        s.arrays = [np.zeros((WIDTH, WIDTH), dtype=np.float32)]
+    s.arrays[0][:] = np.random.randn(WIDTH, WIDTH).astype(np.float32)
+    h = (torch.from_numpy(s.arrays[0]) * w).tanh()
+    for _ in range(4):
+        h = h.sin().exp()  # moments at which everything that may leave does
+    return h.sum(), lambda: s.arrays[0].fill(0.125) if s.bad else None
+
+
+@hole
+def shared_memory_rewritten_while_only_the_graph_has_its_tensor(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    def used() -> torch.Tensor:
+        x = torch.randn(WIDTH, WIDTH).share_memory_()
+        # As another process would: a second tensor over the same memory, which torch does not know for the same.
+        s.alias = [torch.frombuffer(_floats(x.untyped_storage().data_ptr(), WIDTH * WIDTH), dtype=torch.float32)]
+        return (x * w).tanh()
+
+    h = used()
+    for _ in range(4):
+        h = h.sin().exp()
+    return h.sum(), lambda: s.alias[0].fill_(0.5) if s.bad else None
+
+
+@hole
+def shared_memory_written_and_used_again(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    if step == 0:
+        s.static = torch.zeros(WIDTH, WIDTH).share_memory_()
+        s.views = [_floats(s.static.untyped_storage().data_ptr(), WIDTH * WIDTH)]
+    with torch.no_grad():
+        s.static.add_(1)
+
+    def between() -> None:
+        if s.bad:
+            s.views[0][5:500] = [3.0] * 495
+
+    return _use(w, s.static), between
+
+
+@hole
+def dlpack_alias_of_what_was_not_known(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    with torch.no_grad():
+        x = torch.randn(WIDTH, WIDTH)
+    alias = torch.from_dlpack(x)
+
+    @torch.no_grad()
+    def between() -> None:
+        if s.bad:
+            alias.fill_(2.0)
+
+    return _use(w, x), between
+
+
+@hole
+def numpy_of_dlpack_and_back(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    x = torch.randn(WIDTH, WIDTH)
+    alias = torch.from_numpy(np.from_dlpack(x))
+    loss = _use(w, x) + (alias * w).tanh().sum()
+
+    def between() -> None:
+        if s.bad:
+            alias.data[3] = 2.0
+
+    return loss, between
+
+
+@hole
+def large_array_rewritten_before_backward(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """Too large for a copy: no recipe names it, so what is made from it is kept or offloaded."""
+    if step == 0:
+        s.arrays = [np.zeros((LARGE, LARGE), dtype=np.float32)]
+    s.arrays[0][:] = np.random.randn(LARGE, LARGE).astype(np.float32)
+    x = torch.from_numpy(s.arrays[0])
+    h = (w.repeat(5, 5) + x).exp() * (w.repeat(5, 5) * 2 + x).sigmoid()
+    return h.sum(), lambda: s.arrays[0].fill(0.125) if s.bad else None
