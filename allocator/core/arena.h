@@ -6,6 +6,9 @@
 //   contiguity   a request that has its bytes but no run of addresses that is long enough
 //   remap        taking addresses further up, and giving back as many spare pages elsewhere: the cure for contiguity
 //                while the range lasts
+//   limit        the length of addresses that large blocks may lie in without remap: the budget without what is outside
+//                and in small blocks, so that a run below the limit always has its bytes
+//   episode      one request that has to reclaim, whatever number of calls it takes
 // The range is much longer than the budget, [0, large area) followed by [small area): addresses cost nothing. Best fit
 // with the untouched end last keeps blocks low in the range; only fragmentation sends them further up.
 //
@@ -15,6 +18,7 @@
 //   I3  those of each heap (heap.cpp)
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <string>
@@ -23,6 +27,7 @@
 #include "heap.h"
 #include "lock.h"
 #include "memmgr/core.h"
+#include "window.h"
 
 namespace memmgr {
 
@@ -38,12 +43,20 @@ class Arena final : private ForkAware {
   void AddOutside(int64_t delta);
   void NoteVirtual(int64_t delta);
 
-  void* Alloc(uint64_t requested_bytes);
+  void SetLayout(int remap, int apart);
+  void* Alloc(uint64_t requested_bytes, End end);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free);
   void Free(void* p);
   uint64_t BlockBytes(const void* p);
   bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
   uint64_t Trim(uint64_t keep_bytes);
+
+  void SetPrices(const mm_price* prices, size_t n);
+  bool Disown(const void* p, const void* owner);
+  void* Owner(const void* p);
+  void SetStalenessExponent(double exponent);
+  int64_t Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
+
   bool Idle();  // no block is live
 
   void Stats(mm_arena_stats* out);
@@ -64,19 +77,27 @@ class Arena final : private ForkAware {
     uint64_t requested_bytes;
     uint64_t bytes;  // after alignment
     uint64_t need;   // the shortage that the last try found; 0: contiguity
+    End end;
+    bool remap;  // addresses beyond the limit are allowed
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
   bool InSmall(uint64_t offset) const { return offset >= large_.bytes(); }
   Block* FindLive(uint64_t offset) const {
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
+  Request MakeRequest(uint64_t requested_bytes, End end) const;
   uint64_t Shortage(uint64_t bytes) const;
+  uint64_t Limit() const;
+  uint64_t Placeable() const { return Limit() - std::min(Limit(), large_live_bytes_); }
   uint64_t committed_pages() const { return large_.committed_pages() + small_.committed_pages(); }
   uint64_t spare_pages() const { return large_.spare_pages() + small_.spare_pages(); }
 
   void* Try(Request* request);
-  Block* Place(Heap* heap, uint64_t bytes, uint64_t requested_bytes);
+  Block* Place(Heap* heap, const Request& request);
+  Block* Back(Heap* heap, Block* block);
   void* Reclaim(std::unique_lock<Lock>* hold, Request* request);
+  void* Episode(std::unique_lock<Lock>* hold, Request* request);
+  void BeginEpisode(const Request& request);
   uint64_t GiveBack(uint64_t pages);
   void ObeyBudget(uint64_t extra_pages);
   void ResidentChanged();
@@ -101,6 +122,11 @@ class Arena final : private ForkAware {
   std::atomic<uint64_t> budget_bytes_;
   std::atomic<uint64_t> resident_{0};
   int64_t virtual_bytes_ = 0;
+  uint64_t large_live_bytes_ = 0;
+  int remap_ = MM_REMAP_FIRST;
+  bool apart_ = false;
+  double staleness_exponent_ = 1;
+  Chooser chooser_;         // its columns are kept for the next search
   mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others
 };
 
