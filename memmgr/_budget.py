@@ -17,6 +17,8 @@ from memmgr.policies import parse_policy
 
 from . import _shim
 from ._manager import UNLIMITED, Config, Manager, default_folder
+from ._placement import DEFAULT as DEFAULT_PLACEMENT
+from ._placement import parse_placement
 from ._sizes import parse_size
 
 P = ParamSpec("P")
@@ -113,6 +115,7 @@ class budget:
         quiet: bool = False,
         _throttle: int = 0,
         _sleep: bool = True,
+        _placement: str = DEFAULT_PLACEMENT,
     ) -> None:
         self._device = _device(device)
         whole = _device_bytes(self._device)
@@ -128,6 +131,7 @@ class budget:
             quiet=quiet,
             throttle=_throttle,
             sleep=_sleep,
+            placement=parse_placement(_placement),
         )
         self._manager: Manager | None = None
 

@@ -77,6 +77,7 @@ void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
+void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
 uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
 

@@ -402,7 +402,8 @@ int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_v
   std::lock_guard hold(lock_);
   if (forked()) return -1;
   const auto start = std::chrono::steady_clock::now();
-  const bool run_wanted = remap_ != MM_REMAP_FIRST && request > kSmallLimit;
+  // A small block that is short of no bytes wants a run after all: its own area is full.
+  const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > kSmallLimit || need == 0);
   chooser_.Gather(large_.first(), Limit(), now, staleness_exponent_);
   const bool found = chooser_.Choose(static_cast<Search>(how), {run_wanted ? request : 0, need});
   const auto took = std::chrono::steady_clock::now() - start;
@@ -452,6 +453,21 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
   ResidentChanged();
+}
+
+void Arena::ResetCounts() {
+  std::lock_guard hold(lock_);
+  const mm_arena_stats kept = stats_;
+  stats_ = {};
+  stats_.outside_bytes = kept.outside_bytes;
+  stats_.live_bytes = kept.live_bytes;
+  stats_.live_peak_bytes = kept.live_peak_bytes;
+  stats_.resident_peak_bytes = kept.resident_peak_bytes;
+  stats_.unmanaged_peak_bytes = kept.unmanaged_peak_bytes;
+  stats_.committed_peak_bytes = kept.committed_peak_bytes;
+  stats_.requested_bytes = kept.requested_bytes;
+  stats_.allocations = kept.allocations;
+  stats_.frees = kept.frees;
 }
 
 // The pieces are copied out first: a visitor in Python waits for the GIL, whose holder may be waiting for our lock.

@@ -61,6 +61,7 @@ class Arena final : private ForkAware {
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
+  void ResetCounts();
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
   bool forked() const { return forked_.load(std::memory_order_relaxed); }

@@ -151,6 +151,7 @@ void mm_arena_after_fork_in_child(mm_arena*);
 
 void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
 void mm_arena_reset_peak(mm_arena*);
+void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and what they led to
 // Bytes that are evicted or offloaded at this moment but would be live without memmgr: lets the arena keep the
 // high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
 void mm_arena_note_virtual(mm_arena*, int64_t delta);
