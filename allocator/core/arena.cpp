@@ -404,7 +404,7 @@ int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_v
   const auto start = std::chrono::steady_clock::now();
   // A small block that is short of no bytes wants a run after all: its own area is full.
   const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > kSmallLimit || need == 0);
-  chooser_.Gather(large_.first(), Limit(), now, staleness_exponent_);
+  chooser_.Gather(large_.first(), large_.last(), large_.blocks(), Limit(), now, staleness_exponent_);
   const bool found = chooser_.Choose(static_cast<Search>(how), {run_wanted ? request : 0, need});
   const auto took = std::chrono::steady_clock::now() - start;
   const uint64_t nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();

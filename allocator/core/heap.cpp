@@ -226,6 +226,12 @@ uint64_t Heap::LargestFreeBytes() const {
   return largest;
 }
 
+uint64_t Heap::blocks() const {
+  uint64_t count = live_.size();
+  for (const RunIndex& index : runs_) count += index.size();
+  return count;
+}
+
 uint64_t Heap::LongestRunBytes(uint64_t limit) const {
   uint64_t longest = 0;
   if (!last_->live && last_->offset < limit) longest = std::min(last_->bytes, limit - last_->offset);

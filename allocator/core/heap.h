@@ -42,6 +42,8 @@ class Heap {
 
   Block* FindLive(uint64_t offset) const { return live_.Find(offset); }
   const Block* first() const { return first_; }
+  const Block* last() const { return last_; }
+  uint64_t blocks() const;  // live ones and runs
 
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);

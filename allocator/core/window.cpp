@@ -8,52 +8,80 @@
 namespace memmgr {
 namespace {
 
-constexpr double kTick = 1e-9;  // an access "just now" is stale by something, and prices stay finite
-constexpr double kLeast = 1e-30;
+constexpr float kTick = 1e-9f;  // an access "just now" is stale by something, and prices stay finite
+constexpr float kLeast = 1e-30f;
 
-// cost / staleness^exponent for all pieces that have one. The exponents in use have a cheap form.
-void Age(std::vector<double>* price, const std::vector<double>& staleness, double exponent) {
-  double* const cost = price->data();
-  const double* const stale = staleness.data();
-  const size_t n = price->size();
+// cost / staleness^exponent. The exponents in use have a form that the compiler turns into vector instructions.
+template <typename Aged>
+void ForAll(float* cost, const float* stale, size_t n, Aged aged) {
+  for (size_t i = 0; i < n; ++i) cost[i] = aged(cost[i], stale[i]);
+}
+
+void Age(float* cost, const float* stale, size_t n, double exponent) {
   if (exponent == 0) return;
   if (exponent == 1) {
-    for (size_t i = 0; i < n; ++i) cost[i] /= stale[i];
+    ForAll(cost, stale, n, [](float c, float s) { return c / s; });
   } else if (exponent == 0.5) {
-    for (size_t i = 0; i < n; ++i) cost[i] /= std::sqrt(stale[i]);
+    ForAll(cost, stale, n, [](float c, float s) { return c / std::sqrt(s); });
   } else if (exponent == 0.25) {
-    for (size_t i = 0; i < n; ++i) cost[i] /= std::sqrt(std::sqrt(stale[i]));
+    ForAll(cost, stale, n, [](float c, float s) { return c / std::sqrt(std::sqrt(s)); });
   } else {
-    for (size_t i = 0; i < n; ++i) cost[i] /= std::pow(stale[i], exponent);
+    const auto power = static_cast<float>(exponent);
+    ForAll(cost, stale, n, [power](float c, float s) { return c / std::pow(s, power); });
   }
 }
 
 }  // namespace
 
-void Chooser::Gather(const Block* first, uint64_t limit, double now, double exponent) {
-  block_.clear();
-  bytes_.clear();
-  price_.clear();
-  staleness_.clear();
-  for (const Block* block = first; block != nullptr; block = block->next) {
-    uint64_t bytes = block->bytes;
-    double cost = 0, staleness = 1;
-    if (block->live) {
-      cost = block->cost;
-      if (cost >= 0) {  // a price of 0 is a run's
-        cost = std::max(cost, kLeast);
-        staleness = std::max(now - block->last_access, kTick);
-      }
-    } else if (block->next == nullptr) {
-      if (block->offset >= limit) break;
-      bytes = std::min(bytes, limit - block->offset);
+void Chooser::See(const Block* block, double now, size_t i) {
+  block_[i] = block;
+  bytes_[i] = block->bytes;
+  float cost = 0, staleness = 1;
+  if (block->live) {
+    cost = block->cost;
+    if (cost >= 0) {  // a price of 0 is a run's
+      cost = std::max(cost, kLeast);
+      staleness = std::max(static_cast<float>(now - block->last_access), kTick);
     }
-    block_.push_back(block);
-    bytes_.push_back(bytes);
-    price_.push_back(cost);
-    staleness_.push_back(staleness);
   }
-  Age(&price_, staleness_, exponent);
+  price_[i] = cost;
+  staleness_[i] = staleness;
+}
+
+// From both ends towards the middle: the walk waits for memory at every step, and two walks wait at the same time.
+void Chooser::Gather(const Block* first, const Block* last, size_t count, uint64_t limit, double now, double exponent) {
+  if (block_.size() < count) {
+    const size_t room = 2 * count;
+    block_.resize(room);
+    bytes_.resize(room);
+    price_.resize(room);
+    staleness_.resize(room);
+    far_end_.resize(room);
+    units_.resize(room);
+    before_.resize(room + 1);
+  }
+  n_ = count;
+  if (!last->live) {  // of the last run only what lies below the limit
+    --n_;
+    if (last->offset < limit) {
+      See(last, now, n_);
+      bytes_[n_] = std::min(last->bytes, limit - last->offset);
+      ++n_;
+      --count;
+    } else {
+      count = n_;
+    }
+    last = last->previous;
+  }
+  size_t low = 0, high = count;
+  while (low < high) {
+    See(first, now, low++);
+    first = first->next;
+    if (low == high) break;
+    See(last, now, --high);
+    last = last->previous;
+  }
+  Age(price_.data(), staleness_.data(), n_, exponent);
 }
 
 bool Chooser::Choose(Search how, Goal goal) {
@@ -69,32 +97,31 @@ bool Chooser::Choose(Search how, Goal goal) {
 }
 
 // Two pointers. For each right end the cheapest window is the shortest, because no price is negative, and its left end
-// never moves back: O(n). The sums are kept in integers (49 bits for the dearest of 10,000 pieces), so that adding and
-// taking away leaves no rounding errors behind.
+// never moves back: O(n). What is added and taken away again are whole numbers (38 bits for the dearest of 10,000
+// pieces, whose prices have 24), so that no rounding errors are left behind.
 bool Chooser::Window(uint64_t bytes) {
-  const size_t n = block_.size();
-  double dearest = 0;
-  for (size_t i = 0; i < n; ++i) dearest = std::max(dearest, price_[i]);
-  double scale = 1;
-  if (dearest > 0) {
-    int exponent = 0;
-    std::frexp(std::min(dearest, std::numeric_limits<double>::max()), &exponent);
-    scale = std::ldexp(1.0, std::min(63 - static_cast<int>(std::bit_width(n)) - exponent, 1000));
-  }
-  const auto units = [&](size_t i) { return static_cast<uint64_t>(price_[i] * scale); };
-  uint64_t held = 0, sum = 0, least = UINT64_MAX;
+  float dearest = 0;
+  for (size_t i = 0; i < n_; ++i) dearest = std::max(dearest, price_[i]);
+  int exponent = 0;
+  std::frexp(std::min(dearest, std::numeric_limits<float>::max()), &exponent);
+  const double scale = std::ldexp(1.0, 51 - static_cast<int>(std::bit_width(n_)) - exponent);
+  constexpr double kWhole = 0x1p52;  // adding it leaves no room for a fraction
+  for (size_t i = 0; i < n_; ++i) units_[i] = (static_cast<double>(price_[i]) * scale + kWhole) - kWhole;
+  uint64_t held = 0;
+  double sum = 0, least = std::numeric_limits<double>::infinity();
   size_t left = 0, best_left = 0, best_right = 0;
-  for (size_t right = 0; right < n; ++right) {
+  for (size_t right = 0; right < n_; ++right) {
     if (price_[right] < 0) {
       left = right + 1;
-      held = sum = 0;
+      held = 0;
+      sum = 0;
       continue;
     }
     held += bytes_[right];
-    sum += units(right);
+    sum += units_[right];
     for (; held - bytes_[left] >= bytes; ++left) {
       held -= bytes_[left];
-      sum -= units(left);
+      sum -= units_[left];
     }
     if (held >= bytes && sum < least) {
       least = sum;
@@ -102,7 +129,7 @@ bool Chooser::Window(uint64_t bytes) {
       best_right = right;
     }
   }
-  if (least == UINT64_MAX) return false;
+  if (!std::isfinite(least)) return false;
   for (size_t i = best_left; i <= best_right; ++i) {
     if (!block_[i]->live) continue;
     victims_.push_back(block_[i]);
@@ -116,10 +143,9 @@ double Chooser::Score(size_t piece, bool count_neighbours) const {
   uint64_t bytes = bytes_[piece];
   if (count_neighbours) {
     if (piece > 0 && price_[piece - 1] == 0) bytes += before_[piece] - before_[far_end_[piece - 1]];
-    if (piece + 1 < block_.size() && price_[piece + 1] == 0)
-      bytes += before_[far_end_[piece + 1] + 1] - before_[piece + 1];
+    if (piece + 1 < n_ && price_[piece + 1] == 0) bytes += before_[far_end_[piece + 1] + 1] - before_[piece + 1];
   }
-  return price_[piece] / static_cast<double>(bytes);
+  return static_cast<double>(price_[piece]) / static_cast<double>(bytes);
 }
 
 // The piece becomes free and joins the runs beside it. Returns the first and the last piece of what they make.
@@ -127,7 +153,7 @@ std::pair<size_t, size_t> Chooser::Take(size_t piece) {
   size_t left = piece, right = piece;
   price_[piece] = 0;
   if (piece > 0 && price_[piece - 1] == 0) left = far_end_[piece - 1];
-  if (piece + 1 < block_.size() && price_[piece + 1] == 0) right = far_end_[piece + 1];
+  if (piece + 1 < n_ && price_[piece + 1] == 0) right = far_end_[piece + 1];
   far_end_[left] = static_cast<uint32_t>(right);
   far_end_[right] = static_cast<uint32_t>(left);
   longest_ = std::max(longest_, before_[right + 1] - before_[left]);
@@ -135,17 +161,14 @@ std::pair<size_t, size_t> Chooser::Take(size_t piece) {
 }
 
 bool Chooser::ByScore(Goal goal, bool count_neighbours) {
-  const size_t n = block_.size();
-  far_end_.resize(n);
-  before_.resize(n + 1);
   before_[0] = 0;
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < n_; ++i) {
     before_[i + 1] = before_[i] + bytes_[i];
     far_end_[i] = static_cast<uint32_t>(i);
   }
   longest_ = 0;
   heap_.clear();
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < n_; ++i) {
     if (price_[i] == 0) {
       Take(i);
     } else if (price_[i] > 0) {
@@ -168,7 +191,7 @@ bool Chooser::ByScore(Goal goal, bool count_neighbours) {
     const auto [left, right] = Take(i);
     if (!count_neighbours) continue;
     for (const size_t beside : {left - 1, right + 1}) {
-      if (beside >= n || price_[beside] <= 0) continue;
+      if (beside >= n_ || price_[beside] <= 0) continue;
       heap_.emplace_back(Score(beside, true), static_cast<uint32_t>(beside));
       std::push_heap(heap_.begin(), heap_.end(), later);
     }

@@ -36,23 +36,27 @@ class Chooser {
     uint64_t needed;  // freed in all
   };
 
-  // The blocks from `first` on, as pieces. `now` is on the clock of last_access. May throw std::bad_alloc.
-  void Gather(const Block* first, uint64_t limit, double now, double exponent);
+  // The `count` blocks from `first` to `last`, as pieces. `now` is on the clock of last_access. May throw
+  // std::bad_alloc.
+  void Gather(const Block* first, const Block* last, size_t count, uint64_t limit, double now, double exponent);
   // Victims in address order for the window, else in the order in which they leave. False: nothing reaches the goal.
   bool Choose(Search how, Goal goal);
   const std::vector<const Block*>& victims() const { return victims_; }
 
  private:
+  void See(const Block* block, double now, size_t i);
   bool Window(uint64_t bytes);
   bool ByScore(Goal goal, bool count_neighbours);
   std::pair<size_t, size_t> Take(size_t piece);
   double Score(size_t piece, bool count_neighbours) const;
 
-  // Columns, one entry per piece.
+  // Columns, one entry per piece; longer than n_ and never shortened.
+  size_t n_ = 0;
   std::vector<const Block*> block_;
   std::vector<uint64_t> bytes_;
-  std::vector<double> price_;  // negative: pinned; 0: free
-  std::vector<double> staleness_;
+  std::vector<float> price_;  // negative: pinned; 0: free
+  std::vector<float> staleness_;
+  std::vector<double> units_;      // prices as whole numbers
   std::vector<uint32_t> far_end_;  // at both ends of a run of free pieces: where its other end is
   std::vector<uint64_t> before_;   // bytes of all pieces before this one
   std::vector<std::pair<double, uint32_t>> heap_;
