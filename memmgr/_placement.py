@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT = "window"
+DEFAULT = "remap"
 SEARCHES = {"remap": -1, "score": 0, "dte": 1, "window": 2}
 _REMAP_FIRST, _REMAP_LAST, _REMAP_NEVER = 0, 1, 2
 

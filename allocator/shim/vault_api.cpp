@@ -365,7 +365,11 @@ static PyObject* py_arena_blocks(PyObject*, PyObject*) {
   return list;
 }
 
+// arena_address() -> of the core's arena, for its C interface; 0 when there is none.
+static PyObject* py_arena_address(PyObject*, PyObject*) { return PyLong_FromVoidPtr(g.arena); }
+
 PyMethodDef vault_methods[] = {
+    {"arena_address", py_arena_address, METH_NOARGS, "of the core's arena; 0: none"},
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
     {"daemon_open", py_daemon_open, METH_NOARGS, ""},
