@@ -417,6 +417,7 @@ void Print(const Trace& trace, const Setting& setting, const char* where, uint64
       {"evictions", number(o.evictions)},
       {"evicted", number(s.evicted_bytes)},
       {"beyond", number(s.evicted_beyond_bytes)},
+      {"excess", number(s.evicted_excess_bytes)},
       {"remapped", number(s.remapped_bytes)},
       {"recomputes", number(o.recomputes)},
       {"for_nothing", number(o.for_nothing)},

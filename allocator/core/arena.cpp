@@ -295,7 +295,7 @@ void Arena::BeginEpisode(const Request& request) {
 void* Arena::Episode(std::unique_lock<Lock>* hold, Request* request) {
   BeginEpisode(*request);
   const uint64_t short_of = request->need;
-  const auto beyond = [&](uint64_t bytes) { return bytes - std::min(bytes, short_of); };
+  const auto beyond = [](uint64_t bytes, uint64_t than) { return bytes - std::min(bytes, than); };
   uint64_t released_in_all = 0;
   uint64_t lowest = resident();
   int fruitless = 0;
@@ -315,9 +315,11 @@ void* Arena::Episode(std::unique_lock<Lock>* hold, Request* request) {
     hold->lock();
     stats_.reclaim_nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
     stats_.evicted_bytes += released;
-    stats_.evicted_beyond_bytes -= beyond(released_in_all);
+    stats_.evicted_beyond_bytes -= beyond(released_in_all, short_of);
+    stats_.evicted_excess_bytes -= beyond(released_in_all, request->bytes);
     released_in_all += released;
-    stats_.evicted_beyond_bytes += beyond(released_in_all);
+    stats_.evicted_beyond_bytes += beyond(released_in_all, short_of);
+    stats_.evicted_excess_bytes += beyond(released_in_all, request->bytes);
     const bool gained = resident() < lowest;
     lowest = std::min(lowest, resident());
     fruitless = gained ? 0 : fruitless + 1;

@@ -260,6 +260,7 @@ static PyObject* py_arena_stats(PyObject*, PyObject*) {
     put(d, "episodes_contiguity", s.episodes_contiguity);
     put(d, "evicted_bytes", s.evicted_bytes);
     put(d, "evicted_beyond_bytes", s.evicted_beyond_bytes);
+    put(d, "evicted_excess_bytes", s.evicted_excess_bytes);
     put(d, "longest_run_bytes", s.longest_run_bytes);
     put(d, "placeable_bytes", s.placeable_bytes);
     put(d, "free_share_sum", s.free_share_sum);

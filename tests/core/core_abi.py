@@ -26,6 +26,7 @@ class ArenaStats(c.Structure):
             " committed_peak_bytes live_blocks free_bytes largest_free_bytes allocations frees reclaims"
             " reclaims_contiguity reclaim_nanoseconds failures small_blocks unmanaged_peak_bytes remapped_bytes searches"
             " search_nanoseconds search_max_nanoseconds episodes episodes_contiguity evicted_bytes evicted_beyond_bytes"
+            " evicted_excess_bytes"
             " longest_run_bytes placeable_bytes"
         ).split()
     ] + [(name, c.c_double) for name in "free_share_sum free_share_max fragmentation_sum fragmentation_max".split()]

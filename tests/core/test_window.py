@@ -308,6 +308,7 @@ def test_the_window_evicts_once_where_score_evicts_all_over(make_arena):
         assert stats.searches == 1 and stats.search_nanoseconds == stats.search_max_nanoseconds > 0
         assert stats.free_share_sum == stats.free_share_max == 0.5
         assert stats.fragmentation_max == pytest.approx(1 - 1 / 8)
+        assert stats.evicted_excess_bytes == max(0, evicted[how] * 64 - 320) * KIB
     assert evicted[BY_WINDOW] == 2 < evicted[BY_SCORE]
 
 
@@ -319,7 +320,7 @@ def test_only_what_goes_beyond_the_shortage_is_counted_as_beyond(make_arena):
     reclaiming(arena, BY_WINDOW)
     assert arena.alloc(100 * KIB) is not None  # short of 36 KiB
     stats = arena.stats
-    assert (stats.evicted_bytes, stats.evicted_beyond_bytes) == (64 * KIB, 28 * KIB)
+    assert (stats.evicted_bytes, stats.evicted_beyond_bytes, stats.evicted_excess_bytes) == (64 * KIB, 28 * KIB, 0)
     assert (stats.episodes, stats.episodes_contiguity) == (1, 0)
 
 

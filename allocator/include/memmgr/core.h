@@ -73,6 +73,7 @@ typedef struct {
   uint64_t episodes_contiguity;   // of these, with bytes enough from the start
   uint64_t evicted_bytes;         // what the callback said it released, over all episodes
   uint64_t evicted_beyond_bytes;  // of these, more than the request was short of
+  uint64_t evicted_excess_bytes;  // of these, more than the whole request: what no run of its length can explain
   uint64_t longest_run_bytes;     // now: the longest run of addresses that a request can have without remap
   uint64_t placeable_bytes;       // now: all bytes that could still be handed out
   double free_share_sum;  // at each episode's start: free bytes / budget (Coop's rate); sum over episodes, worst
