@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from budget import models
+
 from memmgr import _shim
 
 CASES: dict[str, Callable[[], models.Training]] = {

@@ -20,14 +20,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # `make bench` runs with -P
 
-import memmgr
-from budget import models
-from window_worth import _llama
+from budget import models  # noqa: E402
+from window_worth import _llama  # noqa: E402
+
+import memmgr  # noqa: E402
 
 PLACEMENTS = ("remap", "remap+apart", "window", "window+apart", "score", "dte")
 
 
-def _steps(make: Callable[[], Callable[[], object]], budget: int | None, placement: str, steps: int) -> dict[str, float]:
+def _steps(
+    make: Callable[[], Callable[[], object]], budget: int | None, placement: str, steps: int
+) -> dict[str, float]:
     """Processor seconds of the steps after the first two, and the figures of the run."""
     torch.manual_seed(0)
     with memmgr.budget(budget, disk=False, policy="evict", quiet=True, _placement=placement, _sleep=False) as opened:

@@ -26,8 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # `make bench` runs with -P
 
-import _window_trace
-from budget import models
+import _window_trace  # noqa: E402
+from budget import models  # noqa: E402
 
 WAYS = ("window", "score", "dte", "remap", "window, then remap")
 
@@ -116,7 +116,8 @@ def _cells(row: Row) -> str:
     """One way under one budget; how it ended first."""
     works = "" if row["works"] else " ✗"
     return (
-        f"{_mb(row['budget'])}{works} | {row['evictions']:.0f} | {_mb(row['evicted'])} | {_mb(row['beyond'])} | {_mb(row['excess'])} | "
+        f"{_mb(row['budget'])}{works} | {row['evictions']:.0f} | {_mb(row['evicted'])} | "
+        f"{_mb(row['beyond'])} | {_mb(row['excess'])} | "
         f"{row['contiguity']:.0f} of {row['episodes']:.0f} | {100 * row['rate']:.1f} / {100 * row['rate_max']:.1f} | "
         f"{100 * row['fragmentation']:.0f} / {100 * row['fragmentation_max']:.0f} | "
         f"{row['search_us']:.1f} / {row['search_max_us']:.0f} | "
@@ -166,8 +167,8 @@ def _floors(results: dict[str, list[Row]]) -> list[str]:
 def _ratios(results: dict[str, list[Row]]) -> list[str]:
     """The window beside the others: bytes beyond need and recomputation, where both work."""
     lines = [
-        "| trace | budget | beyond shortage: window / score | beyond request: window / score | window / DTE | recompute: window / score "
-        "| remap / window |",
+        "| trace | budget | beyond shortage: window / score | beyond request: window / score | window / DTE "
+        "| recompute: window / score | remap / window |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name, rows in results.items():
@@ -234,8 +235,10 @@ def report(results: dict[str, list[Row]]) -> str:
 
 def machine() -> str:
     """Hardware and versions."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?"
+        (line.split(":")[1].strip() for line in cpuinfo if "model name" in line),
+        "?",
     )
     return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, Linux"
 

@@ -191,7 +191,9 @@ def stats() -> dict[str, Any]:
         A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what the
         program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
         (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
-        `offloads`, `reloads`, `prefetch_hits`, `passes`, and others. Seconds: `recompute_seconds`, `stall_seconds`.
+        `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
+        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does).
+        `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = _current or _last
     return manager.stats() if manager is not None else {}

@@ -22,8 +22,7 @@ from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, r
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
-from ._placement import DEFAULT as DEFAULT_PLACEMENT
-from ._placement import Placement, parse_placement
+from ._placement import REMAP, Placement
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
@@ -50,7 +49,7 @@ class Config:
     quiet: bool
     throttle: int = 0
     sleep: bool = True
-    placement: Placement = parse_placement(DEFAULT_PLACEMENT)
+    placement: Placement = REMAP
 
 
 @dataclass
@@ -528,7 +527,12 @@ class Manager:
         link = self.link()
         need = 2 * reserve
         ranking = rank(
-            candidates, self.policy.filter, self.policy.director, link, None if self._searches else need, urgent_bytes=need
+            candidates,
+            self.policy.filter,
+            self.policy.director,
+            link,
+            None if self._searches else need,
+            urgent_bytes=need,
         )
         if self._searches:
             costs, exponent = window_costs(candidates, self.policy.filter, link)

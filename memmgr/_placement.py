@@ -25,6 +25,10 @@ class Placement:
     apart: bool
 
 
+REMAP = Placement(SEARCHES["remap"], _REMAP_FIRST, False)
+"""The measured winner (docs/reports/2026-11-21-window.md)."""
+
+
 def parse_placement(text: str) -> Placement:
     """`remap`, `window`, `score` or `dte`, with `+apart` and `+strict` (addresses further up are never used).
 
