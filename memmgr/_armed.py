@@ -16,7 +16,7 @@ import torch
 from ._budget import budget
 from ._recorder import Plain
 
-KEYS = "policy, disk, disk_size, host, device, verify, quiet"
+KEYS = "policy, disk, disk_size, host, device, verify, quiet, placement"
 
 
 def parse_conf(text: str) -> dict[str, Any]:
@@ -34,6 +34,8 @@ def parse_conf(text: str) -> dict[str, Any]:
         key, value = key.strip(), value.strip()
         if key in ("policy", "device", "host"):
             found[key] = value
+        elif key == "placement":
+            found["_placement"] = value
         elif key == "disk":
             folder = value
         elif key == "disk_size":

@@ -17,6 +17,8 @@ from memmgr.policies import parse_policy
 
 from . import _shim
 from ._manager import UNLIMITED, Config, Manager, default_folder
+from ._placement import DEFAULT as DEFAULT_PLACEMENT
+from ._placement import parse_placement
 from ._sizes import parse_size
 
 P = ParamSpec("P")
@@ -113,6 +115,7 @@ class budget:
         quiet: bool = False,
         _throttle: int = 0,
         _sleep: bool = True,
+        _placement: str = DEFAULT_PLACEMENT,
     ) -> None:
         self._device = _device(device)
         whole = _device_bytes(self._device)
@@ -128,6 +131,7 @@ class budget:
             quiet=quiet,
             throttle=_throttle,
             sleep=_sleep,
+            placement=parse_placement(_placement),
         )
         self._manager: Manager | None = None
 
@@ -187,7 +191,9 @@ def stats() -> dict[str, Any]:
         A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what the
         program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
         (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
-        `offloads`, `reloads`, `prefetch_hits`, `passes`, and others. Seconds: `recompute_seconds`, `stall_seconds`.
+        `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
+        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does).
+        `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = _current or _last
     return manager.stats() if manager is not None else {}

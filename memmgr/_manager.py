@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank
+from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
 
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
+from ._placement import REMAP, Placement
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
@@ -49,6 +50,7 @@ class Config:
     quiet: bool
     throttle: int = 0
     sleep: bool = True
+    placement: Placement = REMAP
 
 
 @dataclass
@@ -102,6 +104,7 @@ class Manager:
         self._wall = 0.0
         self._final: dict[str, Any] | None = None
         self._torture_turn = 0
+        self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
@@ -136,6 +139,9 @@ class Manager:
                 out_of_memory_type=torch.OutOfMemoryError,
             )
             native.open_arena(config.limit_bytes, stock.bytes)
+            self._searches = config.placement.search >= 0 and config.limit_bytes < UNLIMITED
+            if config.limit_bytes < UNLIMITED and hasattr(native, "set_placement"):  # not without the shim
+                native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
             wants_tier = config.folder is not None and self._director() != "evict"
             self._settle_doomed_tier()
             if wants_tier:
@@ -510,6 +516,8 @@ class Manager:
     # -- callbacks of the shim --
 
     def _rank(self, reserve: int) -> int:
+        if self._searches:
+            self.native.disarm_all()  # a search chooses among all cells, so all are ranked anew
         cells, candidates = self.candidates()
         if not cells:
             return 0
@@ -521,7 +529,20 @@ class Manager:
             return 0
         link = self.link()
         need = 2 * reserve
-        ranking = rank(candidates, self.policy.filter, self.policy.director, link, need)
+        ranking = rank(
+            candidates,
+            self.policy.filter,
+            self.policy.director,
+            link,
+            None if self._searches else need,
+            urgent_bytes=need,
+        )
+        if self._searches:
+            costs, exponent = window_costs(candidates, self.policy.filter, link)
+            wishes = np.zeros(len(cells), dtype=np.int8)
+            wishes[ranking.order] = ranking.action
+            native.price(cells, costs, wishes, exponent)
+            ranking = ranking.until(candidates, need)
         native.arm([(cells[i], int(a)) for i, a in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True)])
         if self._has_tier:
             resident, budget, *_ = native.pressure()
@@ -665,6 +686,8 @@ class Manager:
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],
             "reclaims": a.get("reclaims", 0),
+            "search_seconds": a.get("search_nanoseconds", 0) * 1e-9,
+            "fragmentation": fragmentation(a),
             "committed_bytes.peak": a.get("committed_peak_bytes", 0),
             "tier_bytes.peak": t.get("used_peak_bytes", 0),
             # A read that failed for a prefetch which nobody waited for is known to the tier alone.
@@ -687,6 +710,12 @@ class Manager:
             f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
             f"of {wall:.1f} s"
         )
+
+
+def fragmentation(arena: dict[str, Any]) -> float:
+    """1 - longest run / free bytes, over the addresses that are used without remap; 0 when nothing is free."""
+    free, longest = arena.get("placeable_bytes", 0), arena.get("longest_run_bytes", 0)
+    return max(0.0, 1.0 - longest / free) if free else 0.0
 
 
 def default_folder() -> str:

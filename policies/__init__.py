@@ -10,6 +10,7 @@ from .rank import rank
 from .registry import POLICIES, Policy, parse_policy
 from .tuner import PassSample, next_bias
 from .types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking, reverse_order_seconds
+from .window import window_costs
 from .writeback import Watermarks, WriteBack, plan_writeback
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "plan_writeback",
     "rank",
     "reverse_order_seconds",
+    "window_costs",
 ]

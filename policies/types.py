@@ -222,6 +222,11 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.order)
 
+    def until(self, candidates: Candidates, need_bytes: int) -> Ranking:
+        """The shortest prefix that frees `need_bytes`, or all of it."""
+        enough = int(np.searchsorted(candidates.size_bytes[self.order].cumsum(), need_bytes, side="left")) + 1
+        return Ranking(self.order[:enough], self.action[:enough])
+
     def released_bytes(self, candidates: Candidates) -> int:
         """Bytes that the whole ranking frees."""
         return int(candidates.size_bytes[self.order].sum())

@@ -56,8 +56,13 @@ void mm_arena_set_budget(mm_arena* arena, uint64_t budget_bytes) { Of(arena)->Se
 void mm_arena_set_outside(mm_arena* arena, uint64_t outside_bytes) { Of(arena)->SetOutside(outside_bytes); }
 void mm_arena_add_outside(mm_arena* arena, int64_t delta) { Of(arena)->AddOutside(delta); }
 
-void* mm_arena_alloc(mm_arena* arena, size_t bytes) {
-  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes); });
+void mm_arena_set_layout(mm_arena* arena, int remap, int apart) { Of(arena)->SetLayout(remap, apart); }
+
+void* mm_arena_alloc(mm_arena* arena, size_t bytes) { return mm_arena_alloc_at(arena, bytes, MM_SIDE_LOW); }
+
+void* mm_arena_alloc_at(mm_arena* arena, size_t bytes, int side) {
+  const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
+  return Guarded<void*>(nullptr, [&] { return Of(arena)->Alloc(bytes, end); });
 }
 
 void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
@@ -72,8 +77,19 @@ void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
+void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
 uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
+
+void mm_arena_price(mm_arena* arena, const mm_price* prices, size_t n) { Of(arena)->SetPrices(prices, n); }
+int mm_arena_disown(mm_arena* arena, const void* p, const void* owner) { return Of(arena)->Disown(p, owner) ? 1 : 0; }
+void* mm_arena_owner(mm_arena* arena, const void* p) { return Of(arena)->Owner(p); }
+void mm_arena_set_staleness_exponent(mm_arena* arena, double exponent) { Of(arena)->SetStalenessExponent(exponent); }
+
+int64_t mm_arena_choose(mm_arena* arena, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
+                        size_t capacity) {
+  return Guarded<int64_t>(-1, [&] { return Of(arena)->Choose(how, need, request, now, out, capacity); });
+}
 
 void mm_arena_walk(mm_arena* arena, mm_block_fn visit, void* user) {
   Guarded(0, [&] { return Of(arena)->Walk(visit, user), 0; });
@@ -83,6 +99,14 @@ int mm_arena_check(mm_arena* arena, char* err, size_t err_len) {
   const std::string wrong = Guarded<std::string>("", [&] { return Of(arena)->Check(); });
   Say(wrong, err, err_len);
   return wrong.empty() ? 0 : -1;
+}
+
+int mm_arena_log(mm_arena* arena, uint64_t capacity) {
+  return Guarded(-1, [&] { return Of(arena)->Log(capacity), 0; });
+}
+uint64_t mm_arena_log_length(mm_arena* arena) { return Of(arena)->LogLength(); }
+uint64_t mm_arena_log_read(mm_arena* arena, mm_log_entry* out, uint64_t capacity) {
+  return Of(arena)->LogRead(out, capacity);
 }
 
 // ---- file tier -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <vector>
 
 namespace memmgr {
@@ -168,11 +169,41 @@ void Arena::NoteVirtual(int64_t delta) {
 
 // ---- allocate --------------------------------------------------------------------------------------------------
 
-Block* Arena::Place(Heap* heap, uint64_t bytes, uint64_t requested_bytes) {
-  Block* run = heap->Find(bytes);
+// Without remap a run below the limit always has its bytes: what large blocks may fill is what is neither outside nor
+// in small blocks.
+uint64_t Arena::Limit() const {
+  if (budget() == MM_UNLIMITED) return large_.bytes();
+  const uint64_t used = stats_.outside_bytes + (stats_.live_bytes - large_live_bytes_);
+  const uint64_t rest = budget() - std::min(budget(), used);
+  return std::min(large_.bytes(), rest >> kLargeUnitShift << kLargeUnitShift);
+}
+
+void Arena::SetLayout(int remap, int apart) {
+  std::lock_guard hold(lock_);
+  remap_ = remap;
+  apart_ = apart != 0;
+}
+
+Block* Arena::Place(Heap* heap, const Request& request) {
+  const bool large = heap == &large_;
+  const End end = large && apart_ ? request.end : End::kLow;
+  // The upper end of the range is no place for anybody: the high side ends at the limit, and what finds no room below
+  // it goes where everything goes.
+  uint64_t limit = large && (!request.remap || end == End::kHigh) ? Limit() : heap->bytes();
+  Block* run = heap->Find(request.bytes, limit);
+  if (run == nullptr && large && request.remap && limit < heap->bytes()) {
+    limit = heap->bytes();
+    run = heap->Find(request.bytes, limit);
+    if (run != nullptr) return Back(heap, heap->Take(run, request.bytes, request.requested_bytes, limit, End::kLow));
+  }
   if (run == nullptr) return nullptr;
-  Block* block = heap->Take(run, bytes, requested_bytes);
+  return Back(heap, heap->Take(run, request.bytes, request.requested_bytes, limit, end));
+}
+
+Block* Arena::Back(Heap* heap, Block* block) {
+  const uint64_t committed = committed_pages();
   ObeyBudget(block->holes);  // the remap, when the run is further up and spare pages are elsewhere
+  stats_.remapped_bytes += (committed - committed_pages()) * pages_.page_bytes;
   if (!heap->Back(block)) {
     heap->Free(block);
     return nullptr;
@@ -186,28 +217,35 @@ void* Arena::Try(Request* request) {
   request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
   request->need = Shortage(request->bytes);
   if (request->need > 0) return nullptr;
-  Block* block = Place(heap, request->bytes, request->requested_bytes);
+  Block* block = Place(heap, *request);
   if (block == nullptr && heap == &small_) {  // the small area is full: the other one can hold it as well
     heap = &large_;
     request->bytes = RoundUpTo(request->requested_bytes, kLargeUnitShift);
     request->need = Shortage(request->bytes);
     if (request->need > 0) return nullptr;
-    block = Place(heap, request->bytes, request->requested_bytes);
+    block = Place(heap, *request);
   }
   if (block == nullptr) return nullptr;
   stats_.live_bytes += request->bytes;
+  if (heap == &large_) large_live_bytes_ += request->bytes;
   stats_.requested_bytes += request->requested_bytes;
   ++stats_.allocations;
   stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
   ResidentChanged();
+  const uint64_t offset = block->offset + (heap == &small_ ? large_.bytes() : 0);
+  Note(offset, block->bytes);
   Verify("alloc");
-  return base_ + block->offset + (heap == &small_ ? large_.bytes() : 0);
+  return base_ + offset;
 }
 
-void* Arena::Alloc(uint64_t requested_bytes) {
+Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end) const {
+  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap_ == MM_REMAP_FIRST};
+}
+
+void* Arena::Alloc(uint64_t requested_bytes, End end) {
   if (requested_bytes == 0 || forked()) return nullptr;
   std::unique_lock hold(lock_);
-  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0};
+  Request request = MakeRequest(requested_bytes, end);
   void* p = Try(&request);
   if (p == nullptr) p = Reclaim(&hold, &request);
   if (p == nullptr) ++stats_.failures;
@@ -217,7 +255,7 @@ void* Arena::Alloc(uint64_t requested_bytes) {
 void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free) {
   if (requested_bytes == 0 || forked()) return nullptr;
   std::lock_guard hold(lock_);
-  Request request{std::min(requested_bytes, kAbsurdBytes), 0, 0};
+  Request request = MakeRequest(requested_bytes, End::kLow);
   const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
   if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;
   return Try(&request);
@@ -226,10 +264,39 @@ void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free) {
 // Alternates between the callback, without the lock, and another try. Another thread may take what was freed, so the
 // number of rounds has no natural bound; it ends when nothing was released or nothing is gained.
 //
-// Contiguity: `need` is 0 and the callback frees what it thinks best. This is the place for Coop's sliding window,
-// which would tell it the cheapest run of blocks that makes `request.bytes`.
+// Contiguity: `need` is 0 and the callback frees what it thinks best. mm_arena_choose tells it: by the window, the
+// cheapest run of blocks that makes `request.bytes`.
 void* Arena::Reclaim(std::unique_lock<Lock>* hold, Request* request) {
-  if (reclaim_ == nullptr || request->bytes > budget() || InReclaimOf(this)) return nullptr;
+  if (reclaim_ != nullptr && request->bytes <= budget() && !InReclaimOf(this)) {
+    void* p = Episode(hold, request);
+    if (p != nullptr) return p;
+  }
+  if (remap_ != MM_REMAP_LAST || request->need > 0) return nullptr;
+  request->remap = true;
+  return Try(request);
+}
+
+// Free bytes are those that large blocks could still have; with the whole range open, any of them make a run.
+void Arena::BeginEpisode(const Request& request) {
+  ++stats_.episodes;
+  if (request.need == 0) ++stats_.episodes_contiguity;
+  if (budget() == MM_UNLIMITED || budget() == 0) return;
+  const double placeable = static_cast<double>(Placeable());
+  const double share = placeable / static_cast<double>(budget());
+  stats_.free_share_sum += share;
+  stats_.free_share_max = std::max(stats_.free_share_max, share);
+  if (remap_ == MM_REMAP_FIRST || placeable == 0) return;
+  const double longest = static_cast<double>(large_.LongestRunBytes(Limit()));
+  const double fragmentation = std::max(0.0, 1 - longest / placeable);
+  stats_.fragmentation_sum += fragmentation;
+  stats_.fragmentation_max = std::max(stats_.fragmentation_max, fragmentation);
+}
+
+void* Arena::Episode(std::unique_lock<Lock>* hold, Request* request) {
+  BeginEpisode(*request);
+  const uint64_t short_of = request->need;
+  const auto beyond = [](uint64_t bytes, uint64_t than) { return bytes - std::min(bytes, than); };
+  uint64_t released_in_all = 0;
   uint64_t lowest = resident();
   int fruitless = 0;
   for (int attempt = 0; fruitless < kPatience; ++attempt) {
@@ -247,6 +314,12 @@ void* Arena::Reclaim(std::unique_lock<Lock>* hold, Request* request) {
     reclaim_frames = frame.outer;
     hold->lock();
     stats_.reclaim_nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
+    stats_.evicted_bytes += released;
+    stats_.evicted_beyond_bytes -= beyond(released_in_all, short_of);
+    stats_.evicted_excess_bytes -= beyond(released_in_all, request->bytes);
+    released_in_all += released;
+    stats_.evicted_beyond_bytes += beyond(released_in_all, short_of);
+    stats_.evicted_excess_bytes += beyond(released_in_all, request->bytes);
     const bool gained = resident() < lowest;
     lowest = std::min(lowest, resident());
     fruitless = gained ? 0 : fruitless + 1;
@@ -271,8 +344,10 @@ void Arena::Free(void* p) {
     abort();
   }
   stats_.live_bytes -= block->bytes;
-  stats_.requested_bytes -= block->requested_bytes;
+  stats_.requested_bytes -= block->bytes - block->slack;
+  if (!InSmall(offset)) large_live_bytes_ -= block->bytes;
   ++stats_.frees;
+  Note(offset, 0);
   (InSmall(offset) ? small_ : large_).Free(block);
   ResidentChanged();
   ObeyBudget(0);  // after the budget has shrunk, or where fragments take the room of spare pages
@@ -287,6 +362,65 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
   const uint64_t given = spare > keep_pages ? GiveBack(spare - keep_pages) : 0;
   Verify("trim");
   return given * pages_.page_bytes;
+}
+
+// ---- prices and searches ---------------------------------------------------------------------------------------
+
+void Arena::SetPrices(const mm_price* prices, size_t n) {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  for (size_t i = 0; i < n; ++i) {
+    if (!Owns(prices[i].p)) continue;
+    Block* block = FindLive(Offset(prices[i].p));
+    if (block == nullptr) continue;
+    const bool priced =
+        prices[i].owner != nullptr && prices[i].cost >= 0 && std::isfinite(static_cast<float>(prices[i].cost));
+    block->owner = prices[i].owner;
+    block->cost = priced ? static_cast<float>(prices[i].cost) : kPinnedCost;
+    block->last_access = prices[i].last_access;
+  }
+}
+
+bool Arena::Disown(const void* p, const void* owner) {
+  std::lock_guard hold(lock_);
+  if (forked() || !Owns(p)) return false;
+  Block* block = FindLive(Offset(p));
+  if (block == nullptr || block->owner != owner) return false;
+  block->owner = nullptr;
+  block->cost = kPinnedCost;
+  return true;
+}
+
+void* Arena::Owner(const void* p) {
+  std::lock_guard hold(lock_);
+  if (forked() || !Owns(p)) return nullptr;
+  const Block* block = FindLive(Offset(p));
+  return block != nullptr ? block->owner : nullptr;
+}
+
+void Arena::SetStalenessExponent(double exponent) {
+  std::lock_guard hold(lock_);
+  staleness_exponent_ = exponent;
+}
+
+int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity) {
+  std::lock_guard hold(lock_);
+  if (forked()) return -1;
+  const auto start = std::chrono::steady_clock::now();
+  // A small block that is short of no bytes wants a run after all: its own area is full.
+  const bool run_wanted = remap_ != MM_REMAP_FIRST && (request > kSmallLimit || need == 0);
+  chooser_.Gather(large_.first(), large_.last(), large_.blocks(), Limit(), now, staleness_exponent_);
+  const bool found = chooser_.Choose(static_cast<Search>(how), {run_wanted ? request : 0, need});
+  const auto took = std::chrono::steady_clock::now() - start;
+  const uint64_t nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
+  ++stats_.searches;
+  stats_.search_nanoseconds += nanoseconds;
+  stats_.search_max_nanoseconds = std::max(stats_.search_max_nanoseconds, nanoseconds);
+  if (!found) return -1;
+  const auto& victims = chooser_.victims();
+  for (size_t i = 0; i < std::min(victims.size(), capacity); ++i)
+    out[i] = {base_ + victims[i]->offset, victims[i]->owner, victims[i]->bytes};
+  return static_cast<int64_t>(victims.size());
 }
 
 // ---- look ------------------------------------------------------------------------------------------------------
@@ -311,7 +445,10 @@ void Arena::Stats(mm_arena_stats* out) {
   out->live_blocks = large_.live_blocks() + small_.live_blocks();
   out->small_blocks = small_.live_blocks();
   out->free_bytes = large_.free_bytes() + small_.free_bytes();
-  if (!forked()) out->largest_free_bytes = std::max(large_.LargestFreeBytes(), small_.LargestFreeBytes());
+  if (forked()) return;
+  out->largest_free_bytes = std::max(large_.LargestFreeBytes(), small_.LargestFreeBytes());
+  out->placeable_bytes = Placeable();
+  out->longest_run_bytes = large_.LongestRunBytes(Limit());
 }
 
 void Arena::ResetPeak() {
@@ -321,6 +458,21 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
   ResidentChanged();
+}
+
+void Arena::ResetCounts() {
+  std::lock_guard hold(lock_);
+  const mm_arena_stats kept = stats_;
+  stats_ = {};
+  stats_.outside_bytes = kept.outside_bytes;
+  stats_.live_bytes = kept.live_bytes;
+  stats_.live_peak_bytes = kept.live_peak_bytes;
+  stats_.resident_peak_bytes = kept.resident_peak_bytes;
+  stats_.unmanaged_peak_bytes = kept.unmanaged_peak_bytes;
+  stats_.committed_peak_bytes = kept.committed_peak_bytes;
+  stats_.requested_bytes = kept.requested_bytes;
+  stats_.allocations = kept.allocations;
+  stats_.frees = kept.frees;
 }
 
 // The pieces are copied out first: a visitor in Python waits for the GIL, whose holder may be waiting for our lock.
@@ -347,6 +499,25 @@ void Arena::Walk(mm_block_fn visit, void* user) {
   }
 }
 
+void Arena::Log(uint64_t capacity) {
+  std::vector<mm_log_entry> fresh;
+  fresh.reserve(capacity);
+  std::lock_guard hold(lock_);
+  log_.swap(fresh);
+}
+
+uint64_t Arena::LogLength() {
+  std::lock_guard hold(lock_);
+  return log_.size();
+}
+
+uint64_t Arena::LogRead(mm_log_entry* out, uint64_t capacity) {
+  std::lock_guard hold(lock_);
+  const uint64_t n = std::min<uint64_t>(capacity, log_.size());
+  std::copy_n(log_.begin(), n, out);
+  return n;
+}
+
 std::string Arena::Check() {
   std::lock_guard hold(lock_);
   return forked() ? "" : CheckLocked();
@@ -363,6 +534,10 @@ std::string Arena::CheckLocked() const {
       return true;
     });
   }
+  uint64_t large_live = 0;
+  for (const Block* block = large_.first(); block != nullptr; block = block->next)
+    if (block->live) large_live += block->bytes;
+  if (large_live != large_live_bytes_) return "large_live_bytes is not the sum over the large blocks";
   if (live != stats_.live_bytes) return "live_bytes is not the sum over the live blocks";
   if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks()) return "blocks are miscounted";
   if (resident() != stats_.live_bytes + stats_.outside_bytes) return "resident is not live + outside";

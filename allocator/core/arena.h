@@ -6,6 +6,9 @@
 //   contiguity   a request that has its bytes but no run of addresses that is long enough
 //   remap        taking addresses further up, and giving back as many spare pages elsewhere: the cure for contiguity
 //                while the range lasts
+//   limit        the length of addresses that large blocks may lie in without remap: the budget without what is outside
+//                and in small blocks, so that a run below the limit always has its bytes
+//   episode      one request that has to reclaim, whatever number of calls it takes
 // The range is much longer than the budget, [0, large area) followed by [small area): addresses cost nothing. Best fit
 // with the untouched end last keeps blocks low in the range; only fragmentation sends them further up.
 //
@@ -15,14 +18,17 @@
 //   I3  those of each heap (heap.cpp)
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "fork.h"
 #include "heap.h"
 #include "lock.h"
 #include "memmgr/core.h"
+#include "window.h"
 
 namespace memmgr {
 
@@ -38,21 +44,33 @@ class Arena final : private ForkAware {
   void AddOutside(int64_t delta);
   void NoteVirtual(int64_t delta);
 
-  void* Alloc(uint64_t requested_bytes);
+  void SetLayout(int remap, int apart);
+  void* Alloc(uint64_t requested_bytes, End end);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free);
   void Free(void* p);
   uint64_t BlockBytes(const void* p);
   bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
   uint64_t Trim(uint64_t keep_bytes);
+
+  void SetPrices(const mm_price* prices, size_t n);
+  bool Disown(const void* p, const void* owner);
+  void* Owner(const void* p);
+  void SetStalenessExponent(double exponent);
+  int64_t Choose(int how, uint64_t need, uint64_t request, double now, mm_victim* out, size_t capacity);
+
   bool Idle();  // no block is live
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
+  void ResetCounts();
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
   void Walk(mm_block_fn visit, void* user);
   std::string Check();
+  void Log(uint64_t capacity);
+  uint64_t LogLength();
+  uint64_t LogRead(mm_log_entry* out, uint64_t capacity);
 
   void AfterForkInChild() override;
 
@@ -64,19 +82,27 @@ class Arena final : private ForkAware {
     uint64_t requested_bytes;
     uint64_t bytes;  // after alignment
     uint64_t need;   // the shortage that the last try found; 0: contiguity
+    End end;
+    bool remap;  // addresses beyond the limit are allowed
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
   bool InSmall(uint64_t offset) const { return offset >= large_.bytes(); }
   Block* FindLive(uint64_t offset) const {
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
+  Request MakeRequest(uint64_t requested_bytes, End end) const;
   uint64_t Shortage(uint64_t bytes) const;
+  uint64_t Limit() const;
+  uint64_t Placeable() const { return Limit() - std::min(Limit(), large_live_bytes_); }
   uint64_t committed_pages() const { return large_.committed_pages() + small_.committed_pages(); }
   uint64_t spare_pages() const { return large_.spare_pages() + small_.spare_pages(); }
 
   void* Try(Request* request);
-  Block* Place(Heap* heap, uint64_t bytes, uint64_t requested_bytes);
+  Block* Place(Heap* heap, const Request& request);
+  Block* Back(Heap* heap, Block* block);
   void* Reclaim(std::unique_lock<Lock>* hold, Request* request);
+  void* Episode(std::unique_lock<Lock>* hold, Request* request);
+  void BeginEpisode(const Request& request);
   uint64_t GiveBack(uint64_t pages);
   void ObeyBudget(uint64_t extra_pages);
   void ResidentChanged();
@@ -85,6 +111,9 @@ class Arena final : private ForkAware {
     if (debug_) VerifyNow(event);
   }
   void VerifyNow(const char* event) const;
+  void Note(uint64_t offset, uint64_t bytes) {
+    if (log_.size() < log_.capacity()) log_.push_back({offset, bytes});
+  }
 
   const PageOps& pages_;
   char* const base_;
@@ -101,7 +130,13 @@ class Arena final : private ForkAware {
   std::atomic<uint64_t> budget_bytes_;
   std::atomic<uint64_t> resident_{0};
   int64_t virtual_bytes_ = 0;
-  mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others
+  uint64_t large_live_bytes_ = 0;
+  int remap_ = MM_REMAP_FIRST;
+  bool apart_ = false;
+  double staleness_exponent_ = 1;
+  std::vector<mm_log_entry> log_;  // its capacity is where it ends
+  Chooser chooser_;                // its columns are kept for the next search
+  mm_arena_stats stats_{};         // the fields that are kept up to date; Stats() fills in the others
 };
 
 }  // namespace memmgr

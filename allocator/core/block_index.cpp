@@ -6,15 +6,18 @@ namespace memmgr {
 
 // ---- BlockPool -------------------------------------------------------------------------------------------------
 
-Block* BlockPool::Take() {
-  if (recycled_ == nullptr) {
-    slabs_.push_back(std::make_unique<Block[]>(kSlab));
-    Block* slab = slabs_.back().get();
-    for (size_t i = 0; i < kSlab; ++i) {
-      slab[i].next = recycled_;
-      recycled_ = &slab[i];
-    }
+void BlockPool::Reserve() {
+  if (recycled_ != nullptr && recycled_->next != nullptr) return;
+  slabs_.push_back(std::make_unique<Block[]>(kSlab));
+  Block* slab = slabs_.back().get();
+  for (size_t i = 0; i < kSlab; ++i) {
+    slab[i].next = recycled_;
+    recycled_ = &slab[i];
   }
+}
+
+Block* BlockPool::Take() {
+  if (recycled_ == nullptr) Reserve();
   Block* block = recycled_;
   recycled_ = block->next;
   // xorshift: the priority only has to be unrelated to the key.
@@ -149,12 +152,12 @@ void RunIndex::Erase(Block* run) {
   --size_;
 }
 
-Block* RunIndex::BestFit(uint64_t bytes) const {
+Block* RunIndex::BestFit(uint64_t bytes, uint64_t offset) const {
   // Every run of a higher bin is long enough; of this bin only some are.
   const int bin = BinOf(bytes);
   Block* best = nullptr;
   for (Block* at = roots_[bin]; at != nullptr;) {
-    if (at->bytes >= bytes) {
+    if (at->bytes > bytes || (at->bytes == bytes && at->offset >= offset)) {
       best = at;
       at = at->left;
     } else {
@@ -169,12 +172,18 @@ Block* RunIndex::BestFit(uint64_t bytes) const {
   return best;
 }
 
-Block* RunIndex::Largest() const {
+Block* RunIndex::Largest(const Block* except) const {
   for (int word = kWords - 1; word >= 0; --word) {
-    if (occupied_[word] == 0) continue;
-    Block* at = roots_[word * 64 + 63 - std::countl_zero(occupied_[word])];
-    while (at->right != nullptr) at = at->right;
-    return at;
+    for (uint64_t bits = occupied_[word]; bits != 0;) {
+      const int bit = 63 - std::countl_zero(bits);
+      Block* best = nullptr;
+      for (Block* at = roots_[word * 64 + bit]; at != nullptr;) {
+        if (at != except) best = at;
+        at = at == except && at->right == nullptr ? at->left : at->right;
+      }
+      if (best != nullptr) return best;
+      bits &= ~(uint64_t{1} << bit);
+    }
   }
   return nullptr;
 }

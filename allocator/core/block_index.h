@@ -28,11 +28,19 @@ inline constexpr int kRunKinds = 4;
 struct alignas(64) Block {
   uint64_t offset = 0;
   uint64_t bytes = 0;
-  uint64_t requested_bytes = 0;  // live blocks only
-  Block* previous = nullptr;     // in address order
+  Block* previous = nullptr;  // in address order
   Block* next = nullptr;
-  Block* left = nullptr;  // in the treap of its bin, runs only
-  Block* right = nullptr;
+  // A run stands in the treap of its bin; a live block has its price there (window.h).
+  union {
+    Block* left = nullptr;
+    void* owner;
+  };
+  union {
+    Block* right = nullptr;
+    double last_access;
+  };
+  float cost = 0;      // live: what making it free costs, before staleness; negative: pinned
+  uint32_t slack = 0;  // live: bytes - requested bytes
   uint32_t holes = 0;  // pages of this run that are not committed; 0 in a live block that was handed out
   uint16_t priority = 0;
   bool live = false;
@@ -43,6 +51,7 @@ static_assert(sizeof(Block) == 64, "one cache line");
 // Descriptors, recycled. They are never given back before the arena ends: a few hundred bytes per hundred blocks.
 class BlockPool {
  public:
+  void Reserve();  // makes sure of two; the only place that can throw
   Block* Take();
   void Return(Block* block);
 
@@ -85,8 +94,9 @@ class RunIndex {
   explicit RunIndex(int unit_shift) : unit_shift_(unit_shift) {}
   void Insert(Block* run);
   void Erase(Block* run);
-  Block* BestFit(uint64_t bytes) const;
-  Block* Largest() const;
+  // The first run of at least (bytes, offset) in the order of best fit.
+  Block* BestFit(uint64_t bytes, uint64_t offset = 0) const;
+  Block* Largest(const Block* except = nullptr) const;
   uint64_t size() const { return size_; }
 
  private:

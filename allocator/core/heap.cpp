@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+
+#include "window.h"
 
 namespace memmgr {
 
@@ -13,7 +16,8 @@ Heap::Heap(const PageOps& pages, char* base, uint64_t bytes, int unit_shift)
       page_shift_(std::countr_zero(static_cast<uint64_t>(pages.page_bytes))),
       runs_{RunIndex(unit_shift), RunIndex(unit_shift), RunIndex(unit_shift), RunIndex(unit_shift)},
       map_(bytes >> page_shift_),
-      first_(pool_.Take()) {
+      first_(pool_.Take()),
+      last_(first_) {
   first_->bytes = bytes;
   first_->holes = static_cast<uint32_t>(bytes >> page_shift_);
   Publish(first_);
@@ -41,40 +45,73 @@ void Heap::Withdraw(Block* run) {
   spare_pages_ -= Whole(run).count() - run->holes;
 }
 
-Block* Heap::Find(uint64_t bytes) const {
-  Block* run = Tighter(Of(RunKind::kFragment).BestFit(bytes), Of(RunKind::kCommitted).BestFit(bytes));
-  if (run != nullptr) return run;
-  // The untouched end of the area is the longest of these, so best fit reaches up there last.
-  return Tighter(Of(RunKind::kMixed).BestFit(bytes), Of(RunKind::kHole).BestFit(bytes));
+Block* Heap::BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const {
+  Block* run = Of(kind).BestFit(bytes);
+  if (run == nullptr || run != last_ || run->offset + bytes <= limit) return run;
+  return Of(kind).BestFit(run->bytes, run->offset + 1);
 }
 
-Block* Heap::Take(Block* run, uint64_t bytes, uint64_t requested_bytes) {
+Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
+  Block* run = Tighter(BestWithin(RunKind::kFragment, bytes, limit), BestWithin(RunKind::kCommitted, bytes, limit));
+  if (run != nullptr) return run;
+  // The untouched end of the area is the longest of these, so best fit reaches up there last.
+  return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
+}
+
+Block* Heap::Take(Block* run, uint64_t bytes, uint64_t requested_bytes, uint64_t limit, End end) {
   live_.ReserveOne();
-  Block* rest = run->bytes > bytes ? pool_.Take() : nullptr;  // sizes are multiples of the unit: so is the rest
+  pool_.Reserve();
   Withdraw(run);
-  const uint64_t holes = run->holes;
-  uint64_t taken = holes;
-  if (rest != nullptr) {
-    if (run->kind == RunKind::kHole || run->kind == RunKind::kMixed) {
-      const PageSpan touched = Touched(run->offset, bytes);
-      taken = map_.CountHoles(touched.first, touched.end);
+  const bool holey = run->kind == RunKind::kHole || run->kind == RunKind::kMixed;
+  const uint64_t run_end = run->offset + run->bytes;
+  if (end == End::kHigh) {
+    // Below the block stays a run, and beyond the limit another one. (Sizes are multiples of the unit: so are rests.)
+    const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
+    if (top - bytes > run->offset) {
+      Block* upper = SplitOff(run, top - bytes);
+      if (holey) {
+        // A page that both touch belongs to the block here too.
+        const PageSpan below = Whole(run);
+        const uint64_t left = map_.CountHoles(below.first, below.end);
+        upper->holes = static_cast<uint32_t>(run->holes - left);
+        run->holes = static_cast<uint32_t>(left);
+      }
+      Publish(run);
+      run = upper;
     }
-    rest->offset = run->offset + bytes;
-    rest->bytes = run->bytes - bytes;
-    // A page that both touch belongs to the block: the rest keeps the holes among its whole pages.
-    rest->holes = static_cast<uint32_t>(holes - taken);
-    rest->previous = run;
-    rest->next = run->next;
-    if (rest->next != nullptr) rest->next->previous = rest;
-    run->next = rest;
-    run->bytes = bytes;
+  }
+  if (run->bytes > bytes) {
+    Block* rest = SplitOff(run, run->offset + bytes);
+    if (holey) {
+      // A page that both touch belongs to the block: the rest keeps the holes among its whole pages.
+      const PageSpan touched = Touched(run->offset, bytes);
+      const uint64_t taken = map_.CountHoles(touched.first, touched.end);
+      rest->holes = static_cast<uint32_t>(run->holes - taken);
+      run->holes = static_cast<uint32_t>(taken);
+    }
     Publish(rest);
   }
-  run->holes = static_cast<uint32_t>(taken);
-  run->requested_bytes = requested_bytes;
+  run->slack = static_cast<uint32_t>(bytes - requested_bytes);
+  run->owner = nullptr;
+  run->last_access = 0;
+  run->cost = kPinnedCost;
   run->live = true;
   live_.Insert(run);
   return run;
+}
+
+// The part of a withdrawn run from `at` on becomes a block of its own, not published; its holes are the caller's
+// matter.
+Block* Heap::SplitOff(Block* run, uint64_t at) {
+  Block* upper = pool_.Take();
+  upper->offset = at;
+  upper->bytes = run->offset + run->bytes - at;
+  upper->previous = run;
+  upper->next = run->next;
+  (upper->next != nullptr ? upper->next->previous : last_) = upper;
+  run->next = upper;
+  run->bytes = at - run->offset;
+  return upper;
 }
 
 bool Heap::CommitHoles(Block* block) {
@@ -100,7 +137,7 @@ void Heap::Free(Block* block) {
     before->bytes += block->bytes;
     before->holes += block->holes;
     before->next = block->next;
-    if (block->next != nullptr) block->next->previous = before;
+    (block->next != nullptr ? block->next->previous : last_) = before;
     pool_.Return(block);
     block = before;
   }
@@ -110,7 +147,7 @@ void Heap::Free(Block* block) {
     block->bytes += after->bytes;
     block->holes += after->holes;
     block->next = after->next;
-    if (after->next != nullptr) after->next->previous = block;
+    (after->next != nullptr ? after->next->previous : last_) = block;
     pool_.Return(after);
   }
   Publish(block);
@@ -189,6 +226,22 @@ uint64_t Heap::LargestFreeBytes() const {
   return largest;
 }
 
+uint64_t Heap::blocks() const {
+  uint64_t count = live_.size();
+  for (const RunIndex& index : runs_) count += index.size();
+  return count;
+}
+
+uint64_t Heap::LongestRunBytes(uint64_t limit) const {
+  uint64_t longest = 0;
+  if (!last_->live && last_->offset < limit) longest = std::min(last_->bytes, limit - last_->offset);
+  for (const RunIndex& index : runs_) {
+    const Block* run = index.Largest(last_);
+    if (run != nullptr) longest = std::max(longest, run->bytes);
+  }
+  return longest;
+}
+
 std::string Heap::CheckBlock(const Block* block) const {
   const std::string at = " at offset " + std::to_string(block->offset);
   if (block->bytes == 0 || (block->bytes & ((uint64_t{1} << unit_shift_) - 1)) != 0) return "odd size" + at;
@@ -196,7 +249,8 @@ std::string Heap::CheckBlock(const Block* block) const {
     if (live_.Find(block->offset) != block) return "a live block is not in the table" + at;
     const PageSpan touched = Touched(block->offset, block->bytes);
     if (block->holes != 0 || map_.CountHoles(touched.first, touched.end) != 0) return "a live block has holes" + at;
-    if (block->requested_bytes > block->bytes) return "a block is shorter than was asked" + at;
+    if (block->slack > block->bytes) return "a block is shorter than was asked" + at;
+    if (block->owner == nullptr ? block->cost >= 0 : std::isnan(block->cost)) return "a block has an odd price" + at;
     return "";
   }
   const PageSpan whole = Whole(block);
@@ -226,7 +280,7 @@ std::string Heap::Check() const {
       spare += Whole(block).count() - block->holes;
     }
   }
-  if (end != bytes_) return "the blocks do not tile the area";
+  if (end != bytes_ || before != last_) return "the blocks do not tile the area";
   if (live != live_.size()) return "the table has entries that are no block";
   uint64_t indexed = 0;
   for (const RunIndex& index : runs_) indexed += index.size();

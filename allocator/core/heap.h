@@ -8,7 +8,11 @@
 //   whole pages  the pages that lie completely inside a run; only they can be given back
 //   spare pages  committed whole pages of runs: reuse without a page fault, or give back to stay within the budget
 //
-// The life of a block: Find a run, Take its lower end (the block is live but may lack pages), let the caller make room
+//   limit        where the area ends for placement: the part of the last run beyond it is not used. Runs between live
+//                blocks are usable wherever they lie
+//   end          the side of a run from which a block is cut
+//
+// The life of a block: Find a run, Take a piece of it (the block is live but may lack pages), let the caller make room
 // in the budget, Back it with pages, use it, Free it.
 #pragma once
 
@@ -21,20 +25,25 @@
 
 namespace memmgr {
 
+enum class End : uint8_t { kLow, kHigh };
+
 class Heap {
  public:
   Heap(const PageOps& pages, char* base, uint64_t bytes, int unit_shift);
 
   // Best fit, committed runs first; nullptr when no run is long enough.
-  Block* Find(uint64_t bytes) const;
-  // Makes the lower end of a run a live block. block->holes pages of it still have to be committed. May throw
+  Block* Find(uint64_t bytes, uint64_t limit) const;
+  // Makes one end of a run a live block. block->holes pages of it still have to be committed. May throw
   // std::bad_alloc, and has then changed nothing.
-  Block* Take(Block* run, uint64_t bytes, uint64_t requested_bytes);
+  Block* Take(Block* run, uint64_t bytes, uint64_t requested_bytes, uint64_t limit, End end);
   // Commits what the block lacks. False when the system refuses; the caller then frees the block.
   bool Back(Block* block) { return block->holes == 0 || CommitHoles(block); }
   void Free(Block* block);
 
   Block* FindLive(uint64_t offset) const { return live_.Find(offset); }
+  const Block* first() const { return first_; }
+  const Block* last() const { return last_; }
+  uint64_t blocks() const;  // live ones and runs
 
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);
@@ -45,6 +54,7 @@ class Heap {
   uint64_t spare_pages() const { return spare_pages_; }
   uint64_t free_bytes() const { return free_bytes_ - hole_pages_ * pages_.page_bytes; }  // committed ones
   uint64_t LargestFreeBytes() const;
+  uint64_t LongestRunBytes(uint64_t limit) const;  // addresses, with or without pages
 
   // Pieces in address order, a run split where its pages come and go. visit returns false to stop.
   using Visit = std::function<bool(uint64_t offset, uint64_t bytes, int state)>;
@@ -68,6 +78,8 @@ class Heap {
   RunIndex& Of(const Block* run) { return runs_[static_cast<int>(run->kind)]; }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
+  Block* BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const;
+  Block* SplitOff(Block* run, uint64_t at);
   void Publish(Block* run);   // enters a run into its index and the sums
   void Withdraw(Block* run);  // and takes it out, before it changes
   bool CommitHoles(Block* block);
@@ -86,6 +98,7 @@ class Heap {
   RunIndex runs_[kRunKinds];
   PageMap map_;
   Block* first_;
+  Block* last_;
 
   uint64_t free_bytes_ = 0;  // of all runs, holes included
   uint64_t hole_pages_ = 0;  // in runs

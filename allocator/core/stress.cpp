@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -37,7 +38,7 @@ struct Shared {
   std::mutex mutex;
   std::vector<Parked> vault;
   std::atomic<bool> stop{false};
-  std::atomic<uint64_t> rounds{0}, reclaimed{0}, offloaded{0}, refused{0};
+  std::atomic<uint64_t> rounds{0}, reclaimed{0}, searched{0}, offloaded{0}, refused{0};
 };
 
 [[noreturn]] void Fail(const char* text) {
@@ -60,8 +61,40 @@ void ExpectFilled(const Parked& block) {
          "a block was written by another owner");
 }
 
-uint64_t Reclaim(void* user, uint64_t need, uint64_t, int) {
+// By a search, as the shim does it: the choice and what becomes of it are one step under the vault's lock.
+uint64_t ReclaimChosen(Shared* shared, uint64_t need, uint64_t request) {
+  std::vector<Parked> chosen;
+  {
+    std::lock_guard hold(shared->mutex);
+    std::vector<mm_victim> victims(shared->vault.size() + 1);
+    const int64_t n = mm_arena_choose(shared->arena, static_cast<int>(request / 512 % 3), need, request, 2.0,
+                                      victims.data(), victims.size());
+    Expect(n <= static_cast<int64_t>(victims.size()), "a search found blocks that nobody parked");
+    for (int64_t i = 0; i < n; ++i) {
+      const auto found = std::find_if(shared->vault.begin(), shared->vault.end(),
+                                      [&](const Parked& block) { return block.p == victims[i].p; });
+      Expect(found != shared->vault.end() && victims[i].owner == found->p, "a search found a block of another owner");
+      chosen.push_back(*found);
+      shared->vault.erase(found);
+      Expect(mm_arena_disown(shared->arena, victims[i].p, victims[i].owner) == 1, "a block lost its owner");
+    }
+  }
+  uint64_t released = 0;
+  for (const Parked& block : chosen) {
+    ExpectFilled(block);
+    released += mm_arena_block_bytes(shared->arena, block.p);
+    mm_arena_free(shared->arena, block.p);
+    ++shared->searched;
+  }
+  return released;
+}
+
+uint64_t Reclaim(void* user, uint64_t need, uint64_t request, int attempt) {
   auto* shared = static_cast<Shared*>(user);
+  if (attempt == 0) {
+    const uint64_t chosen = ReclaimChosen(shared, need, request);
+    if (chosen > 0) return chosen;
+  }
   uint64_t released = 0;
   do {
     Parked victim;
@@ -70,6 +103,7 @@ uint64_t Reclaim(void* user, uint64_t need, uint64_t, int) {
       if (shared->vault.empty()) return released;
       victim = shared->vault.back();
       shared->vault.pop_back();
+      mm_arena_disown(shared->arena, victim.p, victim.p);
     }
     ExpectFilled(victim);
     released += mm_arena_block_bytes(shared->arena, victim.p);
@@ -114,7 +148,8 @@ void Work(Shared* shared, int seed) {
   while (!shared->stop) {
     ++shared->rounds;
     const auto bytes = static_cast<size_t>(std::exp2(exponent(dice)));
-    void* p = dice() % 8 == 0 ? mm_arena_try_alloc(shared->arena, bytes, bytes) : mm_arena_alloc(shared->arena, bytes);
+    void* p = dice() % 8 == 0 ? mm_arena_try_alloc(shared->arena, bytes, bytes)
+                              : mm_arena_alloc_at(shared->arena, bytes, dice() % 2);
     Expect(mm_arena_resident(shared->arena) <= kBudget, "over the budget");
     if (p == nullptr) {
       ++shared->refused;
@@ -133,6 +168,8 @@ void Work(Shared* shared, int seed) {
       } else if (choice < 32) {
         std::lock_guard hold(shared->mutex);
         shared->vault.push_back(block);
+        const mm_price price{block.p, block.p, static_cast<double>(dice() % 100), 1.0};
+        mm_arena_price(shared->arena, &price, 1);
       } else {
         mm_arena_free(shared->arena, block.p);
       }
@@ -177,6 +214,7 @@ int main(int argc, char** argv) {
   shared.tier = mm_tier_open(folder, 0, 0, 2, text, sizeof text);
   if (shared.arena == nullptr || shared.tier == nullptr) Fail(text);
   mm_arena_set_reclaim(shared.arena, Reclaim, &shared);
+  mm_arena_set_layout(shared.arena, MM_REMAP_LAST, 1);
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) threads.emplace_back(Work, &shared, i + 1);
   threads.emplace_back(ForkOften, &shared);
@@ -187,8 +225,9 @@ int main(int argc, char** argv) {
   if (mm_arena_check(shared.arena, text, sizeof text) != 0) Fail(text);
   mm_tier_close(shared.tier);
   Expect(mm_arena_destroy(shared.arena) == 0, "blocks are left over");
-  printf("stress: %llu rounds, %llu blocks reclaimed, %llu offloaded and back, %llu refused\n",
+  printf("stress: %llu rounds, %llu blocks reclaimed, %llu by a search, %llu offloaded and back, %llu refused\n",
          static_cast<unsigned long long>(shared.rounds), static_cast<unsigned long long>(shared.reclaimed),
-         static_cast<unsigned long long>(shared.offloaded), static_cast<unsigned long long>(shared.refused));
+         static_cast<unsigned long long>(shared.searched), static_cast<unsigned long long>(shared.offloaded),
+         static_cast<unsigned long long>(shared.refused));
   return 0;
 }

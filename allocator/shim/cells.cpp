@@ -88,6 +88,7 @@ static Cell* new_cell() {
   new (&c->incoming) at::DataPtr();
   c->slot = -1;
   c->seq = -1;
+  c->price = -1;
   return c;
 }
 
@@ -164,6 +165,7 @@ static void add_handle(Cell* c) {
   else {
     g.gone_bytes += static_cast<uint64_t>(c->nbytes);
   }
+  price_locked(c);
 }
 
 static void remove_handle(Cell* c) {
@@ -171,6 +173,7 @@ static void remove_handle(Cell* c) {
   if (c->busy) wait_not_busy(c);
   {
     std::lock_guard<std::mutex> lock(g.mu);
+    unprice_locked(c);
     if (c->listed) {
       (c->prev ? c->prev->next : g.oldest) = c->next;
       (c->next ? c->next->prev : g.newest) = c->prev;
@@ -412,6 +415,7 @@ static void make_stale(Cell* c) {
   if (c->busy) wait_not_busy(c);
   {
     std::lock_guard<std::mutex> lock(g.mu);
+    unprice_locked(c);
     if (c->listed && c->gone == PRESENT) {
       g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, c->nbytes);
       (c->prev ? c->prev->next : g.oldest) = c->next;
@@ -637,6 +641,7 @@ bool bring_back(Cell* c, bool* recompute) {
     c->strong->set_data_ptr_noswap(std::move(bytes));
     if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
     c->busy = false;
+    price_locked(c);
   }
   g.n.reloads++;
   g.n.reload_bytes += n;

@@ -80,6 +80,7 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
     c->versions.push_back({t->version_counter(), t->version_counter().current_version(), c->handles > 0});
     c->has_checksum = false;
     c->last_access = g.clock;
+    price_locked(c);
   }
   enter(s.get(), c);
   Py_RETURN_NONE;

@@ -292,6 +292,25 @@ static bool kept_check() {
 
 // ---- ops ----
 
+// Coop's list: convolutions, products of matrices, and what consists of them.
+static bool dear_to_recompute(PyObject* func) {
+  PyObject* text = PyObject_GetAttrString(func, "__name__");
+  const char* name = text && PyUnicode_Check(text) ? PyUnicode_AsUTF8(text) : "";
+  bool dear = false;
+  for (const char* part : {"convolution", "mm.", "bmm", "addmv", "linear.", "dot_product_attention", "lstm", "gru"})
+    dear |= std::strstr(name, part) != nullptr;
+  Py_XDECREF(text);
+  PyErr_Clear();
+  return dear;
+}
+
+// Where the op that runs allocates.
+struct Side {
+  const int before = tl_side;
+  explicit Side(const OpInfo* info) { tl_side = info->dear ? MM_SIDE_HIGH : MM_SIDE_LOW; }
+  ~Side() { tl_side = before; }
+};
+
 static OpInfo* info_of(PyObject* func) {
   auto it = g.ops.find(func);
   if (it != g.ops.end()) return it->second;
@@ -310,6 +329,7 @@ static OpInfo* info_of(PyObject* func) {
   info->call = call;
   info->cls = static_cast<uint8_t>(cls);
   info->mutates = mutates;
+  info->dear = dear_to_recompute(func);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wargs); ++i)
     info->written_args.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(wargs, i))));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wkwargs); ++i) {
@@ -464,6 +484,7 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   if (!g.kept_large.empty() && !kept_check()) return nullptr;
   OpInfo* info = info_of(func);
   if (!info) return nullptr;
+  const Side side(info);
   PyObject* kw = kwargs == Py_None ? nullptr : kwargs;
   if (!c10::GradMode::is_enabled()) {
     if ((info->mutates || info->cls == OP_OPAQUE) && writes_known(info, args, kw))

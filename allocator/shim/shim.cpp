@@ -7,5 +7,6 @@
 #include "recorder.cpp"
 #include "saved.cpp"
 #include "module.cpp"
+#include "window.cpp"
 #include "vault.cpp"
 #include "vault_api.cpp"

@@ -24,6 +24,7 @@
 #include <torch/headeronly/version.h>
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -86,12 +87,15 @@ struct Cell {
   double cost;       // seconds of the op that made it
   double last_access;
   uint64_t checksum;
+  void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
   PyObject* note;        // Python's remark: the module path, for reports
   PyObject* weakrefs;
   int32_t handles;
   int32_t names;
+  float price;  // of letting it go, before staleness; negative: not ranked yet
   uint32_t stamp;
+  uint8_t wish;  // Action: what the policies would do with it
   uint8_t gone;
   uint8_t slot_state;
   uint8_t armed;   // Action
@@ -153,6 +157,7 @@ struct OpInfo {
   PyObject* call;
   uint8_t cls;
   bool mutates;
+  bool dear;  // dear to recompute: its outputs are allocated from the other end
   std::vector<int> written_args;
   std::vector<PyObject*> written_kwargs;
 };
@@ -185,6 +190,9 @@ struct Shim {
   bool verify = false;
   uint32_t sample = 64;  // one drop in so many keeps a checksum
   std::string tier_error;
+  int search = -1;  // how malloc finds who leaves: MM_BY_*, or by rank (-1)
+  int remap = MM_REMAP_FIRST;
+  double price_per_byte = 1;  // of those ranked last
 
   // A thread in malloc without the GIL asks the daemon (ask_mu)
   std::mutex ask_mu;
@@ -245,6 +253,7 @@ struct Shim {
 
 extern Shim g;
 extern thread_local bool tl_no_reclaim;    // this thread's allocations fail rather than reclaim
+extern thread_local int tl_side;           // where the op that runs allocates: MM_SIDE_*
 extern thread_local bool tl_ask_daemon;    // false in the daemon itself
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
@@ -278,10 +287,16 @@ bool versions_current(const Cell* c);
 bool saved_current(const Cell* c);
 void disarm_locked(Cell* c);
 void scan_floor(bool at_op_boundary);
+bool can_evict(const Cell* c);
+uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock);
 uint64_t checksum_bytes(const void* p, size_t n);
 uint64_t now_ns();
 void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
+
+// window.cpp
+void price_locked(Cell* c);
+void unprice_locked(Cell* c);
 
 // cells.cpp
 Cell* find_cell(c10::TensorImpl* t);
@@ -299,5 +314,6 @@ void sweep();
 extern PyMethodDef recorder_methods[];
 extern PyMethodDef cell_functions[];
 extern PyMethodDef vault_methods[];
+extern PyMethodDef window_methods[];
 
 }  // namespace memmgr

@@ -13,6 +13,7 @@ namespace memmgr {
 Shim g;
 thread_local bool tl_no_reclaim = false;
 thread_local bool tl_ask_daemon = true;
+thread_local int tl_side = MM_SIDE_LOW;
 thread_local uint64_t tl_stall_ns = 0;
 
 uint64_t now_ns() {
@@ -73,7 +74,7 @@ void disarm_locked(Cell* c) {
   }
 }
 
-static bool can_evict(const Cell* c) {
+bool can_evict(const Cell* c) {
   return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() == TRUST_YES && !c->exposed;
 }
 
@@ -182,7 +183,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
 }
 
 // Gives up what was brought back too early, the last needed first: the copies below are still good.
-static uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock) {
+uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock) {
   uint64_t released = 0;
   while (released < want && g.incoming_bytes > 0) {
     Cell* c = g.oldest;
@@ -316,7 +317,12 @@ static uint64_t ask_daemon(uint64_t want) {
 static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   const uint64_t t0 = now_ns();
   const uint64_t want = need ? need : request;
-  uint64_t released = release_from_vault(want);
+  uint64_t released = g.search >= 0 ? release_chosen(need, request) : release_from_vault(want);
+  if (g.search >= 0 && !released) {
+    // No choice makes a run. Where addresses further up may help, only bytes can be missing now.
+    if (g.remap == MM_REMAP_LAST && need == 0) return 0;
+    released = release_from_vault(want);
+  }
   if (!released && g.on_empty && attempt < 4) {
     if (PyGILState_Check()) {
       // The vault is empty and this thread holds the GIL already: Python may have something (design §4).
@@ -358,7 +364,7 @@ struct CpuAllocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, &arena_free, cpu};
     if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed))
       return g.previous->allocate(n);
-    void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc(g.arena, n);
+    void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc_at(g.arena, n, tl_side);
     if (!p) throw_out_of_memory(n);
     if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
     if (n >= 512) scan_floor(false);

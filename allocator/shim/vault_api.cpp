@@ -18,10 +18,13 @@ static PyObject* py_open_arena(PyObject*, PyObject* args) {
   mm_arena_set_budget(g.arena, budget);
   mm_arena_set_outside(g.arena, outside);
   mm_arena_reset_peak(g.arena);
+  mm_arena_reset_counts(g.arena);
   g.floor_bytes = 0;
   g.held_peak_bytes = 0;
   g.held_estimate = 0;
   g.largest_request = 0;
+  g.search = -1;
+  mm_arena_set_layout(g.arena, MM_REMAP_FIRST, 0);
   g.tier_error.clear();
   if (install_allocator() != 0) return PyErr_Format(PyExc_RuntimeError, "memmgr: cannot install in a forked child");
   Py_RETURN_NONE;
@@ -229,13 +232,15 @@ static PyObject* py_pressure(PyObject*, PyObject*) {
                        (unsigned long long)g.largest_request.load(), (long long)g.offloaded_cells);
 }
 
-static void put(PyObject* d, const char* key, unsigned long long v) {
-  PyObject* o = PyLong_FromUnsignedLongLong(v);
+static void put_object(PyObject* d, const char* key, PyObject* o) {
   if (o) {
     PyDict_SetItemString(d, key, o);
     Py_DECREF(o);
   }
 }
+
+static void put(PyObject* d, const char* key, uint64_t v) { put_object(d, key, PyLong_FromUnsignedLongLong(v)); }
+static void put(PyObject* d, const char* key, double v) { put_object(d, key, PyFloat_FromDouble(v)); }
 
 static PyObject* py_arena_stats(PyObject*, PyObject*) {
   PyObject* d = PyDict_New();
@@ -262,6 +267,21 @@ static PyObject* py_arena_stats(PyObject*, PyObject*) {
     put(d, "failures", s.failures);
     put(d, "small_blocks", s.small_blocks);
     put(d, "unmanaged_peak_bytes", s.unmanaged_peak_bytes);
+    put(d, "remapped_bytes", s.remapped_bytes);
+    put(d, "searches", s.searches);
+    put(d, "search_nanoseconds", s.search_nanoseconds);
+    put(d, "search_max_nanoseconds", s.search_max_nanoseconds);
+    put(d, "episodes", s.episodes);
+    put(d, "episodes_contiguity", s.episodes_contiguity);
+    put(d, "evicted_bytes", s.evicted_bytes);
+    put(d, "evicted_beyond_bytes", s.evicted_beyond_bytes);
+    put(d, "evicted_excess_bytes", s.evicted_excess_bytes);
+    put(d, "longest_run_bytes", s.longest_run_bytes);
+    put(d, "placeable_bytes", s.placeable_bytes);
+    put(d, "free_share_sum", s.free_share_sum);
+    put(d, "free_share_max", s.free_share_max);
+    put(d, "fragmentation_sum", s.fragmentation_sum);
+    put(d, "fragmentation_max", s.fragmentation_max);
   }
   return d;
 }
@@ -285,7 +305,7 @@ static PyObject* py_tier_stats(PyObject*, PyObject*) {
     put(d, "writes", s.writes);
     put(d, "reads", s.reads);
     put(d, "errors", s.errors);
-    put(d, "direct", static_cast<unsigned long long>(s.direct));
+    put(d, "direct", static_cast<uint64_t>(s.direct));
   }
   return d;
 }
@@ -361,7 +381,11 @@ static PyObject* py_arena_blocks(PyObject*, PyObject*) {
   return list;
 }
 
+// arena_address() -> of the core's arena, for its C interface; 0 when there is none.
+static PyObject* py_arena_address(PyObject*, PyObject*) { return PyLong_FromVoidPtr(g.arena); }
+
 PyMethodDef vault_methods[] = {
+    {"arena_address", py_arena_address, METH_NOARGS, "of the core's arena; 0: none"},
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
     {"daemon_open", py_daemon_open, METH_NOARGS, ""},

@@ -24,9 +24,25 @@ class ArenaStats(c.Structure):
         for name in (
             "budget_bytes outside_bytes live_bytes live_peak_bytes resident_peak_bytes requested_bytes committed_bytes"
             " committed_peak_bytes live_blocks free_bytes largest_free_bytes allocations frees reclaims"
-            " reclaims_contiguity reclaim_nanoseconds failures small_blocks unmanaged_peak_bytes"
+            " reclaims_contiguity reclaim_nanoseconds failures small_blocks unmanaged_peak_bytes remapped_bytes searches"
+            " search_nanoseconds search_max_nanoseconds episodes episodes_contiguity evicted_bytes evicted_beyond_bytes"
+            " evicted_excess_bytes"
+            " longest_run_bytes placeable_bytes"
         ).split()
-    ]
+    ] + [(name, c.c_double) for name in "free_share_sum free_share_max fragmentation_sum fragmentation_max".split()]
+
+
+class Price(c.Structure):
+    _fields_ = [("p", c.c_void_p), ("owner", c.c_void_p), ("cost", c.c_double), ("last_access", c.c_double)]
+
+
+class Victim(c.Structure):
+    _fields_ = [("p", c.c_void_p), ("owner", c.c_void_p), ("bytes", c.c_uint64)]
+
+
+REMAP_FIRST, REMAP_LAST, REMAP_NEVER = 0, 1, 2
+LOW, HIGH = 0, 1
+BY_SCORE, BY_DTE, BY_WINDOW = 0, 1, 2
 
 
 class TierStats(c.Structure):
@@ -49,6 +65,16 @@ _SIGNATURES = {
     "mm_arena_add_outside": (None, [c.c_void_p, c.c_int64]),
     "mm_arena_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t]),
     "mm_arena_try_alloc": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_uint64]),
+    "mm_arena_alloc_at": (c.c_void_p, [c.c_void_p, c.c_size_t, c.c_int]),
+    "mm_arena_set_layout": (None, [c.c_void_p, c.c_int, c.c_int]),
+    "mm_arena_price": (None, [c.c_void_p, c.POINTER(Price), c.c_size_t]),
+    "mm_arena_disown": (c.c_int, [c.c_void_p, c.c_void_p, c.c_void_p]),
+    "mm_arena_owner": (c.c_void_p, [c.c_void_p, c.c_void_p]),
+    "mm_arena_set_staleness_exponent": (None, [c.c_void_p, c.c_double]),
+    "mm_arena_choose": (
+        c.c_int64,
+        [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64, c.c_double, c.POINTER(Victim), c.c_size_t],
+    ),
     "mm_arena_block_bytes": (c.c_size_t, [c.c_void_p, c.c_void_p]),
     "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
     "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
@@ -109,8 +135,23 @@ class Arena:
             raise MemoryError(error.value.decode())
         self._reclaim = RECLAIM_FN()
 
-    def alloc(self, size: int) -> int | None:
-        return self._checked(self.library.mm_arena_alloc(self.handle, size))
+    def alloc(self, size: int, side: int = LOW) -> int | None:
+        return self._checked(self.library.mm_arena_alloc_at(self.handle, size, side))
+
+    def set_layout(self, remap: int, apart: bool = False) -> None:
+        self._checked(self.library.mm_arena_set_layout(self.handle, remap, apart))
+
+    def price(self, address: int, cost: float, last_access: float = 0.0, owner: int | None = None) -> None:
+        """The owner is the address itself unless given."""
+        entry = Price(address, address if owner is None else owner, cost, last_access)
+        self._checked(self.library.mm_arena_price(self.handle, c.byref(entry), 1))
+
+    def choose(self, how: int, need: int, request: int, now: float = 1.0) -> list[int] | None:
+        """The victims' addresses, or None when no choice is enough."""
+        victims = (Victim * 4096)()
+        count = self.library.mm_arena_choose(self.handle, how, need, request, now, victims, len(victims))
+        assert count <= len(victims)
+        return None if count < 0 else [victim.p for victim in victims[:count]]
 
     def try_alloc(self, size: int, keep_free: int = 0) -> int | None:
         return self._checked(self.library.mm_arena_try_alloc(self.handle, size, keep_free))

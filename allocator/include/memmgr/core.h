@@ -7,6 +7,9 @@
 //   outside    bytes that count against the budget but were allocated elsewhere (before the arena was in place)
 //   committed  pages of the range that are backed by memory; never more than the budget plus one page per fragment
 //   reclaim    the callback that frees blocks when a request would pass the budget or finds no run that fits
+//   remap      answering a request that has its bytes but no run of them by taking addresses further up, and giving as
+//              many pages back elsewhere
+//   price      what it costs to make a block free; a block without one is pinned
 //   tier       a place below the device where bytes can be parked (here: one unlinked file)
 //
 // Threading: every function may be called from any thread, with or without the GIL. No lock of the core is held while
@@ -25,7 +28,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define MM_ABI_VERSION 1
+#define MM_ABI_VERSION 2
 #define MM_UNLIMITED UINT64_MAX
 
 int mm_abi_version(void);
@@ -61,6 +64,22 @@ typedef struct {
   uint64_t failures;              // requests of mm_arena_alloc that ended in NULL
   uint64_t small_blocks;          // live blocks in the small-block area
   uint64_t unmanaged_peak_bytes;  // see mm_arena_note_virtual
+  uint64_t remapped_bytes;        // pages given back elsewhere so that a block could have new ones
+  // Searches (mm_arena_choose), and what they led to. An episode is one request that had to reclaim.
+  uint64_t searches;
+  uint64_t search_nanoseconds;
+  uint64_t search_max_nanoseconds;
+  uint64_t episodes;
+  uint64_t episodes_contiguity;   // of these, with bytes enough from the start
+  uint64_t evicted_bytes;         // what the callback said it released, over all episodes
+  uint64_t evicted_beyond_bytes;  // of these, more than the request was short of
+  uint64_t evicted_excess_bytes;  // of these, more than the whole request: what no run of its length can explain
+  uint64_t longest_run_bytes;     // now: the longest run of addresses that a request can have without remap
+  uint64_t placeable_bytes;       // now: all bytes that could still be handed out
+  double free_share_sum;  // at each episode's start: free bytes / budget (Coop's rate); sum over episodes, worst
+  double free_share_max;
+  double fragmentation_sum;  // likewise 1 - longest run / free bytes; 0 where remap can make any run
+  double fragmentation_max;
 } mm_arena_stats;
 
 // Reserves an address range (no memory yet): reserve_bytes for large blocks and an eighth of it for small ones.
@@ -75,9 +94,19 @@ void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget
 void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
 void mm_arena_add_outside(mm_arena*, int64_t delta);
 
+// Where large blocks may lie (from the next allocation on).
+//   remap   MM_REMAP_FIRST: anywhere in the range; a request that finds no run goes further up (the default)
+//           MM_REMAP_LAST:  only within the budget's length of addresses; further up when reclaim has nothing to give
+//           MM_REMAP_NEVER: only there: how an arena behaves that owns its memory as one piece
+//   apart   1: blocks of the high side (mm_arena_alloc_at) are cut from the upper ends of runs, others from the lower
+enum { MM_REMAP_FIRST = 0, MM_REMAP_LAST = 1, MM_REMAP_NEVER = 2 };
+enum { MM_SIDE_LOW = 0, MM_SIDE_HIGH = 1 };
+void mm_arena_set_layout(mm_arena*, int remap, int apart);
+
 // Alignment is 64 up to the small-block limit, 512 above. Size 0 returns NULL. NULL: out of budget after reclaim gave
 // up.
 void* mm_arena_alloc(mm_arena*, size_t bytes);
+void* mm_arena_alloc_at(mm_arena*, size_t bytes, int side);
 // Never calls reclaim and leaves at least `keep_free` bytes of the budget free: for prefetch.
 void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
 // The block's size after alignment, 0 when p is not the start of a live block.
@@ -85,6 +114,36 @@ size_t mm_arena_block_bytes(mm_arena*, const void* p);
 int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
 // NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would.
 void mm_arena_free(mm_arena*, void* p);
+// ---- prices and searches: who leaves so that a request fits (window.h) ----
+
+// cost >= 0: the block may leave at cost / staleness^exponent, staleness being `now` of the search minus last_access;
+// owner is handed back by the search. cost < 0 (or not finite): pinned. owner NULL: pinned and forgotten. A pointer
+// that is no live block is skipped. Freeing a block forgets its price.
+typedef struct {
+  const void* p;
+  void* owner;
+  double cost;
+  double last_access;
+} mm_price;
+void mm_arena_price(mm_arena*, const mm_price* prices, size_t n);
+// Forgets the block's price if `owner` is who has it. Returns 1 if so.
+int mm_arena_disown(mm_arena*, const void* p, const void* owner);
+void* mm_arena_owner(mm_arena*, const void* p);  // NULL: none
+void mm_arena_set_staleness_exponent(mm_arena*, double exponent);
+
+typedef struct {
+  void* p;
+  void* owner;
+  uint64_t bytes;
+} mm_victim;
+enum { MM_BY_SCORE = 0, MM_BY_DTE = 1, MM_BY_WINDOW = 2 };
+// Who should leave for a request of `request` bytes (after alignment) that is short of `need`: what reclaim is told.
+// Returns how many, the first `capacity` of them in `out`; -1 when no choice reaches the goal. Releases nothing: the
+// caller checks that they may go, pins the others, and asks again. Where remap comes first, and for small blocks, only
+// `need` counts.
+int64_t mm_arena_choose(mm_arena*, int how, uint64_t need, uint64_t request, double now, mm_victim* out,
+                        size_t capacity);
+
 // Gives pages of free blocks back to the system; keep_bytes stay for reuse. Returns the bytes given back.
 uint64_t mm_arena_trim(mm_arena*, uint64_t keep_bytes);
 // In a forked child: frees become no-ops, allocations return NULL, walks are empty, locks are fresh; blocks can be
@@ -93,6 +152,7 @@ void mm_arena_after_fork_in_child(mm_arena*);
 
 void mm_arena_stats_get(mm_arena*, mm_arena_stats* out);
 void mm_arena_reset_peak(mm_arena*);
+void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and what they led to
 // Bytes that are evicted or offloaded at this moment but would be live without memmgr: lets the arena keep the
 // high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
 void mm_arena_note_virtual(mm_arena*, int64_t delta);
@@ -107,6 +167,16 @@ void mm_arena_walk(mm_arena*, mm_block_fn, void* user);
 // 0 when every invariant holds, else -1 with a text. Debug builds (MEMMGR_DEBUG=1 in the environment) run it after
 // every event.
 int mm_arena_check(mm_arena*, char* err, size_t err_len);
+
+// Notes every block that is handed out and given back, for replay (benchmarks/window_replay.cpp). Ends by itself when
+// `capacity` entries are there; 0 ends it at once and forgets them. Returns 0, or -1 when there is no memory for it.
+typedef struct {
+  uint64_t offset;
+  uint64_t bytes;  // after alignment; 0: given back
+} mm_log_entry;
+int mm_arena_log(mm_arena*, uint64_t capacity);
+uint64_t mm_arena_log_length(mm_arena*);
+uint64_t mm_arena_log_read(mm_arena*, mm_log_entry* out, uint64_t capacity);  // how many were copied
 
 // ---- file tier -------------------------------------------------------------------------------------------------
 

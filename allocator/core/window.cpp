@@ -1,0 +1,202 @@
+#include "window.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+namespace memmgr {
+namespace {
+
+constexpr float kTick = 1e-9f;  // an access "just now" is stale by something, and prices stay finite
+constexpr float kLeast = 1e-30f;
+
+// cost / staleness^exponent. The exponents in use have a form that the compiler turns into vector instructions.
+template <typename Aged>
+void ForAll(float* cost, const float* stale, size_t n, Aged aged) {
+  for (size_t i = 0; i < n; ++i) cost[i] = aged(cost[i], stale[i]);
+}
+
+void Age(float* cost, const float* stale, size_t n, double exponent) {
+  if (exponent == 0) return;
+  if (exponent == 1) {
+    ForAll(cost, stale, n, [](float c, float s) { return c / s; });
+  } else if (exponent == 0.5) {
+    ForAll(cost, stale, n, [](float c, float s) { return c / std::sqrt(s); });
+  } else if (exponent == 0.25) {
+    ForAll(cost, stale, n, [](float c, float s) { return c / std::sqrt(std::sqrt(s)); });
+  } else {
+    const auto power = static_cast<float>(exponent);
+    ForAll(cost, stale, n, [power](float c, float s) { return c / std::pow(s, power); });
+  }
+}
+
+}  // namespace
+
+void Chooser::See(const Block* block, double now, size_t i) {
+  block_[i] = block;
+  bytes_[i] = block->bytes;
+  float cost = 0, staleness = 1;
+  if (block->live) {
+    cost = block->cost;
+    if (cost >= 0) {  // a price of 0 is a run's
+      cost = std::max(cost, kLeast);
+      staleness = std::max(static_cast<float>(now - block->last_access), kTick);
+    }
+  }
+  price_[i] = cost;
+  staleness_[i] = staleness;
+}
+
+// From both ends towards the middle: the walk waits for memory at every step, and two walks wait at the same time.
+void Chooser::Gather(const Block* first, const Block* last, size_t count, uint64_t limit, double now, double exponent) {
+  if (block_.size() < count) {
+    const size_t room = 2 * count;
+    block_.resize(room);
+    bytes_.resize(room);
+    price_.resize(room);
+    staleness_.resize(room);
+    far_end_.resize(room);
+    units_.resize(room);
+    before_.resize(room + 1);
+  }
+  n_ = count;
+  if (!last->live) {  // of the last run only what lies below the limit
+    --n_;
+    if (last->offset < limit) {
+      See(last, now, n_);
+      bytes_[n_] = std::min(last->bytes, limit - last->offset);
+      ++n_;
+      --count;
+    } else {
+      count = n_;
+    }
+    last = last->previous;
+  }
+  size_t low = 0, high = count;
+  while (low < high) {
+    See(first, now, low++);
+    first = first->next;
+    if (low == high) break;
+    See(last, now, --high);
+    last = last->previous;
+  }
+  Age(price_.data(), staleness_.data(), n_, exponent);
+}
+
+bool Chooser::Choose(Search how, Goal goal) {
+  victims_.clear();
+  freed_ = 0;
+  if (how == Search::kWindow && goal.bytes > 0) {
+    if (!Window(goal.bytes)) return false;
+    if (freed_ >= goal.needed) return true;
+    // Blocks beyond the limit can make a request short of bytes although the window is long enough.
+    return ByScore({0, goal.needed}, false);
+  }
+  return ByScore(goal, how == Search::kDte);
+}
+
+// Two pointers. For each right end the cheapest window is the shortest, because no price is negative, and its left end
+// never moves back: O(n). What is added and taken away again are whole numbers (38 bits for the dearest of 10,000
+// pieces, whose prices have 24), so that no rounding errors are left behind.
+bool Chooser::Window(uint64_t bytes) {
+  float dearest = 0;
+  for (size_t i = 0; i < n_; ++i) dearest = std::max(dearest, price_[i]);
+  int exponent = 0;
+  std::frexp(std::min(dearest, std::numeric_limits<float>::max()), &exponent);
+  const double scale = std::ldexp(1.0, 51 - static_cast<int>(std::bit_width(n_)) - exponent);
+  constexpr double kWhole = 0x1p52;  // adding it leaves no room for a fraction
+  for (size_t i = 0; i < n_; ++i) units_[i] = (static_cast<double>(price_[i]) * scale + kWhole) - kWhole;
+  uint64_t held = 0;
+  double sum = 0, least = std::numeric_limits<double>::infinity();
+  size_t left = 0, best_left = 0, best_right = 0;
+  for (size_t right = 0; right < n_; ++right) {
+    if (price_[right] < 0) {
+      left = right + 1;
+      held = 0;
+      sum = 0;
+      continue;
+    }
+    held += bytes_[right];
+    sum += units_[right];
+    for (; held - bytes_[left] >= bytes; ++left) {
+      held -= bytes_[left];
+      sum -= units_[left];
+    }
+    if (held >= bytes && sum < least) {
+      least = sum;
+      best_left = left;
+      best_right = right;
+    }
+  }
+  if (!std::isfinite(least)) return false;
+  for (size_t i = best_left; i <= best_right; ++i) {
+    if (!block_[i]->live) continue;
+    victims_.push_back(block_[i]);
+    freed_ += bytes_[i];
+    price_[i] = 0;
+  }
+  return true;
+}
+
+double Chooser::Score(size_t piece, bool count_neighbours) const {
+  uint64_t bytes = bytes_[piece];
+  if (count_neighbours) {
+    if (piece > 0 && price_[piece - 1] == 0) bytes += before_[piece] - before_[far_end_[piece - 1]];
+    if (piece + 1 < n_ && price_[piece + 1] == 0) bytes += before_[far_end_[piece + 1] + 1] - before_[piece + 1];
+  }
+  return static_cast<double>(price_[piece]) / static_cast<double>(bytes);
+}
+
+// The piece becomes free and joins the runs beside it. Returns the first and the last piece of what they make.
+std::pair<size_t, size_t> Chooser::Take(size_t piece) {
+  size_t left = piece, right = piece;
+  price_[piece] = 0;
+  if (piece > 0 && price_[piece - 1] == 0) left = far_end_[piece - 1];
+  if (piece + 1 < n_ && price_[piece + 1] == 0) right = far_end_[piece + 1];
+  far_end_[left] = static_cast<uint32_t>(right);
+  far_end_[right] = static_cast<uint32_t>(left);
+  longest_ = std::max(longest_, before_[right + 1] - before_[left]);
+  return {left, right};
+}
+
+bool Chooser::ByScore(Goal goal, bool count_neighbours) {
+  before_[0] = 0;
+  for (size_t i = 0; i < n_; ++i) {
+    before_[i + 1] = before_[i] + bytes_[i];
+    far_end_[i] = static_cast<uint32_t>(i);
+  }
+  longest_ = 0;
+  heap_.clear();
+  for (size_t i = 0; i < n_; ++i) {
+    if (price_[i] == 0) {
+      Take(i);
+    } else if (price_[i] > 0) {
+      heap_.emplace_back(0.0, static_cast<uint32_t>(i));
+    }
+  }
+  // Smallest score first, lowest address among equals. A score with neighbours only ever falls while blocks leave, so
+  // that an entry is entered again when a neighbour has left, and old entries of it are skipped.
+  for (auto& [score, i] : heap_) score = Score(i, count_neighbours);
+  const auto later = [](const auto& a, const auto& b) { return a > b; };
+  std::make_heap(heap_.begin(), heap_.end(), later);
+  while (freed_ < goal.needed || longest_ < goal.bytes) {
+    if (heap_.empty()) return false;
+    std::pop_heap(heap_.begin(), heap_.end(), later);
+    const size_t i = heap_.back().second;
+    heap_.pop_back();
+    if (price_[i] == 0) continue;
+    victims_.push_back(block_[i]);
+    freed_ += bytes_[i];
+    const auto [left, right] = Take(i);
+    if (!count_neighbours) continue;
+    for (const size_t beside : {left - 1, right + 1}) {
+      if (beside >= n_ || price_[beside] <= 0) continue;
+      heap_.emplace_back(Score(beside, true), static_cast<uint32_t>(beside));
+      std::push_heap(heap_.begin(), heap_.end(), later);
+    }
+  }
+  return true;
+}
+
+}  // namespace memmgr

@@ -1,0 +1,45 @@
+"""How malloc answers a request that finds no room, or no run of addresses, by name (docs/allocator.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT = "remap"
+SEARCHES = {"remap": -1, "score": 0, "dte": 1, "window": 2}
+_REMAP_FIRST, _REMAP_LAST, _REMAP_NEVER = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who leaves, and where blocks lie.
+
+    Attributes:
+        search: -1: in the order of the ranking, and addresses further up cure what has no run (remap); 0 score, 1 DTE,
+            2 sliding window: within the budget's length of addresses, until the request fits there.
+        remap: 0 first, 1 when nothing may leave that would help, 2 never.
+        apart: cheap and dear blocks from opposite ends.
+    """
+
+    search: int
+    remap: int
+    apart: bool
+
+
+REMAP = Placement(SEARCHES["remap"], _REMAP_FIRST, False)
+"""The measured winner (docs/reports/2026-11-21-window.md)."""
+
+
+def parse_placement(text: str) -> Placement:
+    """`remap`, `window`, `score` or `dte`, with `+apart` and `+strict` (addresses further up are never used).
+
+    Raises:
+        ValueError: unknown.
+    """
+    name, *rest = text.strip().lower().split("+")
+    if name not in SEARCHES or not set(rest) <= {"apart", "strict"} or (name == "remap" and "strict" in rest):
+        raise ValueError(
+            f"unknown placement {text!r}. Accepted: {', '.join(SEARCHES)}, each with +apart, and all but remap with +strict"
+        )
+    if name == "remap":
+        return Placement(-1, _REMAP_FIRST, "apart" in rest)
+    return Placement(SEARCHES[name], _REMAP_NEVER if "strict" in rest else _REMAP_LAST, "apart" in rest)
