@@ -99,10 +99,11 @@ class Native(Vault):
                         named[name] = encoder.value(value, key)
                 env = self.environment()
                 key.append(env)
-                kind = self._kinds.take(tuple(key))
+                number = hash(tuple(key)) & (2**64 - 1)
+                kind = self._kinds.take(number)
                 if kind is None:  # one that has not been asked for in a long while proves itself again
-                    kind = Kind(func, hash(tuple(key)) & (2**64 - 1))
-                    self._kinds.put(tuple(key), kind)
+                    kind = Kind(func, number)
+                    self._kinds.put(number, kind)
                 recipe = Recipe(func, encoded, named, tuple(encoder.cells), kind, self._replayed)
                 self._serial += 1
                 recipe.serial, recipe.env, recipe.ok = self._serial, env, encoder.ok

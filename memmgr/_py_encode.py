@@ -70,7 +70,8 @@ class Encoder:
     def value(self, value: Any, key: list[Any]) -> Any:
         kind = type(value)
         if value is None or kind is int or kind is float or kind is bool:
-            key.append((kind, value if value == value else "nan"))
+            # Only the key's hash is kept, and to Python's hash -1 and -2 are the same: no two of these are.
+            key.append((kind, value.hex() if kind is float else value if value is None else 2 * value + 1))
             return value
         if isinstance(value, torch.Tensor):
             native = self.native

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +34,11 @@ native_py.warned = True  # the warning has a test of its own
 def check(function: Callable[[], None]) -> Callable[[], None]:
     CHECKS[function.__name__] = function
     return function
+
+
+def py_check(function: Callable[[], None]) -> Callable[[], None]:
+    """Of the accounting path alone: about how it does it."""
+    return check(function) if os.environ.get("MEMMGR_SHIM") == "0" else function
 
 
 @contextmanager
@@ -353,6 +362,118 @@ def exposed_memory_has_no_recipe() -> None:
         assert cell.recipe is not None
         y.detach().numpy()
         assert cell.recipe is None and cell.exposed
+
+
+@check
+def a_private_copy_without_room_costs_only_the_recipe() -> None:
+    add = torch.ops.aten.add.Tensor
+    with opened() as native, torch.no_grad():
+        x = torch.zeros(64, 64)
+        x.numpy()
+        native.lookup(x)
+        copied = native.record(add, (x, 1), None)
+        assert copied.ok and copied.inputs[0] is not native.find(x) and not copied.inputs[0].exposed
+        large = torch.zeros(512, 512)
+        large.numpy()
+        assert not native.record(add, (large, 1), None).ok
+        del copied  # a root that only a recipe holds would be given up for the next one
+        native.set_budget(native.resident())
+        assert not native.record(add, (x, 1), None).ok
+        native.set_budget(2**64 - 1)
+
+
+@py_check
+def a_record_that_fails_keeps_no_copy() -> None:
+    sparse = torch.eye(64).to_sparse()
+    with opened() as native, torch.no_grad():
+        x = torch.zeros(64, 64)
+        x.numpy()
+        native.lookup(x)
+        before = native.resident(), len(native.table())
+        assert native.record(torch.ops.aten.mm.default, (x, sparse), None) is None
+        assert (native.resident(), len(native.table())) == before
+
+
+@py_check
+def what_a_replay_fills_is_counted() -> None:
+    with opened() as native:
+        for trained in (False, True):  # the first time proves the kinds
+            x = torch.randn(512, 512, requires_grad=True)
+            with torch.enable_grad():
+                noise = torch.empty(512, 512).fill_(3.0)
+                loss = (x * noise).sum()
+            cell = native.find(noise)
+            del noise
+            if trained:
+                resident = native.resident()
+                assert native.release(cell, EVICT) and native.resident() == resident - cell.nbytes
+                loss.backward()
+                want = torch.full((512, 512), 3.0)
+                assert torch.equal(x.grad, want)
+                del want
+            del loss, cell
+        native.arena_check()
+        x.grad = None
+        native.end_pass()
+        assert native.resident() < resident
+
+
+@py_check
+def a_write_to_an_unpacked_tensor_is_one_to_the_saved_tensor() -> None:
+    def attempt() -> str:
+        x = torch.randn(8, 8, requires_grad=True)
+        y = x.exp()
+        loss = y.sum()
+        with torch.no_grad():
+            y.grad_fn._saved_result.add_(1)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)[:80]
+        return ""
+
+    plain = attempt()
+    with opened():
+        assert plain and attempt() == plain
+
+
+@py_check
+def threads_do_not_spend_the_same_room() -> None:
+    with opened() as native:
+        native.set_budget(native.resident() + 1000)
+        promised, done = threading.Event(), threading.Event()
+
+        def other() -> None:
+            assert native._fits(600, promise=True)
+            promised.set()
+            done.wait(10)
+            native._promise(0)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert promised.wait(10) and native._fits(400) and not native._fits(401)
+        done.set()
+        thread.join()
+        assert native._fits(1000)
+        native.set_budget(2**64 - 1)
+
+
+@py_check
+def signals_wait_for_the_books() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with opened() as native:
+        with native._lock:
+            signal.raise_signal(signal.SIGINT)  # would be raised here
+            time.sleep(0.01)
+        try:
+            for _ in range(200):
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("the interrupt was lost")
+        torch.zeros(3) + 1
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @check

@@ -9,11 +9,14 @@ import pytest
 
 from .harness import HERE, run_child
 
-CHECKS = [
-    node.name
+FOUND = [
+    (node.name, getattr(decorator, "id", ""))
     for node in ast.parse((HERE / "contract.py").read_text()).body
-    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list)
+    if isinstance(node, ast.FunctionDef)
+    for decorator in node.decorator_list
 ]
+CHECKS = [(name, shim) for name, kind in FOUND if kind == "check" for shim in (True, False)]
+CHECKS += [(name, False) for name, kind in FOUND if kind == "py_check"]
 _runs: dict[bool, subprocess.CompletedProcess[str]] = {}
 
 
@@ -24,8 +27,7 @@ def _all(shim: bool) -> subprocess.CompletedProcess[str]:
     return _runs[shim]
 
 
-@pytest.mark.parametrize("shim", [True, False], ids=["shim", "py"])
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(("name", "shim"), CHECKS, ids=[f"{name}-{'shim' if shim else 'py'}" for name, shim in CHECKS])
 def test_contract(name: str, shim: bool) -> None:
     done = _all(shim)
     if f"passed {name}\n" not in done.stdout:
