@@ -252,10 +252,17 @@ uint64_t release_from_vault(uint64_t want) {
 // The bytes of listed cells that the program holds as well; O(cells), so the callers ask only when it could matter.
 static uint64_t program_bytes_locked() {
   uint64_t held = 0;
-  for (Cell* c = g.oldest; c; c = c->next)
+  uint32_t cells = 0;
+  for (Cell* c = g.oldest; c; c = c->next, ++cells)
     if (c->strong && c->gone == PRESENT && c->strong.use_count() > 1) held += static_cast<uint64_t>(c->nbytes);
+  g.scanned_cells = cells;
+  g.since_scan = 0;
   return held;
 }
+
+// Between two scans what the program holds is taken to be what it was, so one is due now and then even if that says
+// that nothing new is to be seen: often enough that a skip connection is noticed, and at 64 cells a call.
+static bool scan_due_locked() { return ++g.since_scan * 64 > g.scanned_cells; }
 
 static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
   uint64_t seen = mark.load(std::memory_order_relaxed);
@@ -273,7 +280,7 @@ void scan_floor(bool at_op_boundary) {
   if (!lock.owns_lock()) return;
   const uint64_t free_to_go = std::min(g.handled_bytes + g.incoming_bytes, resident);
   const uint64_t estimate = resident - free_to_go + g.held_estimate.load(std::memory_order_relaxed);
-  if (estimate <= mark.load(std::memory_order_relaxed)) return;
+  if (estimate <= mark.load(std::memory_order_relaxed) && !scan_due_locked()) return;
   const uint64_t held = program_bytes_locked();
   g.held_estimate.store(held, std::memory_order_relaxed);
   raise_to(mark, resident - free_to_go + std::min(held, free_to_go));
