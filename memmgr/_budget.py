@@ -73,6 +73,14 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 
 
+def _log(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    folder = os.path.dirname(os.path.expanduser(name)) or "."
+    if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
+        raise ValueError(f"log: {name!r} is not a file in a folder that exists")
+    return name
+
+
 class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
@@ -91,6 +99,9 @@ class budget:
             `"torture"` (for tests) makes everything leave at once. See docs/policies.md.
         verify: compare every recomputed tensor with a checksum of what was dropped (a sample is compared anyway).
         quiet: no summary line at the end.
+        log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
+            process that opens several budgets with the same log, one follows the other. With several ranks each has its
+            own, `run.rank1.jsonl`.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -113,6 +124,7 @@ class budget:
         policy: str = "auto",
         verify: bool = False,
         quiet: bool = False,
+        log: str | os.PathLike[str] | None = None,
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
@@ -132,6 +144,7 @@ class budget:
             throttle=_throttle,
             sleep=_sleep,
             placement=parse_placement(_placement),
+            log=None if log is None else _log(log),
         )
         self._manager: Manager | None = None
 

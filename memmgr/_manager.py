@@ -28,6 +28,7 @@ from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
+from ._telemetry import Telemetry
 
 UNLIMITED = 2**64 - 1
 WATERMARKS = Watermarks(least_bytes=64 << 10)
@@ -51,6 +52,7 @@ class Config:
     throttle: int = 0
     sleep: bool = True
     placement: Placement = REMAP
+    log: str | None = None
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Manager:
         self.recorder = Recorder(native, self)
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
+        self.telemetry = Telemetry(self, config.log)
         self.passes = 0
         self.last = Pass()
         self._mode_class = make_mode(native)
@@ -157,6 +160,7 @@ class Manager:
                 self._measure_link()
                 self.daemon = Daemon(self)
                 self.daemon.start()
+            self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
         except BaseException:
@@ -188,6 +192,7 @@ class Manager:
             native.set_active(False)
             if self._final is None:
                 self._final = self._collect()
+            self.telemetry.close(self._final, self.summary(), failed)
             native.configure(
                 on_rank=None,
                 on_kept=None,
@@ -244,6 +249,7 @@ class Manager:
     def disable_in_child(self) -> None:
         """In a forked child: hooks and mode stay on the thread's stacks but do nothing."""
         self.open = False
+        self.telemetry.in_child()
         self.native.set_active(False)
 
     def restore_options(self) -> None:
@@ -426,6 +432,7 @@ class Manager:
         self.last.backward_growth = max(0.0, float(resident - self._at_turn))
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
+        self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self.sleeper.end_of_pass(unmanaged)
 
     # -- what the policies see --
@@ -634,6 +641,7 @@ class Manager:
         )
         raised.floor_bytes = floor
         raised.budget_bytes = int(stats.get("budget_bytes", 0))
+        self.telemetry.happened("budget_error", floor_bytes=floor, held=kinds, modules=dict(modules), text=first)
         raise raised from error
 
     def _states_too_big(self, held: int) -> BudgetError:
