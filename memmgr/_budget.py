@@ -205,7 +205,9 @@ def stats() -> dict[str, Any]:
         program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
         (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
         `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
-        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does).
+        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
+        `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does) of
+        `watched_seconds` (the passes in which that was seen: those that were recorded).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = _current or _last

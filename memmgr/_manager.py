@@ -110,6 +110,7 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
+        self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
@@ -377,6 +378,7 @@ class Manager:
         last.in_backward = True
         uses = native.unpack_count()
         self._at_turn = native.resident()
+        clock = native.clock()
         popped = self._pop_for_backward(create_graph)
         try:
             yield
@@ -394,6 +396,10 @@ class Manager:
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
                 last.begun = end
+                if not create_graph and not self.sleeper.asleep:
+                    # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
+                    self._recomputed[0] += native.clock() - clock
+                    self._recomputed[1] += last.forward_seconds + last.backward_seconds
                 if not create_graph and not self.sleeper.asleep:
                     native.end_pass()
                 self._end_of_pass()
@@ -690,6 +696,8 @@ class Manager:
             "prefetch_misses": n["prefetch_misses"],
             "stall_seconds": n["stall_ns"] * 1e-9,
             "wall_seconds": wall,
+            "checkpoint_seconds": self._recomputed[0],
+            "watched_seconds": self._recomputed[1],
             "passes": self.passes,
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],
