@@ -168,6 +168,31 @@ static void add_handle(Cell* c) {
   price_locked(c);
 }
 
+// Would autograd miss anything that is made from `c`? What the program itself holds is there anyway, and saved again it is
+// a root like any other. Looks at a bounded number of descendants; there being more counts as yes.
+static bool wanted_through(Cell* c) {
+  static std::vector<Cell*> work;
+  work.assign(1, c);
+  const uint32_t stamp = ++g.stamp;
+  int looks = 0;
+  while (!work.empty()) {
+    const Cell* x = work.back();
+    work.pop_back();
+    for (const Link* l = x->named_by; l; l = l->next) {
+      if (!l->recipe->ok) continue;
+      for (Cell* out : l->recipe->outputs) {
+        if (!out || out->stamp == stamp) continue;
+        if (out->handles > 0 || ++looks > 128) return true;
+        out->stamp = stamp;
+        if (out->names > 0) work.push_back(out);
+      }
+    }
+  }
+  return false;
+}
+
+static void cut(Cell* first, bool itself, bool dry_run, std::vector<Cell*>* stranded);
+
 static void remove_handle(Cell* c) {
   if (--c->handles > 0) return;
   if (c->busy) wait_not_busy(c);
@@ -198,6 +223,15 @@ static void remove_handle(Cell* c) {
     return;
   }
   drop_slot(c);
+  if (root_in_use && c->strong && c->strong.use_count() == 1 && !wanted_through(c)) {
+    // An LSTM's gates stay with the recipe of a hidden state that the program keeps, four times its size.
+    Py_INCREF(c);
+    c->lost = true;
+    cut(c, true, false, nullptr);
+    release_strong(c);
+    deferred_decref(reinterpret_cast<PyObject*>(c));
+    return;
+  }
   if (!root_in_use) release_strong(c);
 }
 
@@ -311,7 +345,26 @@ void sweep() {
   g.attached_bytes = 0;
 }
 
+// A few entries at every op, so that those of dead storages are found within a fraction of the table's size: their
+// recipes keep roots and generator states.
+void sweep_a_little() {
+  constexpr size_t kBuckets = 8;
+  const size_t n = g.table.bucket_count();
+  c10::StorageImpl* dead[2 * kBuckets];
+  size_t found = 0;
+  for (size_t k = 0; k < std::min(kBuckets, n); ++k) {
+    const size_t bucket = g.sweep_cursor++ % n;
+    for (auto it = g.table.begin(bucket); it != g.table.end(bucket); ++it)
+      if (found < 2 * kBuckets && !it->second->strong && it->second->weak.expired()) dead[found++] = it->first;
+  }
+  for (size_t i = 0; i < found; ++i) {
+    auto it = g.table.find(dead[i]);
+    if (it != g.table.end()) table_erase(it);
+  }
+}
+
 static void enter(c10::StorageImpl* s, Cell* c) {
+  sweep_a_little();
   auto [it, fresh] = g.table.try_emplace(s, c);
   Py_INCREF(c);
   if (!fresh) {

@@ -53,6 +53,7 @@ static size_t extent_bytes(const Ref* r) {
 static PyObject* unpack(PyObject*, PyObject* o) {
   if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
   settle();
+  sweep_a_little();
   g.n.unpacks++;
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;

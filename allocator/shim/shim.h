@@ -214,7 +214,7 @@ struct Shim {
 
   // Guarded by the GIL
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
-  size_t sweep_at = 4096;
+  size_t sweep_at = 4096, sweep_cursor = 0;
   size_t attached_bytes = 0;  // generator states and private copies that recipes were given since the last sweep
   std::vector<Written> unsettled;
   std::vector<Written> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
@@ -310,6 +310,7 @@ void settle();
 bool bring_back(Cell* c, bool* recompute);  // false: Python error set
 void deferred_decref(PyObject* o);
 void sweep();
+void sweep_a_little();
 
 // recorder.cpp
 extern PyMethodDef recorder_methods[];
