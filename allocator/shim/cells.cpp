@@ -168,8 +168,8 @@ static void add_handle(Cell* c) {
   price_locked(c);
 }
 
-// Would autograd miss anything that is made from `c`? What the program itself holds is there anyway, and saved again it is
-// a root like any other. Looks at a bounded number of descendants; there being more counts as yes.
+// Would autograd miss anything that is made from `c`? What the program itself holds is there anyway, and saved again it
+// is a root like any other. Looks at a bounded number of descendants; there being more counts as yes.
 static bool wanted_through(Cell* c) {
   static std::vector<Cell*> work;
   work.assign(1, c);
@@ -248,6 +248,7 @@ static void unlink(Link* l) {
     }
     drop_slot(c);
     release_strong(c);
+    if (g.tier_doomed) close_doomed_tier();
   }
   l->cell = nullptr;
   deferred_decref(reinterpret_cast<PyObject*>(c));
@@ -499,9 +500,20 @@ static void settle_doubtful() {
   }
 }
 
+// Bytes of another library or process: they may change as long as that pleases, so no copy of them is any good, and
+// letting go of them frees nothing of the arena.
+static bool memory_elsewhere(const c10::StorageImpl* s) {
+  const void* p = const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get();
+  return foreign_memory(s) && !(g.arena && p && mm_arena_owns(g.arena, p));
+}
+
 // A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6).
 void expose_cell(Cell* c) {
-  if (c->exposed) return;
+  if (c->exposed) {
+    StorageRef live = c->strong ? c->strong : c->weak.lock();
+    if (live && memory_elsewhere(live.get())) c->pinned = true;  // moved to shared memory since
+    return;
+  }
   Py_INCREF(c);
   if (c->handles == 0 && c->recipe) {
     // What was made from it can be made again from its recipe; the storage becomes a root of its own at its next use.
@@ -579,6 +591,7 @@ static Cell* make_cell(c10::TensorImpl* t) {
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
   c->exposed = foreign_memory(s.get()) && !t->requires_grad();
+  c->pinned = c->exposed && memory_elsewhere(s.get());
   const void* p = s->_mutable_data_ptr_no_checks().get();
   if (c->exposed && g.arena && p && mm_arena_owns(g.arena, p)) {
     // Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
@@ -596,10 +609,14 @@ static Cell* make_cell(c10::TensorImpl* t) {
 Cell* lookup_cell(c10::TensorImpl* t) {
   Cell* c = find_cell(t);
   if (c) return c;
+  auto it = g.table.find(t->unsafe_storage().unsafeGetStorageImpl());
+  // A pointer that was handed out outlives the version that was there then.
+  const bool exposed = it != g.table.end() && it->second->exposed && !t->requires_grad();
   written_unseen(t);
   if ((c = find_cell(t))) return c;
   c = make_cell(t);
   if (!c) return nullptr;
+  c->exposed |= exposed;
   enter(t->unsafe_storage().unsafeGetStorageImpl(), c);
   Py_DECREF(c);  // the table has it
   return c;

@@ -148,7 +148,8 @@ struct Ref {
   int64_t offset;
   caffe2::TypeMeta dtype;
   c10::DispatchKeySet keys;
-  bool mutated;  // the op writes to it: replay on a private copy (rule 2)
+  c10::VariableVersion counter;  // of the tensor that was saved; what is unpacked shares it, as autograd's own does
+  bool mutated;                  // the op writes to it: replay on a private copy (rule 2)
   bool handle;
 };
 
@@ -183,11 +184,11 @@ struct Shim {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   std::atomic<bool> forked{false};
-  bool tier_doomed = false;          // the budget is closed; the tier goes with the last cell that needs it
-  bool may_offload = true;           // the policy allows the tier as a last resort
+  bool tier_doomed = false;                    // the budget is closed; the tier goes with the last cell that needs it
+  bool may_offload = true;                     // the policy allows the tier as a last resort
   uint32_t scanned_cells = 0, since_scan = 0;  // of the last look at what the program holds
-  double link_seconds_per_byte = 0;  // to the tier and back, for what nobody ranked
-  bool may_evict = true;             // ... and recomputation
+  double link_seconds_per_byte = 0;            // to the tier and back, for what nobody ranked
+  bool may_evict = true;                       // ... and recomputation
   bool verify = false;
   uint32_t sample = 64;  // one drop in so many keeps a checksum
   std::string tier_error;
@@ -254,6 +255,7 @@ struct Shim {
 
 extern Shim g;
 extern thread_local bool tl_no_reclaim;    // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_recomputing;   // ... are a recomputation's
 extern thread_local int tl_side;           // where the op that runs allocates: MM_SIDE_*
 extern thread_local bool tl_ask_daemon;    // false in the daemon itself
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload

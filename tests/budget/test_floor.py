@@ -14,7 +14,7 @@ import torch
 import memmgr
 
 from .models import MODELS
-from .true_floor import IdealManager, LiveStorages, live_curve, true_floor
+from .true_floor import IdealManager, live_curve, true_floor
 
 STEPS = 2
 
@@ -276,7 +276,7 @@ LOOPS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_recording_keeps_nothing_alive(name: str) -> None:
-    """Live bytes under an unlimited budget, by two measures, are at most plain torch's and 1 %."""
+    """Live bytes under an unlimited budget, by our books and by torch's profiler, are at most plain torch's and 1 %."""
     loop = LOOPS[name]
     torch.manual_seed(0)
     want = live_curve(loop).peak_bytes
@@ -289,12 +289,13 @@ def test_recording_keeps_nothing_alive(name: str) -> None:
     assert mm.stats()["recorded_ops"] > 0, "nothing was recorded, so nothing was tested"
     gc.collect()
     torch.manual_seed(0)
-    with LiveStorages() as plain:
-        loop()
-    torch.manual_seed(0)
-    with memmgr.budget(None, quiet=True), LiveStorages() as recorded:
-        loop()
-    assert recorded.peak_bytes <= 1.01 * plain.peak_bytes + 100_000
+
+    def managed_loop() -> None:
+        with memmgr.budget(None, quiet=True):
+            loop()
+
+    seen = live_curve(managed_loop).peak_bytes
+    assert 0.9 * want <= seen <= 1.01 * want + 100_000, f"plain {want:,}, the profiler saw {seen:,}"
 
 
 @pytest.mark.parametrize("name", ["roots in a loop", "carried state", "views of a batch"])
