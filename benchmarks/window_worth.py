@@ -284,6 +284,7 @@ def main() -> None:
             (folder / f"{trace.stem}.json").write_text(json.dumps(results[name]))
     text = f"{machine()}\n\n{report(results)}"
     if options.report:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(text + "\n")
     else:
         print(text)
