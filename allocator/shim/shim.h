@@ -183,11 +183,11 @@ struct Shim {
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
   std::atomic<bool> forked{false};
-  bool tier_doomed = false;          // the budget is closed; the tier goes with the last cell that needs it
-  bool may_offload = true;           // the policy allows the tier as a last resort
+  bool tier_doomed = false;                    // the budget is closed; the tier goes with the last cell that needs it
+  bool may_offload = true;                     // the policy allows the tier as a last resort
   uint32_t scanned_cells = 0, since_scan = 0;  // of the last look at what the program holds
-  double link_seconds_per_byte = 0;  // to the tier and back, for what nobody ranked
-  bool may_evict = true;             // ... and recomputation
+  double link_seconds_per_byte = 0;            // to the tier and back, for what nobody ranked
+  bool may_evict = true;                       // ... and recomputation
   bool verify = false;
   uint32_t sample = 64;  // one drop in so many keeps a checksum
   std::string tier_error;
