@@ -52,12 +52,14 @@ class Online:
         steps: the schedule so far; never revised.
         peak_bytes: most bytes resident so far.
         seconds: time of all ops that ran.
+        why: what did not fit; empty as long as all did.
     """
 
     budget_bytes: int
     steps: list[Step] = field(default_factory=list)
     peak_bytes: int = 0
     seconds: float = 0.0
+    why: str = ""
     ledger: Ledger = field(default_factory=Ledger)
     _program_seconds: float = 0.0
     _backward: bool = False
@@ -193,7 +195,12 @@ class Online:
     def _make(self, k: int, do: Do, spare: Iterable[int] = ()) -> None:
         ledger = self.ledger
         fresh = [s for s in ledger.outputs[k] if not ledger.resident[s]]
-        self._room(sum(ledger.size[s] for s in fresh), spare)
+        stay = [s for s in ledger.outputs[k] if ledger.resident[s]]  # if one left now, the op would make it, too
+        self._pins.update(stay)
+        try:
+            self._room(sum(ledger.size[s] for s in fresh), set(spare).difference(stay))
+        finally:
+            self._unpin(stay)
         for s in fresh:
             ledger.restore(s)
         self.peak_bytes = max(self.peak_bytes, ledger.used_bytes)
@@ -293,6 +300,7 @@ def run_online(trace: Trace, budget_bytes: int) -> tuple[bool, Online]:
         for s in trace.released_before[len(trace.ops)]:
             online.release(s)
         online.finish(trace.held_at_end)
-    except OverBudget:
+    except OverBudget as error:
+        online.why = f"op {len(online.ledger.seconds) - 1}: {error}"
         return False, online
     return True, online

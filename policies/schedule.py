@@ -68,7 +68,7 @@ def replay(
 
     Known limitations: the two directions of the link do not slow each other down; a tier is as large as needed.
     """
-    run = _Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds)
+    run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds)
     try:
         for number, step in enumerate(steps, 1):
             try:
@@ -81,7 +81,7 @@ def replay(
     return Cost(True, "", run.peak, run.now, run.waited, run.recomputes)
 
 
-class _Replay:
+class Replay:
     """Bytes, clock and link of a schedule that is being run."""
 
     def __init__(self, trace: Trace, budget: int, write_rate: float, read_rate: float, latency: float) -> None:
