@@ -52,6 +52,7 @@ class Online:
         steps: the schedule so far; never revised.
         peak_bytes: most bytes resident so far.
         seconds: time of all ops that ran.
+        at_end: how many steps there were when the program ended; those after it bring back what it holds.
         why: what did not fit; empty as long as all did.
     """
 
@@ -59,6 +60,7 @@ class Online:
     steps: list[Step] = field(default_factory=list)
     peak_bytes: int = 0
     seconds: float = 0.0
+    at_end: int = 0
     why: str = ""
     ledger: Ledger = field(default_factory=Ledger)
     _program_seconds: float = 0.0
@@ -112,6 +114,7 @@ class Online:
         Raises:
             OverBudget: they do not fit together, or not with what it takes to make them.
         """
+        self.at_end = len(self.steps)
         self._gather(held)
 
     # ---- what it will read again

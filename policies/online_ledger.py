@@ -32,6 +32,9 @@ _UNWANTED = 1e-4
 """The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small
 enough that everything unwanted goes before anything wanted; it orders the unwanted among themselves."""
 
+_DOUBT = 0.001
+"""The price of what the program holds but is not expected to read: it may do so all the same (a loss that is printed)."""
+
 
 @dataclass
 class Ledger:
@@ -182,8 +185,11 @@ class Ledger:
 
     def _added_seconds(self, s: int) -> float:
         maker = self.maker[s]
+        share = 1.0
         if not (self.wanted[s] or self._asked[s]):
-            return _UNWANTED * self.seconds[maker]
+            if not self.held[s]:
+                return _UNWANTED * self.seconds[maker]
+            share = _DOUBT
         if self.runs_again[maker]:
             return 0.0
         total, seen, todo = 0.0, {maker}, [maker]
@@ -196,7 +202,7 @@ class Ledger:
                     if m not in seen and not self.runs_again[m]:
                         seen.add(m)
                         todo.append(m)
-        return total
+        return share * total
 
     # ---- bookkeeping
 

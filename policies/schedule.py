@@ -144,7 +144,7 @@ class Replay:
         held = self.computed < self.trace.storages[s].released
         if s in self.trace.constants and held and s not in self.copied_at:
             raise Broken(f"constant {name} freed while held")
-        if self.computed < self.trace.storages[s].pinned_until:
+        if held and self.computed < self.trace.storages[s].pinned_until:
             raise Broken(f"{name} freed while the program itself holds it")
         self._wait(self.copied_at.get(s, 0.0))
         self.resident.remove(s)
