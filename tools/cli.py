@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
     ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
 )
 
