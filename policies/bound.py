@@ -56,17 +56,17 @@ class _Rows:
             self.value.append(value)
         self.right.append(right)
 
-    def solve(self) -> float | None:
-        """The optimum; None if there is no solution."""
+    def solve(self) -> tuple[float, list[float]] | None:
+        """The optimum and where it is; None if there is no solution."""
         # Imported here: seconds of planning are counted, and a plan without a bound needs no scipy.
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
         if not self.cost:
-            return 0.0
+            return 0.0, []
         matrix = csr_array((self.value, (self.row, self.column)), shape=(len(self.right), len(self.cost)))
         result = linprog(self.cost, A_ub=matrix, b_ub=self.right, bounds=np.array([self.low, self.high]).T)
-        return None if result.status == 2 else float(result.fun)
+        return None if result.status == 2 else (float(result.fun), list(result.x))
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,16 @@ def lower_bound_seconds(
         0.0 or more; `INFEASIBLE` if no schedule can exist (the reverse is not proved by a finite bound).
     """
     problem = Problem.of(trace)
+    at = sorted(set(moments if moments is not None else (trace.unmanaged_peak[1],)))
     if not problem.n_ops:
         return 0.0
-    at = sorted(set(moments if moments is not None else (trace.unmanaged_peak[1],)))
     if link is not None:
-        return max(_with_link(problem, budget_bytes, t, link) for t in at)
+        return max(with_link(problem, budget_bytes, t, link) for t in at)
+    return relaxation(problem, budget_bytes, at)[0]
+
+
+def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[float, dict[int, float]]:
+    """The bound over the moments `at` (ascending), and the share of each storage that it keeps at the first of them."""
     unit = max(max(problem.cost), 1e-30)
     uses = _uses(problem)
     last_use = [u[-1] if u else -1 for u in uses]
@@ -136,7 +141,7 @@ def lower_bound_seconds(
     again: list[dict[int, int]] = []
     for m in seen:
         if m.forced_bytes > budget_bytes:
-            return INFEASIBLE
+            return INFEASIBLE, {}
         kept.append(_kept(rows, problem, m, budget_bytes))
         makers = {problem.maker[s] for s in m.relevant if problem.again[s]}
         again.append({k: rows.variable(problem.cost[k] / unit) for k in sorted(makers)})
@@ -158,7 +163,9 @@ def lower_bound_seconds(
                 for s in problem.inputs[k]:
                     rows.at_most(0.0, (x, 1.0), (kept[j][s], -1.0), *_if(ran, problem.maker[s], -1.0))
     found = rows.solve()
-    return INFEASIBLE if found is None else max(0.0, found * unit)
+    if found is None:
+        return INFEASIBLE, {}
+    return max(0.0, found[0] * unit), {s: found[1][x] for s, x in kept[0].items()}
 
 
 def _if(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:
@@ -174,7 +181,7 @@ def _kept(rows: _Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[
     return kept
 
 
-def _with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink) -> float:
+def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink) -> float:
     """The single-moment bound where the link may bring back what K lacks; its objective counts waiting as well."""
     uses = _uses(problem)
     m = _moment(problem, at, [u[-1] if u else -1 for u in uses])
@@ -208,4 +215,4 @@ def _with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink) -> 
     if link.capacity_bytes is not None:
         rows.at_most(1.0, *((x, problem.size[s] / max(link.capacity_bytes, 1)) for s, x in read.items()))
     found = rows.solve()
-    return INFEASIBLE if found is None else max(0.0, found * unit)
+    return INFEASIBLE if found is None else max(0.0, found[0] * unit)

@@ -10,21 +10,40 @@ import numpy as np
 
 from .planner_timeline import Timeline
 
+_NO_LIMIT = 1 << 62
+
 
 class Search:
     """Moves on one timeline under one budget. All randomness comes from `seed`, all limits are counts: no clock.
 
     Attributes:
-        work: steps done so far (storages and events looked at); what an effort is measured in.
+        budget: bytes.
+        bias: factor on the price of dropping a storage; 1 where there is none.
+        droppable: the storages that may be dropped.
     """
 
-    def __init__(self, timeline: Timeline, budget_bytes: int, *, smallest_bytes: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        budget_bytes: int,
+        *,
+        smallest_bytes: int = 1,
+        seed: int = 0,
+        bias: dict[int, float] | None = None,
+    ) -> None:
         self.timeline = timeline
         self.budget = budget_bytes
-        self.work = 0
+        self._looked = 0
         self.random = random.Random(seed)
+        self.bias = bias or {}
         p = timeline.problem
-        self.droppable = [s for s, size in enumerate(p.size) if size >= smallest_bytes and p.again[s]]
+        self.droppable = [s for s, size in enumerate(p.size) if size >= smallest_bytes and timeline.can_restore(s)]
+        self._cost = [timeline.prices.get(s, p.cost[k]) for s, k in enumerate(p.maker)]
+
+    @property
+    def work(self) -> int:
+        """Steps done so far, about 3 us each: what an effort is measured in."""
+        return self._looked + 8 * self.timeline.changes
 
     # ---- what a recompute takes ----------------------------------------------------------------------------------
 
@@ -35,32 +54,36 @@ class Search:
         position `peak_at`, else it is made again too. None: something is gone that cannot be made again.
         """
         t, p = self.timeline, self.timeline.problem
-        stage = key - key % t.stride + t.first
-        keys = [key]
+        keys, seen = [key], {key}
         seconds = 0.0
         for q in keys:  # grows
-            op = q - stage
+            op = t.op(q)
+            if op < 0:
+                seconds += t.prices[q % t.stride]
+                continue
             seconds += p.cost[op]
             for s in p.inputs[op]:
                 if t.resident(s, q):
                     continue
-                again = stage + p.maker[s]
-                if again in keys:
+                back = t.restore(s, q)
+                if back in seen:
                     continue
-                end = t.reach(s, q)
-                # Overwritten in place since then: it cannot be kept, whatever the room.
-                lost = end <= t.gone[s] < q and t.made[s][bisect_left(t.made[s], q) - 1] < t.gone[s]
-                if not lost:
-                    low, high = bisect_right(t.keys, end), bisect_left(t.keys, q)
+                if not self._lost(s, q):
+                    low, high = bisect_right(t.keys, t.reach(s, q)), bisect_left(t.keys, q)
                     fits = high <= low or int(t.profile[low:high].max()) + p.size[s] <= self.budget
-                    if fits and not low <= peak_at < high:
+                    if (fits and not low <= peak_at < high) or not t.can_restore(s):
                         continue
-                    if not p.again[s] and fits:
-                        continue
-                if not p.again[s]:
+                if not t.can_restore(s):
                     return None
-                keys.append(again)
+                seen.add(back)
+                keys.append(back)
+        self._looked += len(keys)
         return seconds, keys
+
+    def _lost(self, s: int, key: int) -> bool:
+        """Whether storage s was overwritten in place since it was last made before `key`: it cannot be kept until then."""
+        made = self.timeline.made[s]
+        return made[bisect_left(made, key) - 1] < self.timeline.gone[s] < key
 
     def _apply(self, keys: list[int]) -> list[int]:
         added = []
@@ -72,17 +95,17 @@ class Search:
 
     # ---- shaving -------------------------------------------------------------------------------------------------
 
-    def _gaps(self, at: int, sharpness: float, noise: float) -> list[list[float]]:
-        """[seconds per byte, storage, next use, weight] of what is resident at event `at` and not used by it."""
+    def _gaps(self, at: int, sharpness: float, noise: float, splitting: bool) -> list[tuple[float, int, float]]:
+        """(seconds per byte, storage, weight) of what is resident at event `at` and not used by it."""
         t, p = self.timeline, self.timeline.problem
-        keys, stride, first = t.keys, t.stride, t.first
+        keys, cost = t.keys, self._cost
         over = np.maximum(t.profile - self.budget, 0).astype(np.float64)
         over /= over.max()
         if sharpness != 1.0:
             over **= sharpness
         total = np.concatenate(([0.0], np.cumsum(over))).tolist()
         found = []
-        self.work += len(self.droppable)
+        self._looked += len(self.droppable) // 4
         for s in self.droppable:
             uses = t.uses[s]
             a = bisect_left(uses, at)
@@ -92,74 +115,123 @@ class Search:
             j = bisect_right(made, at)
             if j == 0 or made[j - 1] == at or (j < len(made) and made[j] < following):
                 continue
-            if following - following % stride + first + p.maker[s] <= at:
+            if not splitting and t.restore(s, following) <= at:
                 continue
             before = made[j - 1]
             if a and uses[a - 1] > before:
                 before = uses[a - 1]
             weight = p.size[s] * (total[bisect_left(keys, following)] - total[bisect_right(keys, before)])
+            if self.bias:
+                weight /= self.bias.get(s, 1.0)
             if noise:
                 weight *= 1.0 + noise * self.random.random()
-            found.append([p.cost[p.maker[s]] / weight, float(s), float(following), weight])
+            found.append((cost[s] / weight, s, weight))
         return found
 
-    def shave(self, *, sharpness: float = 1.0, noise: float = 0.0, limit_seconds: float = float("inf")) -> bool:
+    def shave(
+        self,
+        *,
+        sharpness: float = 1.0,
+        noise: float = 0.0,
+        limit_seconds: float = float("inf"),
+        limit_work: int = _NO_LIMIT,
+        splitting: bool = False,
+    ) -> bool:
         """Drops what is cheapest per byte wherever the profile is highest, until it is under the budget.
 
         Args:
             sharpness: how much more the highest excess counts than a small one, in the worth of a gap.
             noise: random share added to each gap's worth.
             limit_seconds: gives up once so much is run again.
+            limit_work: gives up after so many steps.
+            splitting: may run things again in another order than the program's.
 
         Returns:
             Whether the budget is met.
         """
-        t, p = self.timeline, self.timeline.problem
-        stride, first = t.stride, t.first
+        t = self.timeline
+        until = self.work + limit_work
         while True:
             x = int(t.profile.argmax())
             if t.profile[x] <= self.budget:
                 return True
-            at = t.keys[x]
-            heap = [tuple(row) for row in self._gaps(at, sharpness, noise)]
+            heap = self._gaps(t.keys[x], sharpness, noise, splitting)
             heapq.heapify(heap)
-            moved = False
-            while heap:
-                x = bisect_left(t.keys, at)
-                height = int(t.profile[x])
-                if height <= self.budget:
-                    break
-                price, s_, _, weight = heap[0]
-                s = int(s_)
-                self.work += 1
-                uses = t.uses[s]
-                a = bisect_left(uses, at)
-                if a == len(uses) or uses[a] == at or t.reach(s, at) < at:
-                    heapq.heappop(heap)
-                    continue
-                key = uses[a] - uses[a] % stride + first + p.maker[s]
-                if key <= at or t.has(key):
-                    heapq.heappop(heap)
-                    continue
-                closure = self.closure(key, x)
-                if closure is None:
-                    heapq.heappop(heap)
-                    continue
-                now = closure[0] / weight
-                if now > price * 1.0001 and len(heap) > 1:
-                    heapq.heapreplace(heap, (now, s_, 0.0, weight))
-                    continue
-                heapq.heappop(heap)
-                added = self._apply(closure[1])
-                if int(t.profile[bisect_left(t.keys, at)]) >= height:
-                    for q in reversed(added):
-                        t.remove(q)
-                else:
-                    moved = True
-                    if t.extra_seconds > limit_seconds:
-                        return False
-            if not moved:
+            if not self._lower(t.keys[x], heap) or t.extra_seconds > limit_seconds or self.work > until:
                 return False
+
+    def _lower(self, at: int, heap: list[tuple[float, int, float]], ceiling: int = _NO_LIMIT) -> bool:
+        """Drops from the cheapest on until event `at` fits; whether anything was won. No peak goes above `ceiling`."""
+        t = self.timeline
+        won = False
+        while heap:
+            x = bisect_left(t.keys, at)
+            height = int(t.profile[x])
+            if height <= self.budget:
+                return True
+            price, s, weight = heap[0]
+            self._looked += 2
+            uses = t.uses[s]
+            a = bisect_left(uses, at)
+            if a == len(uses) or uses[a] == at or t.reach(s, at) < at:
+                heapq.heappop(heap)
+                continue
+            key = t.restore(s, uses[a])
+            if key <= at:
+                if not t.split(at):
+                    heapq.heappop(heap)
+                    continue
+                at -= t.stride
+            closure = None if t.has(key) else self.closure(key, x)
+            if closure is None:
+                heapq.heappop(heap)
+                continue
+            now = closure[0] / weight
+            if now > price * 1.0001 and len(heap) > 1:
+                heapq.heapreplace(heap, (now, s, weight))
+                continue
+            heapq.heappop(heap)
+            added = self._apply(closure[1])
+            if int(t.profile[bisect_left(t.keys, at)]) < height and (ceiling == _NO_LIMIT or t.peak <= ceiling):
+                won = True
+            else:
+                for q in reversed(added):
+                    t.remove(q)
+        return won
+
+    def squeeze(self, *, sharpness: float, limit_work: int) -> bool:
+        """`shave` for budgets near the floor: what led into a corner is taken back and costs more from then on.
+
+        Whatever is dropped must not raise the peak; where nothing can be dropped at the highest event, what its stage
+        runs again is kept instead, at four times the price next time.
+        """
+        t, p = self.timeline, self.timeline.problem
+        until = self.work + limit_work
+        while self.work < until:
+            x = int(t.profile.argmax())
+            if t.profile[x] <= self.budget:
+                return True
+            at = t.keys[x]
+            heap = self._gaps(at, sharpness, 0.0, True)
+            heapq.heapify(heap)
+            if self._lower(at, heap, int(t.profile[x])):
+                continue
+            stage = t.stage(at)
+            low = bisect_left(t.keys, stage * t.rows * t.stride)
+            high = bisect_left(t.keys, t.own[stage])
+            if low == high:
+                return False
+            extras = t.keys[low:high]
+            read = {s for q in (*extras, t.own[stage]) if t.op(q) < p.n_ops for s in p.inputs[t.op(q)]}
+            for q in extras:
+                for s in t._makes(q % t.stride):
+                    if s in read:
+                        self.bias[s] = 2.0 * self.bias.get(s, 1.0)
+            for q in reversed(extras):
+                if t.has(q):
+                    self.take_out(q)
+            self._looked += 50
+        return False
 
     # ---- pruning -------------------------------------------------------------------------------------------------
 
@@ -185,9 +257,9 @@ class Search:
             if op < 0:
                 continue
             for s in p.inputs[op]:
-                again = base + t.first + p.maker[s]
-                if again not in stack and t.has(again) and again != t.own[base // t.stride] and not self._wanted(again):
-                    stack.append(again)
+                back = t.restore(s, base)
+                if back not in stack and back != t.own[t.stage(base)] and t.has(back) and not self._wanted(back):
+                    stack.append(back)
 
     def hopeless(self, key: int) -> bool:
         """Whether taking the event out cannot fit, seen without doing it."""
@@ -216,12 +288,11 @@ class Search:
         t = self.timeline
         before = t.extra_seconds
         for q in keys:
-            self.work += 1
+            self._looked += 2
             if not t.has(q) or self.hopeless(q):
                 continue
             outer, t.journal = t.journal, []
             self.take_out(q)
-            self.work += 5
             if t.peak > self.budget:
                 t.undo()
                 t.journal = outer
@@ -238,7 +309,7 @@ class Search:
         def worth(q: int) -> float:
             slot = q % t.stride
             size = sum(p.size[s] for s in t._makes(slot))
-            return -(p.cost[slot - t.first] if slot >= t.first else 0.0) / max(size, 1)
+            return -(p.cost[slot - t.first] if slot >= t.first else t.prices[slot]) / max(size, 1)
 
         return sorted(t.extras(), key=worth)
 
@@ -247,3 +318,43 @@ class Search:
         for _ in range(rounds):
             if self.prune(self.dearest_first()) == 0.0:
                 return
+
+    # ---- trading -------------------------------------------------------------------------------------------------
+
+    def improve(self, work: int) -> None:
+        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done.
+
+        What is worse than before is taken back. The timeline has to meet the budget, and does afterwards.
+        """
+        t = self.timeline
+        until = self.work + work
+        while self.work < until and t.extra_seconds > 0:
+            before = t.extra_seconds
+            t.mark()
+            self._ruin()
+            kept = self.shave(
+                sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
+                noise=self.random.choice((0.2, 1.0, 3.0)),
+                limit_seconds=before * 1.1,
+            )
+            if kept:
+                extras = t.extras()
+                self.prune(extras if len(extras) < 60 else self.random.sample(extras, 60))
+            self._looked += 20
+            if not kept or t.extra_seconds > before * (1 + 1e-12):
+                t.undo()
+            t.journal = None
+
+    def _ruin(self) -> None:
+        t = self.timeline
+        extras = t.extras()
+        count = min(len(extras), self.random.choice((1, 2, 4, 8, 16, 32)))
+        if self.random.random() < 0.5:
+            at = self.random.randrange(len(extras))
+            chosen = extras[max(0, at - count // 2) : at - count // 2 + count]
+        else:  # the same op, or its neighbours in the program, wherever they run again
+            middle = self.random.choice(extras) % t.stride
+            chosen = sorted(extras, key=lambda q: abs(q % t.stride - middle))[:count]
+        for q in chosen:
+            if t.has(q):
+                self.take_out(q)

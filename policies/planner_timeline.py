@@ -90,17 +90,26 @@ class Problem:
 class Timeline:
     """Events in order and the bytes resident at each.
 
-    An event's key is `stage * stride + slot`; slot s < number of storages reads storage s back, slot `first + i` runs op
-    i. Keys sort as events run: reads back first, then recomputes in the program's order, then the stage's own op.
+    An event's key is `row * stride + slot`; slot s < number of storages reads storage s back, slot `first + i` runs op i.
+    Keys sort as events run. A stage has `rows` rows, and all happens in the last: reads back first, then recomputes in the
+    program's order, then the stage's own op. Where another order needs less room, `split` moves events to rows before.
+
+    Attributes:
+        prices: seconds that reading a storage back counts for; only these storages may be read back.
+        extra_seconds: cost of what runs again, and the price of what is read back.
+        changes: events added and removed so far.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, prices: dict[int, float] | None = None) -> None:
         p = self.problem = problem
         n, m = p.n_ops, len(p.size)
         self.first = m
         self.stride = m + n + 1
+        self.rows = rows = 256
+        self.prices = prices or {}
+        self.changes = 0
         self.extra_seconds = 0.0
-        own = self.own = [t * self.stride + m + t for t in range(n + 1)]
+        own = self.own = [(t * rows + rows - 1) * self.stride + m + t for t in range(n + 1)]
         self.keys: list[int] = list(own)
         self.made: list[list[int]] = [[own[k]] for k in p.maker]
         self.uses: list[list[int]] = [[] for _ in range(m)]
@@ -116,14 +125,14 @@ class Timeline:
                 uses.append(own[n])
             if self.pin[s] > (uses[-1] if uses else own[p.maker[s]]):
                 uses.append(self.pin[s])
-            last = uses[-1] // self.stride if uses else p.maker[s]
+            last = self.stage(uses[-1]) if uses else p.maker[s]
             change[p.maker[s]] += p.size[s]
             change[last + 1] -= p.size[s]
         self._profile = np.zeros(2 * n + 16, dtype=np.int64)
         self._profile[: n + 1] = np.cumsum(change)[: n + 1]
         self._profile[:n] -= np.array(p.handed, dtype=np.int64)
         self._n = n + 1
-        self.journal: list[tuple[bool, int]] | None = None
+        self.journal: list[tuple[bool | None, int]] | None = None
 
     @property
     def profile(self) -> Ints:
@@ -135,9 +144,26 @@ class Timeline:
         """Most bytes resident at any event."""
         return int(self._profile[: self._n].max())
 
+    def stage(self, key: int) -> int:
+        """The op before whose end, and after whose predecessor's, the event happens."""
+        return key // (self.stride * self.rows)
+
+    def op(self, key: int) -> int:
+        """The op that the event runs; negative: it reads a storage back."""
+        return key % self.stride - self.first
+
     def key(self, stage: int, op: int) -> int:
-        """The key of op `op` in stage `stage`."""
-        return stage * self.stride + self.first + op
+        """The key of op `op` in the last row of stage `stage`."""
+        return (stage * self.rows + self.rows - 1) * self.stride + self.first + op
+
+    def restore(self, s: int, key: int) -> int:
+        """The event in `key`'s row that brings storage s back: by reading where it has a price, else by its op."""
+        row = key - key % self.stride
+        return row + s if s in self.prices else row + self.first + self.problem.maker[s]
+
+    def can_restore(self, s: int) -> bool:
+        """Whether anything brings storage s back once it is gone."""
+        return s in self.prices or self.problem.again[s]
 
     def has(self, key: int) -> bool:
         """Whether the event is there."""
@@ -146,8 +172,37 @@ class Timeline:
 
     def extras(self) -> list[int]:
         """Keys of all events that are not the program's own, in order."""
-        stride, first = self.stride, self.first
-        return [q for q in self.keys if q % stride - first != q // stride]
+        stride, first, whole = self.stride, self.first, self.stride * self.rows
+        return [q for q in self.keys if q % stride - first != q // whole]
+
+    def split(self, key: int) -> bool:
+        """Moves what happens in `key`'s stage up to `key` one row up, so that things can be made again after it in order.
+
+        Nothing else changes. Returns whether there was a row left.
+        """
+        low = key - key % (self.stride * self.rows)
+        a, b = bisect_left(self.keys, low), bisect_right(self.keys, key)
+        moved = self.keys[a:b]
+        if not moved or moved[0] - self.stride < low or key == self.own[self.stage(key)]:
+            return False
+        self._move(moved, -self.stride)
+        if self.journal is not None:
+            self.journal.append((None, key))
+        return True
+
+    def _move(self, moved: list[int], by: int) -> None:
+        """Renames events; their order stays."""
+        for q in moved:
+            x = bisect_left(self.keys, q)
+            self.keys[x] = q + by
+            for s in self._makes(q % self.stride):
+                made = self.made[s]
+                made[bisect_left(made, q)] = q + by
+            op = self.op(q)
+            if op >= 0:
+                for s in self.problem.inputs[op]:
+                    uses = self.uses[s]
+                    uses[bisect_left(uses, q)] = q + by
 
     def _makes(self, slot: int) -> tuple[int, ...]:
         if slot < self.first:
@@ -190,7 +245,7 @@ class Timeline:
         for s in self._makes(after % self.stride):
             through -= size[s]
         op = after % self.stride - self.first
-        if op == after // self.stride and op < p.n_ops:
+        if op == self.stage(after) and op < p.n_ops:
             through += p.handed[op]
         profile[x + 1 : self._n + 1] = profile[x : self._n].copy()
         profile[x] = through
@@ -216,6 +271,9 @@ class Timeline:
                 if key > end:
                     profile[bisect_right(keys, end) : x + 1] += size[s]
             self.extra_seconds += p.cost[slot - self.first]
+        else:
+            self.extra_seconds += self.prices[slot]
+        self.changes += 1
         if self.journal is not None:
             self.journal.append((True, key))
 
@@ -232,6 +290,9 @@ class Timeline:
                 if key > end:
                     profile[bisect_right(keys, end) : x + 1] -= size[s]
             self.extra_seconds -= p.cost[slot - self.first]
+        else:
+            self.extra_seconds -= self.prices[slot]
+        self.changes += 1
         for s in self._makes(slot):
             made, uses = self.made[s], self.uses[s]
             j = bisect_left(made, key)
@@ -258,7 +319,11 @@ class Timeline:
         """Takes back what was changed since `mark`."""
         journal, self.journal = self.journal or [], None
         for added, key in reversed(journal):
-            if added:
+            if added is None:  # a split
+                low = key - key % (self.stride * self.rows)
+                a, b = bisect_left(self.keys, low), bisect_right(self.keys, key - self.stride)
+                self._move(self.keys[a:b][::-1], self.stride)
+            elif added:
                 self.remove(key)
             else:
                 self.add(key)
