@@ -126,7 +126,7 @@ def lower_bound_seconds(
     if not problem.n_ops:
         return 0.0
     if link is not None:
-        return max(with_link(problem, budget_bytes, t, link) for t in at)
+        return max(with_link(problem, budget_bytes, t, link).seconds for t in at)
     return relaxation(problem, budget_bytes, at)[0]
 
 
@@ -181,20 +181,33 @@ def _kept(rows: _Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[
     return kept
 
 
-def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink) -> float:
-    """The single-moment bound where the link may bring back what K lacks; its objective counts waiting as well."""
+@dataclass(frozen=True)
+class Share:
+    """What the program with a link says: seconds over one run of each op, and the shares kept and read back at the moment."""
+
+    seconds: float
+    kept: dict[int, float]
+    read: dict[int, float]
+
+
+def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, due: int | None = None) -> Share:
+    """The single-moment program where the link may bring back what K lacks; its objective counts waiting as well.
+
+    Args:
+        due: also asks that each read fits between the moment and its first use, and each write between the making and op
+            `due`, or the moment for what is made later. Schedules may do without, so this is advice, not a bound.
+    """
     uses = _uses(problem)
     m = _moment(problem, at, [u[-1] if u else -1 for u in uses])
     if m.forced_bytes > budget_bytes:
-        return INFEASIBLE
+        return Share(INFEASIBLE, {}, {})
     unit = max(max(problem.cost), 1e-30)
     rows = _Rows()
     kept = _kept(rows, problem, m, budget_bytes)
-    again = {
-        k: rows.variable(problem.cost[k] / unit)
-        for k in sorted({problem.maker[s] for s in m.relevant if problem.again[s]})
-    }
-    read = {s: rows.variable(0.0) for s in m.relevant if s not in m.there}
+    makers = sorted({problem.maker[s] for s in m.relevant if problem.again[s]})
+    again = {k: rows.variable(problem.cost[k] / unit) for k in makers}
+    read = {s: rows.variable(1e-6) for s in m.relevant if s not in m.there} if due is not None else {}
+    read = read or {s: rows.variable(0.0) for s in m.relevant if s not in m.there}
     waits = [rows.variable(1.0, 0.0, float("inf")) for _ in range(2)]
     for s in m.relevant:
         if uses[s] and uses[s][-1] > at:
@@ -202,17 +215,34 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink) -> f
     for k, x in again.items():
         for s in problem.inputs[k]:
             rows.at_most(0.0, (x, 1.0), (kept[s], -1.0), *_if(again, problem.maker[s], -1.0), *_if(read, s, -1.0))
-    before, after = sum(problem.cost[: at + 1]) / unit, sum(problem.cost[at:]) / unit
-    second = {s: problem.size[s] / unit for s in read}
+    passed = np.concatenate(([0.0], np.cumsum(problem.cost))) / unit
+    before, after = float(passed[at + 1]), float(passed[-1] - passed[at])
+    reading = {s: problem.size[s] / unit / link.read_bytes_per_second for s in read}
+    writing = {s: problem.size[s] / unit / link.write_bytes_per_second for s in read}
     # What runs again after the moment hides reads too; before it nothing of this program does.
-    rows.at_most(
-        after,
-        *((x, second[s] / link.read_bytes_per_second) for s, x in read.items()),
-        *((x, -problem.cost[k] / unit) for k, x in again.items()),
-        (waits[0], -1.0),
-    )
-    rows.at_most(before, *((x, second[s] / link.write_bytes_per_second) for s, x in read.items()), (waits[1], -1.0))
+    more = ((x, -problem.cost[k] / unit) for k, x in again.items())
+    rows.at_most(after, *((x, reading[s]) for s, x in read.items()), *more, (waits[0], -1.0))
+    rows.at_most(before, *((x, writing[s]) for s, x in read.items()), (waits[1], -1.0))
     if link.capacity_bytes is not None:
         rows.at_most(1.0, *((x, problem.size[s] / max(link.capacity_bytes, 1)) for s, x in read.items()))
+    if due is not None:
+        first = {s: next((u for u in uses[s] if u > at), problem.n_ops) for s in read}
+        for part in range(1, _PARTS + 1):
+            limit = int(np.searchsorted(passed, passed[at] + after * part / _PARTS))
+            early = [(x, reading[s]) for s, x in read.items() if first[s] <= limit]
+            if early:
+                rows.at_most(float(passed[limit] - passed[at + 1]), *early, (waits[0], -1.0))
+            for end in {min(due, at), at}:
+                limit = int(np.searchsorted(passed, float(passed[end + 1]) * (part - 1) / _PARTS))
+                late = [(x, writing[s]) for s, x in read.items() if limit <= problem.maker[s] <= end]
+                if late:
+                    rows.at_most(float(passed[end + 1] - passed[limit]), *late, (waits[1], -1.0))
     found = rows.solve()
-    return INFEASIBLE if found is None else max(0.0, found[0] * unit)
+    if found is None:
+        return Share(INFEASIBLE, {}, {})
+    x = found[1]
+    return Share(max(0.0, found[0] * unit), {s: x[v] for s, v in kept.items()}, {s: x[v] for s, v in read.items()})
+
+
+_PARTS = 12
+"""Deadlines on either side of the moment that the advice keeps."""

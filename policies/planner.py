@@ -145,15 +145,58 @@ def plan(
                     break
         seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
     if link is not None and idle.peak > budget_bytes >= least_bytes(problem):
-        bound = with_link(problem, budget_bytes, at, link)
-        for price in _PRICES if recompute else _PRICES[:1]:
-            other = _mixed(problem, budget_bytes, link, price, effort)
+        bound = with_link(problem, budget_bytes, at, link).seconds
+        full = int((idle.profile > budget_bytes).argmax())
+        candidates = [
+            _advised(problem, budget_bytes, link, at, share, full if early else at, effort) for share, early in _SHARES
+        ]
+        candidates += [_mixed(problem, budget_bytes, link, x, effort) for x in (_PRICES if recompute else _PRICES[:1])]
+        for other in candidates:
             if other is not None and other[1] < seconds:
                 best, seconds = other
     if best is None:
         return Plan(budget_bytes, False, (), (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
     steps = _steps(best)
     return Plan(budget_bytes, True, steps, _absences(best), best.peak, seconds, unmanaged, unmanaged + bound)
+
+
+_SHARES = ((1.0, False), (0.85, False), (1.0, True), (0.8, True), (0.5, True), (0.25, True))
+"""What share of the bandwidth the advice may count on, and whether writes have to be done when memory fills up first."""
+
+
+def _advised(
+    problem: Problem, budget_bytes: int, link: TierLink, at: int, share: float, due: int, effort: int
+) -> tuple[Timeline, float] | None:
+    """(timeline, seconds) where what the relaxation reads back is offloaded over the moment `at`, the rest shaved."""
+    slower = replace(
+        link,
+        read_bytes_per_second=share * link.read_bytes_per_second,
+        write_bytes_per_second=share * link.write_bytes_per_second,
+    )
+    advice = with_link(problem, budget_bytes, at, slower, due=due)
+    chosen = {s for s, x in advice.read.items() if x > 0.5}
+    if not chosen:
+        return None
+    best: tuple[Timeline, float] | None = None
+    prices = {s: 1e-3 * problem.size[s] / link.read_bytes_per_second for s in chosen}
+    if not any(problem.again):  # what the advice keeps may have to go as well
+        prices = {s: prices.get(s, size / link.read_bytes_per_second) for s, size in enumerate(problem.size) if size}
+    bias = {s: 0.1 + k for s, k in advice.kept.items()}
+    for sharpness in (1.0, 3.0):
+        timeline = Timeline(problem, prices)
+        moment = timeline.own[at]
+        for s in chosen:
+            uses = [q for q in timeline.uses[s] if q > moment]
+            if uses and timeline.pin[s] < moment:
+                timeline.add(timeline.restore(s, uses[0]))
+        search = Search(timeline, budget_bytes, bias=bias)
+        if not search.shave(sharpness=sharpness, limit_work=effort // 8):
+            continue
+        search.settle()
+        seconds = hide(timeline, link, budget_bytes).seconds
+        if best is None or seconds < best[1]:
+            best = timeline, seconds
+    return best
 
 
 def _mixed(

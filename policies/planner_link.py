@@ -32,8 +32,11 @@ class Clock:
     written: dict[int, float]
 
 
-def clock(t: Timeline, link: TierLink) -> Clock:
-    """Plays the timeline. Time goes on at ops, at reads that an op waits for and at writes that a free waits for."""
+def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
+    """Plays the timeline. Time goes on at ops, at reads that an op waits for and at writes that a free waits for.
+
+    Without `waiting` only at ops: when things would happen if transfers hid completely.
+    """
     p = t.problem
     back = {q % t.stride for q in t.keys if q % t.stride < t.first}
     ends: dict[int, list[int]] = {}
@@ -56,7 +59,7 @@ def clock(t: Timeline, link: TierLink) -> Clock:
             wanted = p.held if op == p.n_ops else p.wanted[op] if own else p.inputs[op]
             for s in wanted:
                 if s in ready:
-                    now = max(now, ready.pop(s))
+                    now = max(now, ready.pop(s)) if waiting else now
             begins[q] = now
             if op < p.n_ops:
                 now += p.cost[op]
@@ -66,20 +69,18 @@ def clock(t: Timeline, link: TierLink) -> Clock:
                         write_free = max(now, write_free) + link.latency_seconds
                         write_free += p.size[s] / link.write_bytes_per_second
                         written[s] = write_free
-        for s in ends.get(q, ()):
+        for s in ends.get(q, ()) if waiting else ():
             now = max(now, written[s])
     return Clock(now, begins, written)
 
 
 def hide(t: Timeline, link: TierLink, budget_bytes: int, rounds: int = 2) -> Clock:
     """Frees later and reads earlier where there is room, until transfers hide or room ends; returns the clock after it."""
-    best = clock(t, link)
     for _ in range(rounds):
-        _free_later(t, best, budget_bytes)
-        best = clock(t, link)
-        _read_earlier(t, best, link, budget_bytes)
-        best = clock(t, link)
-    return best
+        # A wait moves everything after it: aiming at where it would be without is what makes it go away.
+        _free_later(t, clock(t, link, waiting=False), budget_bytes)
+        _read_earlier(t, clock(t, link, waiting=False), link, budget_bytes)
+    return clock(t, link)
 
 
 def _free_later(t: Timeline, timing: Clock, budget_bytes: int) -> None:

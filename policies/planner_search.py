@@ -257,9 +257,9 @@ class Search:
             if op < 0:
                 continue
             for s in p.inputs[op]:
-                back = t.restore(s, base)
-                if back not in stack and back != t.own[t.stage(base)] and t.has(back) and not self._wanted(back):
-                    stack.append(back)
+                for back in (base + s, base + t.first + p.maker[s]):
+                    if back not in stack and back != t.own[t.stage(base)] and t.has(back) and not self._wanted(back):
+                        stack.append(back)
 
     def hopeless(self, key: int) -> bool:
         """Whether taking the event out cannot fit, seen without doing it."""

@@ -132,7 +132,7 @@ class Timeline:
         self._profile[: n + 1] = np.cumsum(change)[: n + 1]
         self._profile[:n] -= np.array(p.handed, dtype=np.int64)
         self._n = n + 1
-        self.journal: list[tuple[bool | None, int]] | None = None
+        self.journal: list[tuple[str, int, int]] | None = None
 
     @property
     def profile(self) -> Ints:
@@ -187,7 +187,7 @@ class Timeline:
             return False
         self._move(moved, -self.stride)
         if self.journal is not None:
-            self.journal.append((None, key))
+            self.journal.append(("split", key, 0))
         return True
 
     def _move(self, moved: list[int], by: int) -> None:
@@ -275,7 +275,7 @@ class Timeline:
             self.extra_seconds += self.prices[slot]
         self.changes += 1
         if self.journal is not None:
-            self.journal.append((True, key))
+            self.journal.append(("add", key, 0))
 
     def remove(self, key: int) -> None:
         """Takes back `add(key)`; storages are then kept from where they were made before."""
@@ -309,7 +309,7 @@ class Timeline:
         profile[x : self._n - 1] = profile[x + 1 : self._n].copy()
         self._n -= 1
         if self.journal is not None:
-            self.journal.append((False, key))
+            self.journal.append(("remove", key, 0))
 
     def mark(self) -> None:
         """Starts to note changes, for `undo`."""
@@ -318,15 +318,19 @@ class Timeline:
     def undo(self) -> None:
         """Takes back what was changed since `mark`."""
         journal, self.journal = self.journal or [], None
-        for added, key in reversed(journal):
-            if added is None:  # a split
+        for what, key, s in reversed(journal):
+            if what == "add":
+                self.remove(key)
+            elif what == "remove":
+                self.add(key)
+            elif what == "hold":
+                self.release(s, key)
+            elif what == "release":
+                self.hold(s, key)
+            else:
                 low = key - key % (self.stride * self.rows)
                 a, b = bisect_left(self.keys, low), bisect_right(self.keys, key - self.stride)
                 self._move(self.keys[a:b][::-1], self.stride)
-            elif added:
-                self.remove(key)
-            else:
-                self.add(key)
 
     def hold(self, s: int, key: int) -> None:
         """Keeps storage s resident up to the event `key` (a copy of it is being written until then)."""
@@ -335,6 +339,19 @@ class Timeline:
         if key > end:
             keys = self.keys
             self._profile[bisect_right(keys, end) : bisect_right(keys, key)] += self.problem.size[s]
+        if self.journal is not None:
+            self.journal.append(("hold", key, s))
+
+    def release(self, s: int, key: int) -> None:
+        """Takes back `hold(s, key)`."""
+        uses = self.uses[s]
+        uses.pop(bisect_left(uses, key))
+        end = self.reach(s, key + 1)
+        if key > end:
+            keys = self.keys
+            self._profile[bisect_right(keys, end) : bisect_right(keys, key)] -= self.problem.size[s]
+        if self.journal is not None:
+            self.journal.append(("release", key, s))
 
     def intervals(self) -> Iterator[tuple[int, int, int]]:
         """(storage, event that makes it, last event that wants it) for each time that a storage is made."""
