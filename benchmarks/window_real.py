@@ -1,6 +1,6 @@
 """Real training under a budget with each placement: processor time of a step, interleaved, and what was evicted.
 
-    python benchmarks/window_real.py [--rounds 5] [--share 0.5]
+    python benchmarks/window_real.py [--rounds 5] [--share 0.5] [--placements window score]
 
 What the replay cannot say: what remap costs (pages given back and fetched again), and what searching costs in a real step.
 Recompute only (no disk tier), one thread; the processor's time, user and system, is what a busy machine leaves comparable.
@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -54,11 +54,11 @@ def _steps(
     }
 
 
-def table(rounds: int, share: float, steps: int) -> str:
+def table(rounds: int, share: float, steps: int, placements: Sequence[str]) -> str:
     """In Markdown."""
     torch.set_num_threads(1)
     lines = [
-        "| model | placement | CPU s / step, beside remap | evicted MB | recompute s | search s | remapped MB |",
+        "| model | placement | CPU of a step, beside remap (quartiles) | evicted MB | recompute s | search s | remapped MB |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     cases: dict[str, Callable[[], Callable[[], object]]] = {
@@ -69,15 +69,16 @@ def table(rounds: int, share: float, steps: int) -> str:
     for name, make in cases.items():
         peak = _steps(make, None, "remap", steps)["peak"]
         budget = int(share * peak)
-        runs: dict[str, list[dict[str, float]]] = {placement: [] for placement in PLACEMENTS}
+        runs: dict[str, list[dict[str, float]]] = {placement: [] for placement in placements}
         for number in range(rounds):
-            for placement in PLACEMENTS if number % 2 else reversed(PLACEMENTS):
+            for placement in placements if number % 2 else reversed(placements):
                 runs[placement].append(_steps(make, budget, placement, steps))
         for placement, of in runs.items():
-            ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(of, runs["remap"], strict=True))
+            ratios = sorted(a["seconds"] / b["seconds"] for a, b in zip(of, runs["remap"], strict=True))
+            spread = f"{statistics.median(ratios):.3f} ({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})"
             mid = {key: statistics.median(run[key] for run in of) for key in of[0]}
             lines.append(
-                f"| {name} | {placement} | {ratio:.3f} | {mid['evicted'] / 1e6:.1f} | {mid['recompute']:.3f} | "
+                f"| {name} | {placement} | {spread} | {mid['evicted'] / 1e6:.1f} | {mid['recompute']:.3f} | "
                 f"{mid['search']:.4f} | {mid['remapped'] / 1e6:.1f} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
@@ -89,8 +90,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--placements", nargs="+", default=PLACEMENTS, help="remap is always among them")
     options = parser.parse_args()
-    print(table(options.rounds, options.share, options.steps))
+    placements = list(dict.fromkeys(["remap", *options.placements]))
+    print(table(options.rounds, options.share, options.steps, placements))
 
 
 if __name__ == "__main__":

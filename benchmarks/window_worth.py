@@ -125,6 +125,30 @@ def _cells(row: Row) -> str:
     )
 
 
+HOW = """## How it was taken
+
+Every model took its training steps once in a real process, on memmgr's CPU plug-in without a budget and without its
+recorder: the core logged each block that it handed out and got back (operator-internal temporaries, parameters,
+gradients and optimizer states included), and a dispatch mode and saved-tensor hooks noted the ops with their inputs,
+outputs and seconds, what autograd saved, and from when to when the program itself held it. `window_replay.cpp` then
+makes the same requests of the same arena, by its C interface, under a budget. A saved storage that the program does
+not hold may leave; when it is used again its op's inputs (made again first if need be), temporaries and outputs are
+allocated and the virtual clock moves on. Prices are DTR's for everybody: (own op + evicted ancestors) / staleness.
+Nothing is offloaded; memory is mapped, not touched. 50 % is of the trace's peak; *near the floor* is 1.05 times the
+highest floor among the five ways with writes in place, so that all of them can work. Floors are by bisection to a
+thousandth of the peak; success is not quite monotonous in the budget, and op times differ a little from one recording
+to the next, so differences of a few percent between floors are noise. ✗: ran out of memory; its figures are those
+until then.
+
+*window*, *score* and *dte* never remap (the arena is one piece of memory of the budget's length); *remap* evicts by
+score and takes addresses further up where there is no run; *window, then remap* searches first and remaps when no
+window exists. *Beyond shortage*: evicted bytes, less those by which the request would have passed the budget; *beyond
+request*: less all of the request's own. *Rate*: free bytes / budget when a reclaim begins (Coop's rate). *1 −
+run/free*: longest run / free bytes then. *Recompute*: of the ops' time. *Apart*: dear and cheap tensors from opposite
+ends. *Writes move*: each in-place write gives its block a new place, as copy on write would; the product never does
+that.
+"""
+
 HEADS = (
     "budget MB",
     "evictions",
@@ -221,7 +245,7 @@ def _geometric(values: list[float]) -> float:
 
 def report(results: dict[str, list[Row]]) -> str:
     """The whole report, without its introduction and conclusion."""
-    parts: list[str] = ["## Smallest budget that works, % of the peak", "", *_floors(results), ""]
+    parts: list[str] = [HOW, "## Smallest budget that works, % of the peak", "", *_floors(results), ""]
     parts += ["## The window beside the others (together, in place)", "", *_ratios(results), ""]
     parts += ["## Cheap tensors apart: on / off, geometric mean over the traces", "", *_switch(results, "apart"), ""]
     parts += ["## Writes move blocks: on / off, geometric mean over the traces", "", *_switch(results, "moves"), ""]
@@ -260,6 +284,7 @@ def main() -> None:
             (folder / f"{trace.stem}.json").write_text(json.dumps(results[name]))
     text = f"{machine()}\n\n{report(results)}"
     if options.report:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(text + "\n")
     else:
         print(text)

@@ -171,7 +171,7 @@ class Guards:
 
     def _exposed(self, tensor: torch.Tensor) -> None:
         native = self._manager.native
-        if native.find(tensor) is not None and not (tensor.requires_grad and tensor.is_leaf):
+        if native.lookup(tensor) is not None and not (tensor.requires_grad and tensor.is_leaf):
             # What is gone and would be made from these bytes is made now, while they are what they were.
             self._manager.recorder.before_expose(tensor)
             native.expose(tensor)

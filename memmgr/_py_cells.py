@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 
@@ -11,6 +12,20 @@ from . import _py_types as types
 from ._py_ledger import Ledger
 from ._py_tier import Tier
 from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, Ref, graveyard
+
+_RETURNED_SECONDS = 0.1
+
+
+def written_now(cell: Cell) -> tuple[Cell, int, float]:
+    """An entry of the lists of cells that the running op wrote."""
+    return cell, threading.get_ident(), time.monotonic()
+
+
+def _settled(written: list[tuple[Cell, int, float]]) -> tuple[list[Cell], list[tuple[Cell, int, float]]]:
+    """What this thread wrote, or another so long ago that its op has returned or the thread has ended; and the rest."""
+    me, then = threading.get_ident(), time.monotonic() - _RETURNED_SECONDS
+    over = [cell for cell, by, at in written if by == me or at < then]
+    return over, [entry for entry in written if entry[1] != me and entry[2] >= then]
 
 
 class Cells(Ledger):
@@ -27,9 +42,10 @@ class Cells(Ledger):
         self._gone_bytes = 0
         self._incoming_bytes = 0
         self._offloaded_cells = 0
-        self._unsettled: list[Cell] = []
+        # Each with the thread that wrote and when: the counter moves only after the op has returned in that thread.
+        self._unsettled: list[tuple[Cell, int, float]] = []
         # Written while saved: a moved counter makes them stale, else they have new bytes.
-        self._doubtful: list[Cell] = []
+        self._doubtful: list[tuple[Cell, int, float]] = []
         self._next_seq = 0
         self._clock = 0.0
         self._stamp = 0
@@ -75,7 +91,7 @@ class Cells(Ledger):
             return
         with self._lock:
             self._bury_locked()
-            doubtful, self._doubtful = self._doubtful, []
+            doubtful, self._doubtful = _settled(self._doubtful)
             for cell in doubtful:
                 if cell.handles > 0 and not cell.saved_fresh:
                     self._make_stale(cell)  # autograd's error
@@ -83,7 +99,7 @@ class Cells(Ledger):
                     # The op hides its write, or preserved the counter: autograd would read the new bytes, and so do we.
                     self._cut(cell, False, False)
                     self._drop_recipe(cell)
-            cells, self._unsettled = self._unsettled, []
+            cells, self._unsettled = _settled(self._unsettled)
             for cell in cells:
                 for version in cell.versions:
                     version.at = version.twin._version
@@ -99,7 +115,7 @@ class Cells(Ledger):
         self._drop_recipe(cell)
         if not cell.unsettled:
             cell.unsettled = True
-            self._unsettled.append(cell)
+            self._unsettled.append(written_now(cell))
 
     def _make_stale(self, cell: Cell) -> None:
         """Off the list of cells that could leave, and without bytes: an unpack is autograd's error (rule 8)."""

@@ -32,6 +32,7 @@ class ThreadState(threading.local):
 
     stall_ns = 0
     no_reclaim = False
+    recomputing = False
     promised = 0  # bytes that its op was told it may make, until they are in the books
     critical = 0  # more than 0 while state is half changed without the lock
 
@@ -77,6 +78,9 @@ class Ledger(Watch):
         raise NotImplementedError
 
     def _cells_here(self) -> int:
+        raise NotImplementedError
+
+    def _can_offload(self) -> bool:
         raise NotImplementedError
 
     # -- storages --
@@ -214,7 +218,7 @@ class Ledger(Watch):
         return self._live + self._outside + self._promised - self._tls.promised + want - self._budget
 
     def _after(self, made: int) -> None:
-        if made:
+        if made and self._counts_for_floor():
             self._scan_floor(False)
         if made and self._resident() > self._budget:
             self._reserve(0, True)  # the guess was too small
@@ -260,7 +264,9 @@ class Ledger(Watch):
         resident = self._resident()
         may_leave = min(self._may_leave_bytes(), resident)
         self._held_estimate = held = self._program_bytes()
-        self._floor = floor = max(self._floor, resident - may_leave + min(held, may_leave) + want)
+        floor = max(self._floor, resident - may_leave + min(held, may_leave) + want)
+        if self._counts_for_floor():
+            self._floor = floor
         text = (
             f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "
             f"{_mib(self._budget)} is spent: {_mib(resident)} resident, of which nothing more can be let go. Smallest "
@@ -269,6 +275,10 @@ class Ledger(Watch):
         if self._tier_error:
             text += f" The disk tier failed: {self._tier_error}."
         raise torch.OutOfMemoryError(text)
+
+    def _counts_for_floor(self) -> bool:
+        """Not a trial, nor a recomputation that offloading would have spared: neither says what the run needs."""
+        return not self._tls.no_reclaim and not (self._tls.recomputing and self._can_offload())
 
     def _scan_floor(self, at_op_boundary: bool) -> None:
         """floor: what is resident and may not leave, at its worst; held: the same seen between two ops."""
@@ -356,6 +366,12 @@ class Ledger(Watch):
 
     def set_no_reclaim(self, value: bool) -> None:
         self._tls.no_reclaim = bool(value)
+
+    def set_recomputing(self, value: bool) -> bool:
+        """Returns what it was: this thread's allocations are a replay's."""
+        before = self._tls.recomputing
+        self._tls.recomputing = bool(value)
+        return before
 
     def storage_info(self, tensor: Any) -> tuple[int, int, bool, bool] | None:
         """(address of the storage, bytes, covers it all and is dense, is in the books)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._py_cells import Cells
+from ._py_cells import Cells, written_now
 from ._py_predict import is_plain
 from ._py_tier import address
 from ._py_types import EVICTED, PRESENT, Cell, Known, Recipe, Ref, graveyard
@@ -230,7 +230,7 @@ class Table(Cells):
                     return None
                 if old.handles > 0:
                     # Whether this is an error shows when the counter has moved, or has not: see _settle().
-                    self._doubtful.append(old)
+                    self._doubtful.append(written_now(old))
                     self._disarm(old)
                 else:
                     self._drop_slot(old)
@@ -240,7 +240,7 @@ class Table(Cells):
             if old is not None and old.exposed:
                 cell.exposed = True
             cell.unsettled = True
-            self._unsettled.append(cell)
+            self._unsettled.append(written_now(cell))
             if recipe is not None:
                 cell.recipe, cell.cost = recipe, recipe.cost
                 cell.maker = str(recipe._func)

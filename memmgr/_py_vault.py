@@ -32,6 +32,9 @@ class Vault(Columns):
 
     # -- letting go --
 
+    def _can_offload(self) -> bool:
+        return self._tier is not None and self._may_offload
+
     def _release(self, cell: Cell, action: int) -> bool:
         """Lets the bytes go if they are ours alone. The lock is held; it is dropped while bytes are copied."""
         self._disarm(cell)

@@ -295,8 +295,8 @@ class Recorder:
         if not self._proof_wanted(recipe):
             return None
         native = self._native
-        native.set_no_reclaim(True)
         try:
+            native.set_no_reclaim(True)
             with _BelowAutograd():
                 begun = time.perf_counter()
                 outputs = run_recipe(native, recipe)

@@ -15,6 +15,7 @@ from memmgr.tools._wrong import Wrong
 VERBS: tuple[tuple[str, str, str], ...] = (
     ("run", "memmgr.tools.run", "run a training script under a budget, unmodified"),
     ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
 )
 

@@ -237,6 +237,7 @@ static void Ref_dealloc(PyObject* self) {
     if (r->handle) remove_handle(r->cell);
     deferred_decref(reinterpret_cast<PyObject*>(r->cell));
   }
+  r->counter.~VariableVersion();
   r->sizes.~SmallVector();
   r->strides.~SmallVector();
   Py_TYPE(self)->tp_free(self);
@@ -262,6 +263,7 @@ Ref* make_ref(c10::TensorImpl* t, Cell* c, bool handle) {
   r->offset = t->storage_offset();
   new (&r->dtype) caffe2::TypeMeta(t->dtype());
   new (&r->keys) c10::DispatchKeySet(t->key_set());
+  new (&r->counter) c10::VariableVersion(handle && !t->is_inference() ? t->version_counter() : c10::VariableVersion());
   Py_INCREF(c);
   r->cell = c;
   r->mutated = false;

@@ -171,6 +171,31 @@ static void add_handle(Cell* c) {
   price_locked(c);
 }
 
+// Would autograd miss anything that is made from `c`? What the program itself holds is there anyway, and saved again it
+// is a root like any other. Looks at a bounded number of descendants; there being more counts as yes.
+static bool wanted_through(Cell* c) {
+  static std::vector<Cell*> work;
+  work.assign(1, c);
+  const uint32_t stamp = ++g.stamp;
+  int looks = 0;
+  while (!work.empty()) {
+    const Cell* x = work.back();
+    work.pop_back();
+    for (const Link* l = x->named_by; l; l = l->next) {
+      if (!l->recipe->ok) continue;
+      for (Cell* out : l->recipe->outputs) {
+        if (!out || out->stamp == stamp) continue;
+        if (out->handles > 0 || ++looks > 128) return true;
+        out->stamp = stamp;
+        if (out->names > 0) work.push_back(out);
+      }
+    }
+  }
+  return false;
+}
+
+static void cut(Cell* first, bool itself, bool dry_run, std::vector<Cell*>* stranded);
+
 static void remove_handle(Cell* c) {
   if (--c->handles > 0) return;
   if (c->busy) wait_not_busy(c);
@@ -201,6 +226,15 @@ static void remove_handle(Cell* c) {
     return;
   }
   drop_slot(c);
+  if (root_in_use && c->strong && c->strong.use_count() == 1 && !wanted_through(c)) {
+    // An LSTM's gates stay with the recipe of a hidden state that the program keeps, four times its size.
+    Py_INCREF(c);
+    c->lost = true;
+    cut(c, true, false, nullptr);
+    release_strong(c);
+    deferred_decref(reinterpret_cast<PyObject*>(c));
+    return;
+  }
   if (!root_in_use) release_strong(c);
 }
 
@@ -217,6 +251,7 @@ static void unlink(Link* l) {
     }
     drop_slot(c);
     release_strong(c);
+    if (g.tier_doomed) close_doomed_tier();
   }
   l->cell = nullptr;
   deferred_decref(reinterpret_cast<PyObject*>(c));
@@ -314,7 +349,26 @@ void sweep() {
   g.attached_bytes = 0;
 }
 
+// A few entries at every op, so that those of dead storages are found within a fraction of the table's size: their
+// recipes keep roots and generator states.
+void sweep_a_little() {
+  constexpr size_t kBuckets = 8;
+  const size_t n = g.table.bucket_count();
+  c10::StorageImpl* dead[2 * kBuckets];
+  size_t found = 0;
+  for (size_t k = 0; k < std::min(kBuckets, n); ++k) {
+    const size_t bucket = g.sweep_cursor++ % n;
+    for (auto it = g.table.begin(bucket); it != g.table.end(bucket); ++it)
+      if (found < 2 * kBuckets && !it->second->strong && it->second->weak.expired()) dead[found++] = it->first;
+  }
+  for (size_t i = 0; i < found; ++i) {
+    auto it = g.table.find(dead[i]);
+    if (it != g.table.end()) table_erase(it);
+  }
+}
+
 static void enter(c10::StorageImpl* s, Cell* c) {
+  sweep_a_little();
   auto [it, fresh] = g.table.try_emplace(s, c);
   Py_INCREF(c);
   if (!fresh) {
@@ -449,9 +503,20 @@ static void settle_doubtful() {
   }
 }
 
+// Bytes of another library or process: they may change as long as that pleases, so no copy of them is any good, and
+// letting go of them frees nothing of the arena.
+static bool memory_elsewhere(const c10::StorageImpl* s) {
+  const void* p = const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get();
+  return foreign_memory(s) && !(g.arena && p && mm_arena_owns(g.arena, p));
+}
+
 // A pointer to the cell's memory is in other hands: from now on its bytes may change unseen (rule 6).
 void expose_cell(Cell* c) {
-  if (c->exposed) return;
+  if (c->exposed) {
+    StorageRef live = c->strong ? c->strong : c->weak.lock();
+    if (live && memory_elsewhere(live.get())) c->pinned = true;  // moved to shared memory since
+    return;
+  }
   Py_INCREF(c);
   if (c->handles == 0 && c->recipe) {
     // What was made from it can be made again from its recipe; the storage becomes a root of its own at its next use.
@@ -530,6 +595,7 @@ static Cell* make_cell(c10::TensorImpl* t) {
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
   c->exposed = foreign_memory(s.get()) && !t->requires_grad();
+  c->pinned = c->exposed && memory_elsewhere(s.get());
   const void* p = s->_mutable_data_ptr_no_checks().get();
   if (c->exposed && g.arena && p && mm_arena_owns(g.arena, p)) {
     // Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
@@ -547,10 +613,14 @@ static Cell* make_cell(c10::TensorImpl* t) {
 Cell* lookup_cell(c10::TensorImpl* t) {
   Cell* c = find_cell(t);
   if (c) return c;
+  auto it = g.table.find(t->unsafe_storage().unsafeGetStorageImpl());
+  // A pointer that was handed out outlives the version that was there then.
+  const bool exposed = it != g.table.end() && it->second->exposed && !t->requires_grad();
   written_unseen(t);
   if ((c = find_cell(t))) return c;
   c = make_cell(t);
   if (!c) return nullptr;
+  c->exposed |= exposed;
   enter(t->unsafe_storage().unsafeGetStorageImpl(), c);
   Py_DECREF(c);  // the table has it
   return c;

@@ -113,11 +113,12 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
   c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
   auto it = g.table.find(s);
   Cell* old = it == g.table.end() ? nullptr : it->second;
-  if (old && ro == Py_None && old->handles == 0 && old->names == 0) {
+  if (old && ro == Py_None && old->handles == 0 && old->names == 0 && (!old->exposed || t->requires_grad())) {
     table_erase(it);  // nobody asks for the old bytes and nobody can make the new ones: forget it
     Py_RETURN_NONE;
   }
   if (!old && ro == Py_None) Py_RETURN_NONE;
+  const bool exposed = old && old->exposed;  // the cell may be gone when it is asked for
   if (old) {
     Py_INCREF(old);
     if (old->names > 0 && !old->recipe) {
@@ -146,7 +147,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
   }
   Cell* c = make_cell(t);
   if (!c) return nullptr;
-  if (old && old->exposed) c->exposed = true;
+  c->exposed |= exposed;
   c->unsettled = true;
   Py_INCREF(c);
   g.unsettled.push_back({c, pthread_self(), now_ns()});

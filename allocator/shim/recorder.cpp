@@ -143,8 +143,10 @@ struct Encoder {
       return copy;
     }
     mix(reinterpret_cast<uintptr_t>(Py_TYPE(v)));
-    const Py_hash_t h = PyObject_Hash(v);
-    if (h == -1 && PyErr_Occurred())
+    int overflow = 1;
+    const long long number = PyLong_CheckExact(v) ? PyLong_AsLongLongAndOverflow(v, &overflow) : 0;
+    const Py_hash_t h = overflow ? PyObject_Hash(v) : number;  // Python gives -1 and -2 the same hash
+    if (overflow && h == -1 && PyErr_Occurred())
       PyErr_Clear();
     else
       mix(static_cast<uint64_t>(h));
@@ -187,7 +189,13 @@ static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
     }
     if (!k) Py_CLEAR(a);
   }
-  if (!a) return nullptr;
+  if (!a) {
+    for (Cell* copy : e.copies) {  // nobody is going to name them
+      release_strong(copy);
+      deferred_decref(reinterpret_cast<PyObject*>(copy));
+    }
+    return nullptr;
+  }
   Recipe* r = new_recipe(static_cast<int>(e.cells.size()));
   if (!r) return nullptr;
   for (size_t i = 0; i < e.cells.size(); ++i) link_recipe_input(r, static_cast<int>(i), e.cells[i]);

@@ -50,9 +50,23 @@ static size_t extent_bytes(const Ref* r) {
   return static_cast<size_t>(last + 1) * r->dtype.itemsize();
 }
 
+// A write to what was unpacked moves the counter that was saved, so the next unpack is autograd's error (rule 8).
+static c10::intrusive_ptr<c10::TensorImpl> unpacked(const Ref* h, StorageRef s) {
+  auto t = tensor_of(h, std::move(s));
+  if (!h->counter.enabled()) return t;
+  t->set_version_counter(h->counter);
+  const void* id = counter_identity(h->counter);
+  std::lock_guard<std::mutex> lock(g.mu);
+  for (const Version& v : h->cell->versions)
+    if (counter_identity(v.counter) == id) return t;
+  h->cell->versions.push_back({h->counter, h->counter.current_version(), true});  // the bytes were made anew
+  return t;
+}
+
 static PyObject* unpack(PyObject*, PyObject* o) {
   if (Py_TYPE(o) != &RefType) return PyObject_CallOneArg(on_unpack_other, o);
   settle();
+  sweep_a_little();
   g.n.unpacks++;
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;
@@ -82,7 +96,7 @@ static PyObject* unpack(PyObject*, PyObject* o) {
       if (s->nbytes() < extent_bytes(h))
         return PyErr_Format(PyExc_RuntimeError,
                             "memmgr: the storage of a saved tensor was resized and is too short for it");
-      PyObject* out = wrap(tensor_of(h, std::move(s)));
+      PyObject* out = wrap(unpacked(h, std::move(s)));
       if (out && !maybe_rank()) Py_CLEAR(out);
       return out;
     }

@@ -159,7 +159,8 @@ struct Ref {
   int64_t offset;
   caffe2::TypeMeta dtype;
   c10::DispatchKeySet keys;
-  bool mutated;  // the op writes to it: replay on a private copy (rule 2)
+  c10::VariableVersion counter;  // of the tensor that was saved; what is unpacked shares it, as autograd's own does
+  bool mutated;                  // the op writes to it: replay on a private copy (rule 2)
   bool handle;
 };
 
@@ -226,7 +227,7 @@ struct Shim {
 
   // Guarded by the GIL
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
-  size_t sweep_at = 4096;
+  size_t sweep_at = 4096, sweep_cursor = 0;
   size_t attached_bytes = 0;  // generator states and private copies that recipes were given since the last sweep
   std::vector<Written> unsettled;
   std::vector<Written> doubtful;  // written while saved: a moved counter makes them stale, else they have new bytes
@@ -266,10 +267,11 @@ struct Shim {
 };
 
 extern Shim g;
-extern thread_local bool tl_no_reclaim;  // this thread's allocations fail rather than reclaim
-extern thread_local int tl_side;         // where the op that runs allocates: MM_SIDE_*
-extern thread_local bool tl_ask_daemon;  // false in the daemon itself
-extern thread_local uint32_t tl_module;  // see watch.cpp
+extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_recomputing;  // ... are a recomputation's
+extern thread_local int tl_side;          // where the op that runs allocates: MM_SIDE_*
+extern thread_local bool tl_ask_daemon;   // false in the daemon itself
+extern thread_local uint32_t tl_module;   // see watch.cpp
 extern thread_local const Kind* tl_op;
 extern thread_local uint32_t tl_op_module;
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
@@ -326,6 +328,7 @@ void settle();
 bool bring_back(Cell* c, bool* recompute);  // false: Python error set
 void deferred_decref(PyObject* o);
 void sweep();
+void sweep_a_little();
 
 // watch.cpp
 void note_event(Happening what, const Cell* c, uint64_t ns);

@@ -311,6 +311,12 @@ static PyObject* py_set_no_reclaim(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
+static PyObject* py_set_recomputing(PyObject*, PyObject* o) {
+  const bool before = tl_recomputing;
+  tl_recomputing = PyObject_IsTrue(o) == 1;
+  return PyBool_FromLong(before);
+}
+
 static PyObject* py_storage_info(PyObject*, PyObject* o) {
   // (address of the storage, bytes, covers it all and is dense, is ours to manage)
   c10::TensorImpl* t = impl_of(o);
@@ -356,6 +362,7 @@ PyMethodDef cell_functions[] = {
     {"tier_probe", py_tier_probe, METH_O, ""},
     {"position", py_position, METH_NOARGS, "order of the save that was used last"},
     {"set_no_reclaim", py_set_no_reclaim, METH_O, ""},
+    {"set_recomputing", py_set_recomputing, METH_O, "returns what it was: this thread's allocations are a replay's"},
     {"storage_info", py_storage_info, METH_O, ""},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -12,6 +12,7 @@ namespace memmgr {
 
 Shim g;
 thread_local bool tl_no_reclaim = false;
+thread_local bool tl_recomputing = false;
 thread_local bool tl_ask_daemon = true;
 thread_local int tl_side = MM_SIDE_LOW;
 thread_local uint64_t tl_stall_ns = 0;
@@ -273,6 +274,10 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
   }
 }
 
+// A trial takes only what is there, and what a recomputation needs could have been spared by offloading: neither says
+// what the run needs.
+static bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier && g.may_offload); }
+
 // floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their
 // temporaries.
 void scan_floor(bool at_op_boundary) {
@@ -298,7 +303,7 @@ void throw_out_of_memory(size_t bytes) {
   const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
   const uint64_t floor =
       std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
-  raise_to(g.floor_bytes, floor);
+  if (counts_for_floor()) raise_to(g.floor_bytes, floor);
   auto mib = [](uint64_t b) {
     return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
   };
@@ -365,8 +370,17 @@ bool foreign_memory(const c10::StorageImpl* s) {
   return !g.previous || deleter != g.previous->raw_deleter();
 }
 
+// torch's profiler sees what this allocator does, as it sees torch's own.
+static void tell_profiler(void* p, bool allocated) {
+  const auto block = static_cast<int64_t>(mm_arena_block_bytes(g.arena, p));
+  const uint64_t live = mm_arena_resident(g.arena) - (allocated ? 0 : static_cast<uint64_t>(block));
+  c10::reportMemoryUsageToProfiler(p, allocated ? block : -block, live, live, at::Device(at::DeviceType::CPU));
+}
+
 void arena_free(void* p) {
-  if (p && g.arena) mm_arena_free(g.arena, p);
+  if (!p || !g.arena) return;
+  if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(p, false);
+  mm_arena_free(g.arena, p);
 }
 
 struct CpuAllocator final : c10::Allocator {
@@ -377,8 +391,9 @@ struct CpuAllocator final : c10::Allocator {
       return g.previous->allocate(n);
     void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc_at(g.arena, n, tl_side);
     if (!p) throw_out_of_memory(n);
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(p, true);
     if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
-    if (n >= 512) scan_floor(false);
+    if (n >= 512 && counts_for_floor()) scan_floor(false);
     return {p, p, &arena_free, cpu};
   }
   at::DeleterFnPtr raw_deleter() const override { return &arena_free; }

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # ---- live bytes, as torch's own allocator sees them --------------------------------------------------------------------
 
@@ -134,44 +133,3 @@ def true_floor(run: Callable[[], object]) -> int:
         assert ideal.saves > 0, "autograd saved nothing: this run has no floor to speak of"
 
     return live_curve(shadow).peak_bytes
-
-
-# ---- live bytes between two ops, with or without a manager ---------------------------------------------------------------
-
-
-class LiveStorages(TorchDispatchMode):
-    """Sums the storages that are alive after each op, by weak references: works above any allocator.
-
-    Temporaries inside an op are not seen, and `peak_bytes` counts storages that came out of an op only, so that what
-    was there before does not matter.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return out
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is not None and known() is storage:
-            return
-        size = storage.nbytes()
-        self.live_bytes += size
-
-        def gone(_: object) -> None:
-            self.live_bytes -= size
-
-        self._known[key] = weakref.ref(storage, gone)

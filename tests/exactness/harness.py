@@ -321,12 +321,13 @@ def _fitting(fn: CaseFunction, limit: int, policy: str, **options: Any) -> Manag
     Cases here hold fractions of a megabyte, where one generator state or one recomputed chain is a tenth of the floor.
     How good the named floor is, tests/budget/test_floor.py judges, on models of a size where it can be said.
     """
-    for _ in range(6):
+    for _ in range(20):
         try:
             return managed(fn, limit, policy, **options)
         except torch.OutOfMemoryError as error:
             # Plain where the op ran under a transform of torch.func, which the mode does not see.
-            limit = int(max(getattr(error, "floor_bytes", 0), limit) * 1.1) + 65536
+            # In small steps: far above what works the limit would not bind any more, and nothing would be tested.
+            limit = int(max(getattr(error, "floor_bytes", 0), limit) * 1.03) + 4096
             error.__traceback__ = None
         gc.collect()
     return managed(fn, limit, policy, **options)

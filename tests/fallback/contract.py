@@ -460,7 +460,8 @@ def threads_do_not_spend_the_same_room() -> None:
 
 @py_check
 def signals_wait_for_the_books() -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
+    signal.signal(signal.SIGINT, before)  # a shell's background job begins with it ignored
     with opened() as native:
         with native._lock:
             signal.raise_signal(signal.SIGINT)  # would be raised here

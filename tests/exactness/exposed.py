@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from exactness.harness import CaseFunction
-from exactness.test_hostile import WIDTH, Hole, _drive
 from torch import nn
+
+from .harness import CaseFunction
+from .test_hostile import WIDTH, Hole, _drive
 
 HOLES: dict[str, CaseFunction] = {}
 LARGE = 320  # a square of so many floats is larger than what a recipe copies (256 KiB)

@@ -1,0 +1,284 @@
+"""What is resident, what will have to be made again, and what one more eviction would add to that. Exactly, not by
+union-find.
+
+The picture behind it: in training a tensor that is dropped is needed about once more, in backward, and what is made on
+the way to it serves its neighbours, too. So the price of a set of evictions is *not* the sum of the members' chains but the
+time of the ops that will run again at all, each once:
+
+    again(E) = the ops that make what was evicted and will be asked for, and, as long as an input of such an op is not
+               resident either, the op that makes that input.
+
+The price of evicting one more storage is what it adds to `again`: often just its own op, nothing at all if its op runs
+again anyway (a dropout's mask beside its output), a whole chain where it is the last resident thing that the chain could
+start from. DTR's e* and its union-find form h_eq count the chain again for every member, which overstates the price of
+evicting whole segments, the cheapest thing there is to do.
+
+`again` is kept by counting references, as ops only ever depend on older ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .types import Bools, Floats, Ints
+
+_WALK = 128
+"""A chain is followed over so many ops. What is longer is dear in any case, and every decision would pay for the walk."""
+
+_UNWANTED = 1e-4
+"""The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small
+enough that everything unwanted goes before anything wanted; it orders the unwanted among themselves."""
+
+_DOUBT = 0.001
+"""The price of what the program holds but is not expected to read: it may do so all the same (a loss that is printed)."""
+
+
+@dataclass
+class Ledger:
+    """Storages and ops so far, with the bookkeeping described above.
+
+    Attributes:
+        size: bytes of each storage.
+        maker: the op of each storage.
+        fixed: cannot be made again (constants): never a victim.
+        resident: has its bytes.
+        held: the program has a reference.
+        wanted: the program will (probably) read it again.
+        seconds, inputs, outputs: of each op.
+        runs_again: the op is in `again`.
+        used_bytes: resident in all.
+        later_bytes: sizes of what the program holds, per storage, 0 once let go.
+    """
+
+    size: list[int] = field(default_factory=list)
+    maker: list[int] = field(default_factory=list)
+    fixed: list[bool] = field(default_factory=list)
+    resident: list[bool] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
+    wanted: list[bool] = field(default_factory=list)
+    readers: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    inputs: list[tuple[int, ...]] = field(default_factory=list)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    runs_again: list[bool] = field(default_factory=list)
+    used_bytes: int = 0
+    _asked: list[int] = field(default_factory=list)  # ops of `again` that read the storage
+    _useful_readers: list[int] = field(default_factory=list)  # ops that could have to run again, and read the storage
+    _useful_outputs: list[int] = field(default_factory=list)  # storages that could be wanted again, of the op
+    _stale: set[int] = field(default_factory=set)  # resident storages whose price may have changed
+    _price: Floats = field(default_factory=lambda: np.zeros(64))
+    _bytes: Floats = field(default_factory=lambda: np.zeros(64))
+    _victim: Bools = field(default_factory=lambda: np.zeros(64, dtype=np.bool_))
+    later_bytes: Floats = field(default_factory=lambda: np.zeros(64))
+
+    # ---- what the program does
+
+    def new_op(self, seconds: float, inputs: tuple[int, ...], sizes: Sequence[int], *, fixed: bool = False) -> int:
+        """One more op, and the storages that it will make; none is resident yet. Returns its number."""
+        k = len(self.seconds)
+        self.seconds.append(seconds)
+        self.inputs.append(inputs)
+        self.outputs.append(tuple(range(len(self.size), len(self.size) + len(sizes))))
+        self.runs_again.append(False)
+        for size in sizes:
+            self.size.append(size)
+            self.maker.append(k)
+            self.fixed.append(fixed)
+            self.resident.append(False)
+            self.held.append(True)
+            self.wanted.append(True)
+            self.readers.append([])
+            self._asked.append(0)
+            self._useful_readers.append(0)
+        self._useful_outputs.append(len(sizes))
+        if len(self.size) > len(self._price):
+            for name in ("_price", "_bytes", "_victim", "later_bytes"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros(len(self.size), dtype=column.dtype)]))
+        for s in self.outputs[k]:
+            self._bytes[s] = self.size[s]
+            self.later_bytes[s] = self.size[s]
+        return k
+
+    def read_by(self, s: int, k: int) -> None:
+        """Op k, which is no view, has read s (resident): making k's outputs again will need it."""
+        self.readers[s].append(k)
+        self._useful_readers[s] += 1
+
+    def release(self, s: int) -> list[int]:
+        """The program let go of s. Returns what nobody can ever want any more: neither the program nor a recompute."""
+        self.held[s] = False
+        self.later_bytes[s] = 0.0
+        self.want(s, False)
+        dead, todo = [], [s]
+        while todo:
+            y = todo.pop()
+            if self.held[y] or self._useful_readers[y]:
+                continue
+            dead.append(y)
+            k = self.maker[y]
+            self._useful_outputs[k] -= 1
+            if self._useful_outputs[k] == 0:
+                for i in self.inputs[k]:
+                    self._useful_readers[i] -= 1
+                    if self._useful_readers[i] == 0:
+                        todo.append(i)
+        return dead
+
+    def want(self, s: int, wanted: bool) -> None:
+        """The program will read s again, or not."""
+        if self.wanted[s] == wanted:
+            return
+        self.wanted[s] = wanted
+        if self.resident[s]:
+            self._stale.add(s)
+        elif wanted:
+            self._add(self.maker[s])
+        else:
+            self._remove_if_idle(self.maker[s])
+
+    # ---- what the policy does
+
+    def evict(self, s: int) -> None:
+        """Drops the bytes of s."""
+        self.resident[s] = False
+        self.used_bytes -= self.size[s]
+        self._victim[s] = False
+        if self.fixed[s]:
+            return
+        if self.wanted[s] or self._asked[s]:
+            self._add(self.maker[s])
+        self._disturb_readers(s)
+
+    def restore(self, s: int) -> None:
+        """s has its bytes (again). Call `settle` for its op when all its outputs have."""
+        self.resident[s] = True
+        self.used_bytes += self.size[s]
+        self._victim[s] = not self.fixed[s] and self.size[s] > 0
+        self._stale.add(s)
+        self._disturb_readers(s)
+
+    def settle(self, k: int) -> None:
+        """Op k has just run again."""
+        self._remove_if_idle(k)
+
+    # ---- prices
+
+    def victims(self) -> Ints:
+        """What may leave: resident, not empty, can be made again."""
+        return np.flatnonzero(self._victim[: len(self.size)])
+
+    def prices(self, storages: Ints) -> Floats:
+        """Seconds that evicting each of `storages` (resident) adds to `again`."""
+        for s in self._stale:
+            if self.resident[s]:
+                self._price[s] = self._added_seconds(s)
+        self._stale.clear()
+        return self._price[storages]
+
+    def sizes(self, storages: Ints) -> Floats:
+        """Bytes of each."""
+        return self._bytes[storages]
+
+    def _added_seconds(self, s: int) -> float:
+        maker = self.maker[s]
+        share = 1.0
+        if not (self.wanted[s] or self._asked[s]):
+            if not self.held[s]:
+                return _UNWANTED * self.seconds[maker]
+            share = _DOUBT
+        if self.runs_again[maker]:
+            return 0.0
+        total, seen, todo = 0.0, {maker}, [maker]
+        while todo and len(seen) <= _WALK:
+            k = todo.pop()
+            total += self.seconds[k]
+            for i in self.inputs[k]:
+                if not self.resident[i]:
+                    m = self.maker[i]
+                    if m not in seen and not self.runs_again[m]:
+                        seen.add(m)
+                        todo.append(m)
+        return share * total
+
+    # ---- bookkeeping
+
+    def _add(self, k: int) -> None:
+        todo = [k]
+        while todo:
+            k = todo.pop()
+            if self.runs_again[k]:
+                continue
+            self.runs_again[k] = True
+            self._disturb(k)
+            for i in self.inputs[k]:
+                self._asked[i] += 1
+                if not self.resident[i]:
+                    todo.append(self.maker[i])
+                elif self._asked[i] == 1:
+                    self._stale.add(i)
+
+    def _remove_if_idle(self, k: int) -> None:
+        todo = [k]
+        while todo:
+            k = todo.pop()
+            if not self.runs_again[k] or any(
+                not self.resident[y] and (self.wanted[y] or self._asked[y]) for y in self.outputs[k]
+            ):
+                continue
+            self.runs_again[k] = False
+            self._disturb(k)
+            for i in self.inputs[k]:
+                self._asked[i] -= 1
+                if self._asked[i] == 0:
+                    if self.resident[i]:
+                        self._stale.add(i)
+                    else:
+                        todo.append(self.maker[i])
+
+    def _disturb(self, k: int) -> None:
+        """The prices that op k is part of: of what is resident below it, through what is not."""
+        todo, seen = [k], {k}
+        while todo:
+            for y in self.outputs[todo.pop()]:
+                if self.resident[y]:
+                    self._stale.add(y)
+                    continue
+                for reader in self.readers[y]:
+                    if reader not in seen and not self.runs_again[reader] and len(seen) <= _WALK:
+                        seen.add(reader)
+                        todo.append(reader)
+
+    def _disturb_readers(self, s: int) -> None:
+        for reader in self.readers[s]:
+            if not self.runs_again[reader]:
+                self._disturb(reader)
+
+    def check_invariants(self) -> None:
+        """Recounts everything. For tests.
+
+        Raises:
+            AssertionError: the counts have drifted.
+        """
+        again: set[int] = set()
+        todo = [
+            self.maker[s] for s in range(len(self.size)) if not self.resident[s] and self.wanted[s] and self._made(s)
+        ]
+        while todo:
+            k = todo.pop()
+            if k not in again:
+                again.add(k)
+                todo += [self.maker[i] for i in self.inputs[k] if not self.resident[i]]
+        assert again == {k for k, runs in enumerate(self.runs_again) if runs}
+        assert self.used_bytes == sum(n for n, here in zip(self.size, self.resident, strict=True) if here)
+        asked = [0] * len(self.size)
+        for k in again:
+            for i in self.inputs[k]:
+                asked[i] += 1
+        assert asked == self._asked
+
+    def _made(self, s: int) -> bool:
+        return not self.fixed[s]

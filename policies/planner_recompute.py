@@ -1,0 +1,100 @@
+"""The recompute-only planner: several ways of shaving, the relaxation's answer among them, the best one traded further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .bound import INFEASIBLE, relaxation
+from .planner_search import Search
+from .planner_timeline import Problem, Timeline
+
+_WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
+"""(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
+
+_GOOD = 0.003
+"""Trading stops when the extra time is this share above the bound's."""
+
+
+def least_bytes(problem: Problem) -> int:
+    """No schedule needs less: the op that takes most, beside what the program holds and cannot be let go of."""
+    held = [0] * (problem.n_ops + 1)
+    for s, k in enumerate(problem.maker):
+        if problem.pinned[s] >= k:
+            held[k] += problem.size[s]
+            if problem.pinned[s] + 1 <= problem.n_ops:
+                held[problem.pinned[s] + 1] -= problem.size[s]
+    most = level = 0
+    for k in range(problem.n_ops):
+        level += held[k]
+        there = set(problem.wanted[k]) | set(problem.outputs[k])
+        loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
+        most = max(most, level + loose - problem.handed[k])
+    return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
+
+
+def shaved(problem: Problem, budget_bytes: int, kept: dict[int, float], effort: int) -> Iterator[Search]:
+    """Searches whose timelines meet the budget, one for each way that got there, while `effort` lasts."""
+    best = INFEASIBLE
+    for share, sharpness in _WAYS:
+        bias = {s: share + k for s, k in kept.items()} if share is not None else {}
+        search = Search(Timeline(problem), budget_bytes, bias=bias)
+        # Pruning takes back half at most of what shaving drops too much.
+        if search.shave(sharpness=sharpness, limit_seconds=2.2 * best, limit_work=effort):
+            search.settle()
+            best = min(best, search.timeline.extra_seconds)
+            yield search
+        effort -= search.work
+        if effort < 0:
+            return
+
+
+def squeezed(problem: Problem, budget_bytes: int, effort: int) -> Iterator[Search]:
+    """As `shaved`, for budgets near the floor."""
+    for sharpness in (1.0, 0.0, 3.0):
+        search = Search(Timeline(problem), budget_bytes)
+        if search.squeeze(sharpness=sharpness, limit_work=effort):
+            search.settle()
+            yield search
+
+
+def recompute_only(
+    problem: Problem, budget_bytes: int, *, moment: int, effort: int, lower: float | None = None
+) -> tuple[Timeline | None, float]:
+    """(the cheapest timeline found, the bound in extra seconds over the relaxation at op `moment`).
+
+    Args:
+        problem: the pass.
+        budget_bytes: most bytes resident.
+        moment: op of the unmanaged peak.
+        effort: steps of search; one is about 3 us.
+        lower: bound and K are not asked for again (a plan for a smaller budget).
+    """
+    least = least_bytes(problem)
+    if budget_bytes < least:
+        return None, INFEASIBLE
+    bound, kept = relaxation(problem, budget_bytes, [moment]) if lower is None else (lower, {})
+    if bound == INFEASIBLE:
+        return None, bound
+    found = list(shaved(problem, budget_bytes, kept, effort // 2))
+    if not found or budget_bytes < 1.5 * least:
+        found += squeezed(problem, budget_bytes, effort // 2)
+    if not found:
+        return None, bound
+    search = min(found, key=lambda search: search.timeline.extra_seconds)
+    spent = sum(other.work for other in found)
+    before = search.bias
+    for turn in range(8):
+        if search.timeline.extra_seconds <= bound * (1 + _GOOD):
+            break
+        search.bias = before if turn % 2 else {}
+        search.improve(max(effort - spent, effort // 4) // 8)
+    return search.timeline, bound
+
+
+def smaller_budgets(problem: Problem, budget_bytes: int, peak_bytes: int) -> Iterator[int]:
+    """Budgets on a grid that does not depend on `budget_bytes`, below it: a plan for one of them is a plan for it too."""
+    grid, least = float(peak_bytes), least_bytes(problem)
+    while grid >= least:
+        if grid < budget_bytes:
+            yield int(grid)
+        grid *= 0.985

@@ -1,0 +1,318 @@
+"""One measured pass as plain data: ops over storages, what is saved, used, written and let go of, and the links.
+
+**What a trace says.** Ops are numbered from 0 in the order in which the program ran them, constants included (an op that
+takes no time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes,
+made by exactly one op (`maker`). A view makes no storage: its op has the storage of its argument among its inputs, none
+among its outputs, and later ops that read the view name the same storage. An in-place write makes a new storage of the
+same size (design rule 2): the old version is an input, and `Op.writes` pairs (old, new). Whether the two share a block
+or, as in the operator logs, exist side by side while the op runs, is `Trace.copy_on_write`.
+
+**When the program lets go.** `Storage.released = k`: the program lost its last reference (a saved tensor counts as one)
+after op k - 1 had started and before op k did, so an unmanaged run frees it as soon as op k - 1 has ended. `HELD`: never,
+it is there at the end. After its release no op of the program reads a storage; only a recompute may want it.
+`Storage.pinned_until = k`: until then the program itself holds it (a local, a list), so that letting go would free
+nothing (design section 2); 0 for all storages of the operator logs, whose recorder stood under every tensor.
+
+**What a schedule may do** (recompute only; the judge is `check_schedule.py` of the operator logs):
+
+- `compute k`: ops in order, each once, constants too. All inputs are resident, also those of a view. Its outputs become
+  resident, on top of the inputs, and then no more than the budget may be: there is no moment in between.
+- `recompute k`: any op computed before, except a constant. All inputs are resident. It makes those of its outputs that
+  are not resident (those that are stay, and are not doubled), wanted or not. Costs the op's time again; a view costs
+  nothing again, and never has to be.
+- `free s`: s is resident; a constant only after its release, and it never comes back. Everything else may go at any
+  time, even while the program holds it. *Nothing* leaves otherwise: a released storage stays resident until it is freed.
+- at the end every storage with `released == HELD` is resident. In the operator logs that is parameters and buffers,
+  their gradients (an op's output like any other: freed, it has to be made again) and sometimes the loss.
+
+Time is the sum of what ran; freeing is free. The peak is that of the bytes resident after each compute or recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+VERSION = 1
+"""Of the trace as data; the file carries it."""
+
+HELD = 2**62
+"""`Storage.released` of what the program holds at the end."""
+
+
+class TraceError(ValueError):
+    """What was given is not a trace; the message says where and why."""
+
+
+class OpKind(IntEnum):
+    """How an op may run again."""
+
+    COMPUTE = 0
+    VIEW = 1  # makes no storage; costs its time once
+    CONSTANT = 2  # a parameter or a batch: there from the start, cannot be made again
+    ONCE = 3  # must not run a second time (design rule 6): its outputs can be offloaded, never recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the program.
+
+    Attributes:
+        name: the op's, for people.
+        seconds: device time.
+        inputs: storages that must be resident, each once, in the order of the arguments.
+        outputs: storages that it makes, views left out.
+        kind: see `OpKind`.
+        writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
+        saves: storages that autograd saved when it ran (empty in operator logs).
+        uses: saved storages that autograd asked back for it (empty in operator logs).
+    """
+
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: OpKind = OpKind.COMPUTE
+    writes: tuple[tuple[int, int], ...] = ()
+    saves: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One version of one block of bytes.
+
+    Attributes:
+        name: "k.j" for output j of op k, "c.NAME" for a constant: the names of the judge.
+        size_bytes: >= 0.
+        maker: the op that makes it.
+        released: number of ops that had started when the program let go; `HELD` if it never did.
+        pinned_until: number of ops started when the last reference that letting go cannot undo was gone; 0: none.
+    """
+
+    name: str
+    size_bytes: int
+    maker: int
+    released: int = HELD
+    pinned_until: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierLink:
+    """A measured way to a tier below.
+
+    Attributes:
+        tier: "host", "disk".
+        write_bytes_per_second: device to tier.
+        read_bytes_per_second: tier to device.
+        latency_seconds: from asking to the first byte.
+        capacity_bytes: room in the tier; None: unknown, taken as enough.
+    """
+
+    tier: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    latency_seconds: float = 0.0
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A pass. See the module's text for what the numbers mean.
+
+    Attributes:
+        ops: in the order of the program.
+        storages: numbered in the order of making.
+        device: where it was measured.
+        backward_at: the number of ops before backward began; None if unknown.
+        links: the tiers below, fastest first; may be empty.
+        copy_on_write: an in-place write has old and new version resident while it runs (operator logs); else the new one
+            takes the old one's block, which must then not be needed again.
+        complete: False if the record ended inside an op, which is then left out.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    device: str = ""
+    backward_at: int | None = None
+    links: tuple[TierLink, ...] = ()
+    copy_on_write: bool = True
+    complete: bool = True
+
+    @cached_property
+    def constants(self) -> frozenset[int]:
+        """Storages that cannot be made again and must stay until their release."""
+        return frozenset(s for op in self.ops if op.kind == OpKind.CONSTANT for s in op.outputs)
+
+    @cached_property
+    def held_at_end(self) -> tuple[int, ...]:
+        """Storages that must be resident at the end, in the order of making."""
+        return tuple(i for i, s in enumerate(self.storages) if s.released == HELD)
+
+    @cached_property
+    def released_before(self) -> tuple[tuple[int, ...], ...]:
+        """Entry k: storages released before op k starts, after op k - 1 did. Length: ops + 1; the last: after all."""
+        rows: list[list[int]] = [[] for _ in range(len(self.ops) + 1)]
+        for i, s in enumerate(self.storages):
+            if s.released != HELD:
+                rows[min(s.released, len(self.ops))].append(i)
+        return tuple(tuple(row) for row in rows)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the unmanaged pass."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def unmanaged_peak(self) -> tuple[int, int]:
+        """(bytes, op): the peak with no budget, and the first op at which it is reached.
+
+        As the judge counts: after op k everything with `released == k + 1` goes, so what is released before its maker
+        has started (nothing sane does) would never go.
+        """
+        live = peak = at = 0
+        for k, op in enumerate(self.ops):
+            live += sum(self.storages[s].size_bytes for s in op.outputs)
+            if live > peak:
+                peak, at = live, k
+            live -= sum(self.storages[s].size_bytes for s in self.released_before[k + 1])
+        return peak, at
+
+    def check(self) -> Trace:
+        """Itself, if it is consistent.
+
+        Raises:
+            TraceError: a storage that no op makes, or two do, or an input that is read before it is made or after its
+                release.
+        """
+        made: set[int] = set()
+        for k, op in enumerate(self.ops):
+            if not op.seconds >= 0:
+                raise TraceError(f"op {k} ({op.name}) takes {op.seconds!r} seconds")
+            for s in op.inputs:
+                if s not in made:
+                    raise TraceError(f"op {k} ({op.name}) reads storage {s}, which nothing has made")
+                if self.storages[s].released <= k:
+                    raise TraceError(f"op {k} ({op.name}) reads {self.storages[s].name} after its release")
+            for s in op.outputs:
+                if not 0 <= s < len(self.storages) or s in made or self.storages[s].maker != k:
+                    raise TraceError(f"op {k} ({op.name}) makes storage {s}, which is not its own")
+                made.add(s)
+        if len(made) != len(self.storages):
+            raise TraceError(f"{len(self.storages) - len(made)} storages have no maker")
+        return self
+
+
+@dataclass
+class TraceBuilder:
+    """Makes a trace from a program's events: names bound to storages, counted references.
+
+    A name is whatever the program calls a tensor. Each call is one event of the program, in order.
+    """
+
+    device: str = ""
+    copy_on_write: bool = True
+    ops: list[Op] = field(default_factory=list)
+    backward_at: int | None = None
+    _names: list[str] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
+    _makers: list[int] = field(default_factory=list)
+    _released: list[int] = field(default_factory=list)
+    _references: list[int] = field(default_factory=list)
+    _bound: dict[str, int] = field(default_factory=dict)
+
+    def _storage(self, name: str, size_bytes: int, references: int) -> int:
+        if size_bytes < 0:
+            raise TraceError(f"{name} has {size_bytes} bytes")
+        self._names.append(name)
+        self._sizes.append(size_bytes)
+        self._makers.append(len(self.ops))
+        self._released.append(HELD)
+        self._references.append(references)
+        return len(self._names) - 1
+
+    def _of(self, name: str) -> int:
+        try:
+            return self._bound[name]
+        except KeyError:
+            raise TraceError(f"{name} is not the name of a tensor that is held here") from None
+
+    def _drop(self, storage: int, at: int) -> None:
+        self._references[storage] -= 1
+        if self._references[storage] == 0:
+            self._released[storage] = at
+
+    def constant(self, name: str, size_bytes: int) -> int:
+        """A parameter, buffer or batch; returns its storage."""
+        s = self._storage(f"c.{name}", size_bytes, 1)
+        self.ops.append(Op("constant", 0.0, (), (s,), OpKind.CONSTANT))
+        self._bound[name] = s
+        return s
+
+    def copy(self, source: str, target: str) -> None:
+        """`target = source`: one more name for the same tensor."""
+        s = self._of(source)
+        self._bound[target] = s
+        self._references[s] += 1
+
+    def copy_from(self, source: str, target: str) -> None:
+        """As `copy`, where `target` is bound already and lets go of what it had."""
+        s, old = self._of(source), self._of(target)
+        self._references[s] += 1
+        self._drop(old, len(self.ops))
+        self._bound[target] = s
+
+    def release(self, name: str) -> None:
+        """`del name`; an unknown name is ignored, as the judge does."""
+        if name in self._bound:
+            self._drop(self._bound.pop(name), len(self.ops))
+
+    def call(self, name: str, seconds: float, arguments: Sequence[str], results: Iterable[tuple[str, int, int]]) -> int:
+        """An op; `results` are (name, bytes, argument that it is a view of, or -1). Returns the op's number."""
+        k = len(self.ops)
+        read = [self._of(a) for a in arguments]
+        outputs = []
+        for j, (result, size_bytes, alias) in enumerate(results):
+            if not -1 <= alias < len(read):
+                raise TraceError(f"{result} is a view of argument {alias} of {len(read)}")
+            if alias >= 0:
+                s = self._of(arguments[alias])
+            else:
+                s = self._storage(f"{k}.{j}", size_bytes, 0)
+                outputs.append(s)
+            self._references[s] += 1
+            self._bound[result] = s
+        kind = OpKind.COMPUTE if outputs else OpKind.VIEW
+        self.ops.append(Op(name, seconds, tuple(dict.fromkeys(read)), tuple(outputs), kind))
+        return k
+
+    def mutate(self, name: str, seconds: float, arguments: Sequence[str], mutated: Iterable[int]) -> int:
+        """An op that writes `arguments[i]` for i in `mutated`: the name is bound to a new version from then on, other
+        names of the old version keep it."""
+        k = len(self.ops)
+        read = [self._of(a) for a in arguments]
+        pairs = []
+        for j, i in enumerate(mutated):
+            if not 0 <= i < len(arguments):
+                raise TraceError(f"it writes argument {i} of {len(arguments)}")
+            old = self._of(arguments[i])
+            new = self._storage(f"{k}.{j}", self._sizes[old], 1)
+            self._bound[arguments[i]] = new
+            self._drop(old, k + 1)
+            pairs.append((old, new))
+        outputs = tuple(new for _, new in pairs)
+        self.ops.append(Op(name, seconds, tuple(dict.fromkeys(read)), outputs, OpKind.COMPUTE, tuple(pairs)))
+        return k
+
+    def begin_backward(self) -> None:
+        """Backward starts with the next op."""
+        self.backward_at = len(self.ops)
+
+    def build(self, *, complete: bool = True, links: tuple[TierLink, ...] = ()) -> Trace:
+        """The trace so far; what is still bound is held at the end."""
+        storages = tuple(
+            Storage(*row) for row in zip(self._names, self._sizes, self._makers, self._released, strict=True)
+        )
+        return Trace(tuple(self.ops), storages, self.device, self.backward_at, links, self.copy_on_write, complete)

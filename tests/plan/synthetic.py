@@ -1,0 +1,123 @@
+"""Made-up operator logs: small passes of several shapes, with forward, backward, in-place ops, views and locals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+
+class LogWriter:
+    """Writes a log as DTR's recorder does: every argument is an object of its own, released when it goes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lines: list[dict[str, Any]] = [{"INSTRUCTION": "ANNOTATE", "ANNOTATION": "START"}]
+        self.count = 0
+
+    def name(self) -> str:
+        self.count += 1
+        return f"x{self.count}"
+
+    def constant(self, size: int) -> str:
+        x = self.name()
+        self.lines += [
+            {"INSTRUCTION": "CONSTANT", "NAME": x},
+            {"INSTRUCTION": "MEMORY", "NAME": x, "MEMORY": str(size)},
+        ]
+        return x
+
+    def call(self, op: str, time: int, arguments: list[str], *sizes: int, alias: int = -1) -> list[str]:
+        results = [self.name() for _ in sizes]
+        record = {"INSTRUCTION": "CALL", "NAME": op, "ARGS": arguments, "RESULT": results, "TIME": str(time)}
+        self.lines.append(record)
+        for x, size in zip(results, sizes, strict=True):
+            self.lines += [
+                {"INSTRUCTION": "MEMORY", "NAME": x, "MEMORY": str(size)},
+                {"INSTRUCTION": "ALIAS", "NAME": x, "ALIAS": str(alias)},
+            ]
+        return results
+
+    def mutate(self, op: str, time: int, arguments: list[str]) -> None:
+        self.lines.append({"INSTRUCTION": "MUTATE", "NAME": op, "ARGS": arguments, "MUTATE": [0], "TIME": str(time)})
+
+    def copy(self, x: str) -> str:
+        y = self.name()
+        self.lines.append({"INSTRUCTION": "COPY", "SRC": x, "DST": y})
+        return y
+
+    def release(self, *names: str) -> None:
+        self.lines += [{"INSTRUCTION": "RELEASE", "NAME": x} for x in names]
+
+    def write(self, path: Path) -> Path:
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        return path
+
+
+def network(
+    seed: int, *, depth: int = 24, skips: bool = True, inplace: bool = True, annotate: bool = True
+) -> LogWriter:
+    """A pass: `depth` blocks of a product, a norm with statistics, an activation and sometimes a skip, then backward."""
+    log = LogWriter(seed)
+    r = log.random
+    batch = log.constant(r.randint(500, 2000))
+    x = log.copy(batch)
+    saved: list[tuple[str, int, list[str], str, int]] = []  # (op, time, what is saved, parameter, its bytes)
+    skip: str | None = None
+    size = r.choice((1000, 4000))
+    locals_ = []
+    for _ in range(depth):
+        size = max(100, int(size * r.choice((1.0, 1.0, 1.0, 0.5, 2.0)))) if skips else size
+        width = r.randint(10, 80)
+        parameter = log.constant(width)
+        time = r.randint(200, 3000)
+        [y] = log.call("cudnn_convolution", time, [x, parameter], size)
+        saved.append(("cudnn_convolution_backward", 2 * time, [log.copy(x)], parameter, width))
+        log.release(x)
+        [z, mean] = log.call("cudnn_batch_norm", size // 8 + 5, [y], size, 8)
+        saved.append(("cudnn_batch_norm_backward", size // 5 + 5, [log.copy(y), mean], parameter, 4))
+        log.release(y)
+        if inplace:
+            log.mutate("relu_", size // 9 + 3, [z])
+            a = z
+        else:
+            [a] = log.call("relu", size // 9 + 3, [z], size)
+            log.release(z)
+        saved.append(("threshold_backward", size // 9 + 3, [log.copy(a)], "", 0))
+        if skips and skip is not None and r.random() < 0.4:
+            [b] = log.call("add", size // 9 + 3, [a, skip], size)
+            locals_.append(log.copy(b) if r.random() < 0.3 else "")  # a local that lives on and is never read
+            log.release(a, skip)
+            skip, a = None, b
+        if skips and skip is None and r.random() < 0.5:
+            skip = log.copy(a)
+        [v] = log.call("view", 2, [a], size, alias=0)
+        log.release(a)
+        x = v
+    if skip is not None:
+        log.release(skip)
+    [loss] = log.call("sum", 10, [x], 8)
+    log.release(x)
+    if annotate:
+        log.lines.append({"INSTRUCTION": "ANNOTATE", "ANNOTATION": "BACKWARD"})
+    [g] = log.call("ones_like", 3, [loss], 8)
+    for op, time, tensors, parameter, width in reversed(saved):
+        out = max(size_of(log, tensors[0]), 8)
+        if parameter:
+            g2, grad = log.call(op, time, [g, *tensors, parameter], out, width)
+            del grad  # held to the end
+        else:
+            [g2] = log.call(op, time, [g, *tensors], out)
+        log.release(g, *tensors)
+        g = g2
+    log.release(g, *(x for x in locals_ if x))
+    return log
+
+
+def size_of(log: LogWriter, x: str) -> int:
+    """Bytes of a tensor by name, through copies."""
+    source = {line["DST"]: line["SRC"] for line in log.lines if line["INSTRUCTION"] == "COPY"}
+    while x in source:
+        x = source[x]
+    return next(int(line["MEMORY"]) for line in log.lines if line["INSTRUCTION"] == "MEMORY" and line["NAME"] == x)

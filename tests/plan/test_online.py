@@ -1,0 +1,222 @@
+"""The online policy: exact, judged, blind to the future, without holes, and how it stands beside DTR."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memmgr.policies.online import Online, OverBudget, run_online
+from memmgr.policies.online_saved import saved_by
+from memmgr.policies.registry import parse_policy
+from memmgr.policies.schedule import Do, replay
+from memmgr.policies.simulator import simulate
+from memmgr.policies.trace import HELD, Op, OpKind, Trace
+from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+
+from .judge import needs_judge, unmanaged, verdict
+from .operator_logs import NAMES, SHARED, log, needs_logs
+from .synthetic import network
+
+RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+SHAPES = [
+    pytest.param({"depth": 8, "skips": True, "inplace": True}, id="skips"),
+    pytest.param({"depth": 14, "skips": False, "inplace": False}, id="chain"),
+    pytest.param({"depth": 14, "skips": True, "inplace": False, "annotate": False}, id="unannounced"),
+]
+
+
+def overheads(trace: Trace, ratios: tuple[float, ...] = RATIOS) -> dict[float, float]:
+    """Overhead where it fits."""
+    result = {}
+    for ratio in ratios:
+        fits, machine = run_online(trace, int(trace.unmanaged_peak[0] * ratio))
+        if fits:
+            result[ratio] = machine.seconds / trace.seconds
+    return result
+
+
+@needs_logs
+@needs_judge
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ratio", [0.7, 0.4])
+def test_the_judge_confirms_operator_logs(name: str, ratio: float) -> None:
+    trace = read_dtr_log(log(name))
+    budget = int(trace.unmanaged_peak[0] * ratio)
+    fits, machine = run_online(trace, budget)
+    assert fits
+    said = verdict(log(name), trace, machine.steps, budget)
+    assert said["valid"], said
+    assert said["peak_bytes"] == machine.peak_bytes <= budget
+    assert said["time_ns"] == pytest.approx(machine.seconds * 1e9, rel=1e-9)
+
+
+@needs_judge
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_judge_confirms_made_up_logs(shape: dict[str, bool], seed: int, tmp_path: Path) -> None:
+    file = network(seed, **shape).write(tmp_path / "x.log")
+    trace = read_dtr_log(file).check()
+    assert trace.unmanaged_peak[0] == unmanaged(file)[0]
+    judged = 0
+    for percent in range(6, 101, 6):
+        budget = trace.unmanaged_peak[0] * percent // 100
+        fits, machine = run_online(trace, budget)
+        own = replay(trace, machine.steps, budget)
+        assert own.valid == fits
+        if fits:
+            judged += 1
+            said = verdict(file, trace, machine.steps, budget)
+            assert said["valid"], said
+            assert (said["peak_bytes"], said["recomputes"]) == (own.peak_bytes, own.recomputes)
+            assert said["time_ns"] == pytest.approx(machine.seconds * 1e9, rel=1e-9)
+    assert judged > 8
+
+
+@needs_logs
+def test_less_than_dtr_on_the_operator_logs() -> None:
+    """Issue 4, point 5: at most 0.92 of dtr_eq's overhead, geometric mean, and feasible wherever it is."""
+    reference = json.loads((SHARED / "dtr-logs" / "reference.json").read_text())
+    shares = []
+    for name in NAMES:
+        ours = overheads(read_dtr_log(log(name)))
+        for ratio in RATIOS:
+            theirs = reference[name]["overhead"]["dtr_eq"][str(ratio)]
+            bound = reference[name]["overhead"]["lower_bound"][str(ratio)]
+            if theirs is not None:
+                assert ratio in ours, f"{name} at {ratio}: dtr_eq fits"
+            if theirs is not None and bound is not None and min(theirs, bound) - 1 >= 0.002:
+                shares.append((ours[ratio] - 1) / (theirs - 1))
+    assert len(shares) > 15
+    assert math.exp(sum(map(math.log, shares)) / len(shares)) <= 0.92
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_less_than_dtr_on_made_up_logs(shape: dict[str, bool]) -> None:
+    """Nothing here was tuned to four logs: the same comparison on passes that nobody looked at."""
+    shares = []
+    for seed in range(6):
+        trace = parse_dtr_log(json.dumps(line) for line in network(seed, **shape).lines)
+        ours = overheads(trace)
+        for ratio in RATIOS:
+            dtr = simulate(trace, int(trace.unmanaged_peak[0] * ratio), parse_policy("dtr_eq"))
+            if dtr.feasible and dtr.overhead <= 2:
+                assert ratio in ours
+                if dtr.overhead > 1.002:
+                    shares.append(max(ours[ratio] - 1, 1e-4) / (dtr.overhead - 1))
+    assert len(shares) > 10
+    assert math.exp(sum(map(math.log, shares)) / len(shares)) < 1.0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_holes(shape: dict[str, bool], seed: int) -> None:
+    """What fits a budget fits every larger one."""
+    trace = parse_dtr_log(json.dumps(line) for line in network(seed, **shape).lines)
+    fits = [run_online(trace, trace.unmanaged_peak[0] * percent // 100)[0] for percent in range(2, 104, 3)]
+    assert fits == sorted(fits)
+    assert fits[-1] and not fits[0]
+
+
+def prefix_holds(lines: list[str], cut: int, budget: int) -> None:
+    """Up to the gathering of what is held at the end, a cut log's schedule is the beginning of the whole log's."""
+    whole, part = parse_dtr_log(lines), parse_dtr_log(lines[:cut])
+    fits, all_of_it = run_online(whole, budget)
+    assert fits
+    _, beginning = run_online(part, budget)
+    steps = beginning.steps[: beginning.at_end]
+    assert steps == all_of_it.steps[: len(steps)]
+    assert sum(step.do is Do.COMPUTE for step in steps) == len(part.ops)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_does_not_know_the_future(shape: dict[str, bool]) -> None:
+    lines = [json.dumps(line) for line in network(5, **shape).lines]
+    budget = parse_dtr_log(lines).unmanaged_peak[0] // 2
+    for cut in range(1, len(lines), 17):
+        prefix_holds(lines, cut, budget)
+
+
+@needs_logs
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.floats(0.05, 0.999))
+def test_it_does_not_know_the_future_of_operator_logs(share: float) -> None:
+    lines = log("unet").read_text().splitlines()
+    prefix_holds(lines, int(share * len(lines)) + 1, parse_dtr_log(lines).unmanaged_peak[0] // 2)
+
+
+def test_the_books_are_right() -> None:
+    """After each op, what will run again is what a recount says."""
+    for seed in range(3):
+        trace = parse_dtr_log(json.dumps(line) for line in network(seed, depth=8).lines)
+        online = Online(int(trace.unmanaged_peak[0] * 0.4))
+        evicted = 0
+        for k, op in enumerate(trace.ops):
+            for s in trace.released_before[k]:
+                online.release(s)
+            online.run(op, [trace.storages[s].size_bytes for s in op.outputs])
+            online.ledger.check_invariants()
+            evicted += sum(step.do is Do.FREE for step in online.steps)
+        assert evicted
+
+
+def test_an_op_that_is_larger_than_the_budget_does_not_fit() -> None:
+    online = Online(100)
+    online.run(Op("constant", 0.0, (), (0,), OpKind.CONSTANT), [60])
+    with pytest.raises(OverBudget):
+        online.run(Op("f", 1.0, (0,), (1,)), [41])
+    fitting = Online(101)
+    fitting.run(Op("constant", 0.0, (), (0,), OpKind.CONSTANT), [60])
+    fitting.run(Op("f", 1.0, (0,), (1,)), [41])
+    assert fitting.peak_bytes == 101
+
+
+def test_storages_are_numbered_in_the_order_of_making() -> None:
+    with pytest.raises(ValueError, match="the next are"):
+        Online(100).run(Op("f", 1.0, (), (7,)), [1])
+
+
+def test_what_must_not_run_twice_stays() -> None:
+    lines = [json.dumps(line) for line in network(1, depth=12, skips=False).lines]
+    trace = parse_dtr_log(lines)
+    once = {k for k, op in enumerate(trace.ops) if op.name == "cudnn_convolution"}
+    ops = tuple(replace(op, kind=OpKind.ONCE) if k in once else op for k, op in enumerate(trace.ops))
+    marked = replace(trace, ops=ops)
+    budget = int(trace.unmanaged_peak[0] * 0.75)
+    fits, machine = run_online(marked, budget)
+    assert fits
+    again = {step.target for step in machine.steps if step.do is Do.RECOMPUTE}
+    assert again and not again & once
+    assert replay(marked, machine.steps, budget).valid
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "inputs", "output"),
+    [
+        ("add_", (100, 100), False, False),
+        ("mm", (100, 100), True, False),
+        ("mul", (100, 8), False, False),
+        ("mul", (100, 100), True, False),
+        ("tanh", (100,), False, True),
+        ("relu_", (100,), False, True),
+        ("relu", (100,), True, True),
+        ("some_new_op", (100,), True, True),
+    ],
+)
+def test_what_derivatives_read(name: str, sizes: tuple[int, ...], inputs: bool, output: bool) -> None:
+    saved = saved_by(name, sizes)
+    assert (saved.inputs, saved.output) == (inputs, output)
+
+
+def test_nothing_is_left_resident_that_nobody_can_want() -> None:
+    """With room for everything, only what the program holds is there at the end, and nothing ran twice."""
+    trace = parse_dtr_log(json.dumps(line) for line in network(3).lines)
+    fits, machine = run_online(trace, trace.unmanaged_peak[0])
+    assert fits and not any(step.do is Do.RECOMPUTE for step in machine.steps)
+    held = {s for s, storage in enumerate(trace.storages) if storage.released == HELD}
+    assert held <= {s for s, here in enumerate(machine.ledger.resident) if here}

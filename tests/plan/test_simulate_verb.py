@@ -1,0 +1,121 @@
+"""`memmgr simulate`: figures, files, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memmgr.policies.schedule import Do, Step, replay
+from memmgr.tools import cli
+from memmgr.tools._dtr_log import read_dtr_log
+from memmgr.tools._trace_file import write_trace
+
+from .judge import needs_judge, verdict
+from .synthetic import network
+
+FIELDS = {"policy", "ratio", "budget_bytes", "feasible", "overhead", "peak_bytes", "lower_bound", "seconds"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return network(2, depth=10).write(tmp_path / "pass.log")
+
+
+def simulate(*words: object) -> int:
+    return cli.main(["simulate", *(str(word) for word in words)])
+
+
+def steps_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@needs_judge
+@pytest.mark.parametrize("policy", ["auto", "dtr_eq", "capuchin"])
+def test_json_and_schedule(policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "schedule"
+    words = ("--log", file, "--format", "dtr", "--policy", policy, "--ratio", 0.7, "--schedule-out", out, "--json")
+    assert simulate(*words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) >= FIELDS and shown["policy"] == policy and shown["feasible"]
+    trace = read_dtr_log(file)
+    names = {s.name: i for i, s in enumerate(trace.storages)}
+    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(out)]  # type: ignore[arg-type]
+    said = verdict(file, trace, steps, shown["budget_bytes"])
+    assert said["valid"], said
+    assert said["time_ns"] / 1e9 / trace.seconds == pytest.approx(shown["overhead"], rel=1e-9)
+    assert said["peak_bytes"] == shown["peak_bytes"] <= shown["budget_bytes"]
+
+
+def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "pass.trace.gz", read_dtr_log(file))
+    shown = []
+    for log in (file, tmp_path / "pass.trace.gz"):
+        assert simulate("--log", log, "--ratio", 0.6, "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        result.pop("seconds")
+        shown.append(result)
+    assert shown[0] == shown[1]
+
+
+def test_a_table_of_all(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--policy", "all", "--ratio", 0.8) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("auto", "capuchin", "delta_taco", "dtr_eq"))
+
+
+def test_with_a_link_the_schedule_is_one_too(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--policy", "offload", "--ratio", 0.7, "--link", 0.05, "--schedule-out", tmp_path / "s", "--json")
+    assert simulate("--log", file, *words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    trace = read_dtr_log(file)
+    names = {s.name: i for i, s in enumerate(trace.storages)}
+    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(tmp_path / "s")]  # type: ignore[arg-type]
+    cost = replay(trace, steps, shown["budget_bytes"], write_rate=5e7, read_rate=5e7)
+    assert cost.valid and any(step.do is Do.RELOAD for step in steps)
+    assert cost.seconds / trace.seconds == pytest.approx(shown["overhead"])
+
+
+def test_a_pass_that_does_not_fit_is_an_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--budget", "1KB", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert not shown["feasible"] and shown["overhead"] is None and shown["why"] and shown["budget_bytes"] == 1000
+
+
+def test_a_log_that_ends_inside_an_op_is_said(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = file.read_text().splitlines()
+    call = next(i for i, line in enumerate(lines) if '"CALL"' in line)
+    (tmp_path / "cut.log").write_text("\n".join(lines[: call + 2]))
+    assert simulate("--log", tmp_path / "cut.log", "--ratio", 1, "--json") == 0
+    assert "ends inside an op" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ratio", "0.5", "--policy", "nonsense"], "unknown policy 'nonsense'"),
+        (["--ratio", "-1"], "--ratio"),
+        (["--ratio", "nan"], "--ratio"),
+        (["--budget", "lots"], "--budget"),
+        (["--ratio", "0.5", "--link", "-3"], "--link"),
+        (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),
+        (["--ratio", "0.5", "--schedule-out", "/nonexistent/x"], "/nonexistent/x"),
+        (["--ratio", "0.5", "--format", "trace"], "not a trace file"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, *words) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b'{"INSTRUCTION":"ANNOTATE","ANNOTATION":"START"}\n', None]
+)
+def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        (tmp_path / "bad.log").write_bytes(content)
+    assert simulate("--log", tmp_path / "bad.log", "--format", "dtr", "--ratio", 0.5) == 2
+    said = capsys.readouterr().err
+    assert "bad.log" in said and said.count("\n") == 1

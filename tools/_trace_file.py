@@ -1,0 +1,194 @@
+"""The trace file: one JSON object a line, gzip if the name ends in .gz. docs/simulate.md describes it.
+
+It is written as the pass goes on, so a process that dies leaves a file without its last line, which the reader refuses.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from memmgr.policies.trace import HELD, VERSION, Op, OpKind, Storage, TierLink, Trace, TraceError
+
+_MAGIC = "memmgr_trace"
+
+
+class TraceWriter:
+    """Writes a trace event by event; a context manager, whose normal end writes the closing line."""
+
+    def __init__(
+        self, path: Path, *, device: str = "", links: tuple[TierLink, ...] = (), copy_on_write: bool = True
+    ) -> None:  # fmt: skip
+        self._path, self._ops = path, 0
+        self._file: IO[str] | None = None
+        self._head = {
+            _MAGIC: VERSION,
+            "device": device,
+            "links": [asdict(link) for link in links],
+            "copy_on_write": copy_on_write,
+        }
+
+    def __enter__(self) -> TraceWriter:
+        opener = gzip.open if self._path.suffix == ".gz" else open
+        self._file = opener(self._path, "wt", encoding="utf-8")
+        self._line(self._head)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        assert self._file is not None
+        if kind is None:
+            self._line({"end": self._ops})
+        self._file.close()
+
+    def _line(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def begin_backward(self) -> None:
+        """The next op is backward's first."""
+        self._line({"backward": True})
+
+    def release(self, storages: tuple[int, ...]) -> None:
+        """The program has let go of these."""
+        self._line({"free": storages})
+
+    def unpin(self, storages: tuple[int, ...]) -> None:
+        """The program itself no longer holds these; autograd may."""
+        self._line({"unpin": storages})
+
+    def op(self, op: Op, outputs: list[Storage]) -> None:
+        """One op has run."""
+        pinned = [i for i, s in enumerate(outputs) if s.pinned_until > 0]
+        record = {
+            "op": op.name,
+            "s": op.seconds,
+            "in": op.inputs,
+            "out": [[s.name, s.size_bytes] for s in outputs],
+            "kind": int(op.kind),
+            "writes": op.writes,
+            "saves": op.saves,
+            "uses": op.uses,
+            "pinned": pinned,
+        }
+        self._line({key: value for key, value in record.items() if value or key in ("op", "s")})
+        self._ops += 1
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Writes a whole trace.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unpinned: dict[int, list[int]] = {}
+    for i, s in enumerate(trace.storages):
+        if 0 < s.pinned_until < HELD:
+            unpinned.setdefault(s.pinned_until, []).append(i)
+    with TraceWriter(path, device=trace.device, links=trace.links, copy_on_write=trace.copy_on_write) as out:
+        for k in range(len(trace.ops) + 1):
+            if k == trace.backward_at:
+                out.begin_backward()
+            if k in unpinned:
+                out.unpin(tuple(unpinned[k]))
+            if trace.released_before[k]:
+                out.release(trace.released_before[k])
+            if k < len(trace.ops):
+                out.op(trace.ops[k], [trace.storages[s] for s in trace.ops[k].outputs])
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads a trace file.
+
+    Raises:
+        TraceError: no such file, another format or version, cut short, or a line that makes no sense; the message names
+            file and line.
+    """
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as lines:
+            return _parse(enumerate(lines, 1))
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (EOFError, zlib.error):
+        raise TraceError(f"{path}: cut short inside its compressed data") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}: not a text file") from None
+
+
+def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
+    number, line = next(lines, (0, ""))
+    head = _object(number, line) if number else {}
+    if _MAGIC not in head:
+        raise TraceError("not a trace file of memmgr" if number else "empty")
+    if head[_MAGIC] != VERSION:
+        raise TraceError(f"trace version {head[_MAGIC]!r}; this memmgr reads version {VERSION}")
+    ops: list[Op] = []
+    storages: list[Storage] = []
+    backward_at: int | None = None
+    ended = False
+    for number, line in lines:
+        record = _object(number, line)
+        try:
+            if ended:
+                raise TraceError("there is more after the end")
+            if "end" in record:
+                ended = True
+                if record["end"] != len(ops):
+                    raise TraceError(f"{record['end']} ops announced, {len(ops)} found")
+            elif "backward" in record:
+                backward_at = len(ops)
+            elif "free" in record:
+                for s in record["free"]:
+                    storages[s] = replace(storages[s], released=len(ops))
+            elif "unpin" in record:
+                for s in record["unpin"]:
+                    storages[s] = replace(storages[s], pinned_until=len(ops))
+            else:
+                _op(record, ops, storages)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"line {number}: {what}") from None
+    if not ended:
+        raise TraceError(f"cut short: no end after line {number} ({len(ops)} ops)")
+    links = tuple(TierLink(**link) for link in head["links"])
+    return Trace(tuple(ops), tuple(storages), head["device"], backward_at, links, head["copy_on_write"]).check()
+
+
+def _object(number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise TraceError(f"line {number} is not a JSON object (cut short?)")
+    return record
+
+
+def _op(record: dict[str, Any], ops: list[Op], storages: list[Storage]) -> None:
+    k, first = len(ops), len(storages)
+    for name, size in record.get("out", ()):
+        if not isinstance(size, int) or size < 0:
+            raise TraceError(f"{name} has {size!r} bytes")
+        storages.append(Storage(name, size, k))
+    for i in record.get("pinned", ()):
+        storages[first + i] = replace(storages[first + i], pinned_until=HELD)
+    pairs = tuple((int(old), int(new)) for old, new in record.get("writes", ()))
+    ops.append(
+        Op(
+            record["op"],
+            float(record["s"]),
+            tuple(record.get("in", ())),
+            tuple(range(first, len(storages))),
+            OpKind(record.get("kind", 0)),
+            pairs,
+            tuple(record.get("saves", ())),
+            tuple(record.get("uses", ())),
+        )
+    )

@@ -1,0 +1,292 @@
+"""Run a policy over a recorded pass: what a budget would cost, before anything is trained.
+
+The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
+
+  auto        the online default: recompute only without --link; with it, the live default (price, auto, bandwidth)
+  plan        the planner, which knows the whole pass
+  all         a table of all of these
+  capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
+  delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
+  ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
+
+Exit code: 0 for an answer, "does not fit" included; 2 for a file or an option that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from memmgr.policies.capuchin import capuchin
+from memmgr.policies.delta_paper import delta_online, delta_taco
+from memmgr.policies.online import run_online
+from memmgr.policies.registry import parse_policy
+from memmgr.policies.schedule import Step, judge_records, replay
+from memmgr.policies.simulator import Run, simulate
+from memmgr.policies.trace import TierLink, Trace, TraceError
+from memmgr.tools._dtr_log import read_dtr_log
+from memmgr.tools._screen import megabytes, table
+from memmgr.tools._trace_file import read_trace
+
+ALL = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "dtr_eq", "dtr", "msps", "lru+evict", "largest+evict")
+ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy at one budget; the fields of --json.
+
+    Attributes:
+        policy: as it was asked for.
+        ratio: budget over the unmanaged peak.
+        budget_bytes: most bytes resident.
+        feasible: whether the pass fits.
+        overhead: time over the unmanaged one's, None if infeasible.
+        peak_bytes: most bytes resident.
+        lower_bound: an overhead that no schedule can go below; None if it cannot be had (or none exists).
+        seconds: time to decide.
+        unmanaged_peak_bytes: without a budget.
+        unmanaged_seconds: time of the pass without a budget.
+        wait_seconds: of the pass, waited for copies.
+        recomputes: ops that ran again.
+        why: if infeasible.
+    """
+
+    policy: str
+    ratio: float
+    budget_bytes: int
+    feasible: bool
+    overhead: float | None
+    peak_bytes: int
+    lower_bound: float | None
+    seconds: float
+    unmanaged_peak_bytes: int
+    unmanaged_seconds: float
+    wait_seconds: float = 0.0
+    recomputes: int = 0
+    why: str = ""
+
+
+class _Refused(Exception):
+    """One line for the user; exit code 2."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="the pass")
+    parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
+    parser.add_argument("--policy", default="auto", metavar="NAME")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--ratio", type=float, metavar="R", help="budget as a share of the unmanaged peak")
+    budget.add_argument("--budget", metavar="SIZE", help="budget in bytes, or like 12GB, 800MiB")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
+    parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates; see the module's text for the exit code."""
+    try:
+        with _one_line():
+            return _run(args)
+    except _Refused as refused:
+        print(f"memmgr simulate: {refused}", file=sys.stderr)
+        return 2
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, ValueError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise _Refused(" ".join(text.split())) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    trace = _read(args.log, args.format)
+    if not trace.ops:
+        raise _Refused(f"{args.log}: no ops")
+    if not trace.complete:
+        print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
+    peak = trace.unmanaged_peak[0]
+    if args.ratio is not None and not 0 < args.ratio < float("inf"):
+        raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
+    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args.budget)
+    tier = _tier(trace, args.link)
+    ratio = args.ratio if args.ratio is not None else budget / max(peak, 1)
+    bound = _lower_bound(trace, budget, tier)
+    if args.policy == "all":
+        if args.schedule_out:
+            raise _Refused("--schedule-out needs one policy, not all")
+        results = [_simulate(trace, name, ratio, budget, tier, bound)[0] for name in _all(tier)]
+        if args.json:
+            print(json.dumps({"policy": "all", "results": [asdict(r) for r in results]}))
+        else:
+            _show(results)
+        return 0
+    result, steps = _simulate(trace, args.policy, ratio, budget, tier, bound)
+    if args.schedule_out:
+        _write(args.schedule_out, trace, steps)
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        _show([result])
+    return 0
+
+
+def _read(path: Path, form: str | None) -> Trace:
+    if form is None:
+        try:
+            return read_trace(path)
+        except TraceError as error:
+            if "not a trace file" not in str(error):
+                raise
+            form = "dtr"
+    return read_dtr_log(path) if form == "dtr" else read_trace(path)
+
+
+def _bytes(text: str) -> int:
+    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise _Refused(f"--budget is a size such as 12GB or 800MiB, not {text!r}")
+    return size
+
+
+def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:
+    if gigabytes_per_second is None:
+        return trace.links[0] if trace.links else None
+    if not gigabytes_per_second >= 0:
+        raise _Refused(f"--link must not be negative, is {gigabytes_per_second}")
+    rate = gigabytes_per_second * 1e9
+    return TierLink("host", rate, rate) if rate else None
+
+
+def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | None:
+    try:
+        bound = import_module("memmgr.policies.bound")
+        extra = float(bound.lower_bound_seconds(trace, budget, link=tier))
+    except ImportError:  # without scipy, or without a planner
+        return None
+    return 1.0 + extra / trace.seconds if trace.seconds and extra < float("inf") else None
+
+
+def _all(tier: TierLink | None) -> list[str]:
+    names = ALL_WITH_LINK if tier else ALL
+    return [name for name in names if name != "plan" or find_spec("memmgr.policies.planner") is not None]
+
+
+_Outcome = tuple[bool, list[Step], str]
+
+
+def _simulate(
+    trace: Trace, name: str, ratio: float, budget: int, tier: TierLink | None, bound: float | None
+) -> tuple[Result, list[Step]]:
+    decide = _policy(name, tier)
+    began = time.perf_counter()
+    feasible, steps, why = decide(trace, budget)
+    seconds = time.perf_counter() - began
+    rates: dict[str, Any] = {}
+    if tier is not None:
+        rates = {"write_rate": tier.write_bytes_per_second, "read_rate": tier.read_bytes_per_second}
+        rates["latency_seconds"] = tier.latency_seconds
+    cost = replay(trace, steps, budget, **rates)
+    if feasible and not cost.valid:
+        raise AssertionError(f"{name} broke a rule: {cost.why}")  # a bug of ours, with its stack
+    overhead = cost.seconds / trace.seconds if feasible and trace.seconds else (1.0 if feasible else None)
+    result = Result(
+        name, ratio, budget, feasible, overhead, cost.peak_bytes, bound, seconds, trace.unmanaged_peak[0], trace.seconds,
+        cost.wait_seconds, cost.recomputes, why,
+    )  # fmt: skip
+    return result, steps
+
+
+def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
+    if name == "plan":
+        return _plan(tier)
+    if name in ("online", "auto") and (tier is None or name == "online"):
+        return _online
+    own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
+        "capuchin": capuchin,
+        "delta_paper": delta_online,
+        "delta_taco": delta_taco,
+    }
+    if name in own:
+        return lambda trace, budget: _outcome(own[name](trace, budget, tier))
+    policy = parse_policy(name)
+    return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
+
+
+def _outcome(run: Run) -> _Outcome:
+    return run.feasible, run.steps, run.why
+
+
+def _online(trace: Trace, budget: int) -> _Outcome:
+    feasible, machine = run_online(trace, budget)
+    return feasible, machine.steps, machine.why
+
+
+def _plan(tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
+    try:
+        planner = import_module("memmgr.policies.planner")
+    except ImportError as error:
+        raise _Refused(f"the planner is not there: {error}") from None
+
+    def decide(trace: Trace, budget: int) -> _Outcome:
+        plan = planner.plan(trace, budget, link=tier)
+        return plan.feasible, list(plan.steps), "" if plan.feasible else "no plan was found"
+
+    return decide
+
+
+def _write(path: Path, trace: Trace, steps: list[Step]) -> None:
+    try:
+        records = [json.dumps(record) for record in judge_records(trace, steps)]
+    except ValueError:  # with a link: our own words, beside the judge's
+        records = [_own_record(trace, step) for step in steps]
+    path.write_text("".join(f"{record}\n" for record in records), encoding="utf-8")
+
+
+def _own_record(trace: Trace, step: Step) -> str:
+    do = step.do.value
+    return json.dumps(
+        {"do": do, "op": step.target}
+        if do in ("compute", "recompute")
+        else {"do": do, "storage": trace.storages[step.target].name}
+    )
+
+
+def _show(results: list[Result]) -> None:
+    first = results[0]
+    bound = f", no schedule below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
+    print(
+        f"unmanaged: {megabytes(first.unmanaged_peak_bytes)}, {first.unmanaged_seconds * 1e3:,.1f} ms; "
+        f"budget: {megabytes(first.budget_bytes)} ({first.ratio:.0%}){bound}"
+    )
+    rows = [
+        [
+            r.policy,
+            f"{r.overhead:.4f}" if r.overhead is not None else "does not fit",
+            megabytes(r.peak_bytes) if r.feasible else "",
+            f"{r.recomputes:,}" if r.feasible else "",
+            f"{r.wait_seconds * 1e3:,.1f} ms" if r.feasible else "",
+            f"{r.seconds:.2f} s",
+        ]
+        for r in results
+    ]
+    table(["policy", "time over unmanaged", "peak", "recomputed ops", "waits", "decided in"], rows)
