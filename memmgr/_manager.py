@@ -19,6 +19,7 @@ import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
 
+from ._advice import own_checkpointing
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
@@ -214,7 +215,12 @@ class Manager:
             if self._stock is not None:
                 self._stock.close()
         if report and was_open and not self.config.quiet:
-            print(self.summary(), file=sys.stderr)
+            print(
+                self.summary(),
+                *("memmgr: " + line for line in own_checkpointing(self.stats())),
+                sep="\n",
+                file=sys.stderr,
+            )
 
     def _bring_all_back(self, *, within_budget: bool) -> bool:
         """What the graph still needs becomes ordinary memory.

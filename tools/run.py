@@ -217,7 +217,7 @@ def _never(args: argparse.Namespace) -> list[str]:
 
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
     """What `run` prints behind the budget's own line."""
-    from memmgr.tools._advice import advice
+    from memmgr._advice import advice
 
     lines = []
     floor = getattr(error, "floor_bytes", 0)

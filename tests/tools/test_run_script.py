@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from memmgr._advice import advice, own_checkpointing
 from memmgr.tools import run as verb
-from memmgr.tools._advice import advice
 from memmgr.tools._wrong import Wrong
 
 TRAIN = """
@@ -64,37 +64,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def plain_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the training ends with without memmgr."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(TRAIN)
+    return _bits(python("train.py", cwd=folder))
+
+
 def _bits(done: subprocess.CompletedProcess[str]) -> str:
     found = re.search(r"^bits (\w+)$", done.stdout, re.MULTILINE)
     assert found, done.stderr
     return found[1]
 
 
-def test_the_same_bits_in_less_memory_and_the_next_command(folder: Path) -> None:
-    plain = python("train.py", cwd=folder)
+def test_the_same_bits_in_less_memory_and_the_next_command(folder: Path, plain_bits: str) -> None:
     done = memmgr("run", "--budget", "8MB", "train.py", cwd=folder)
-    assert done.returncode == 0 and _bits(done) == _bits(plain), done.stderr
+    assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
     assert re.search(r"memmgr: peak [\d.]+ MB of 8 MB \(1\d\.\d MB unmanaged\), 4 passes", done.stderr), done.stderr
     assert "11" not in done.stdout.replace(_bits(done), "")
     shown = re.search(r"^memmgr: to look closer:  memmgr (.*)$", done.stderr, re.MULTILINE)
     assert shown, done.stderr
     again = memmgr(*shlex.split(shown[1]), cwd=folder)
-    assert again.returncode == 0 and _bits(again) == _bits(plain) and (folder / "train.jsonl").is_file()
+    assert again.returncode == 0 and _bits(again) == plain_bits and (folder / "train.jsonl").is_file()
     assert "memmgr report " in again.stderr and "train.jsonl" in again.stderr
 
 
-def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path) -> None:
+def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_bits: str) -> None:
     """The budget opens while addmm saves its inputs; what its kernel copies then is not its recipe."""
-    plain = python("train.py", cwd=folder)
     for conf in ("policy:evict,verify:1", "policy:torture,verify:1"):
         done = python("train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": conf})
-        assert done.returncode == 0 and _bits(done) == _bits(plain), done.stderr
+        assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
 
 
-def test_under_a_profiler_it_is_not_managed_and_says_so(folder: Path) -> None:
-    plain = python("train.py", cwd=folder)
+def test_under_a_profiler_it_is_not_managed_and_says_so(folder: Path, plain_bits: str) -> None:
     done = python("-m", "cProfile", "train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
-    assert _bits(done) == _bits(plain) and "a profiler runs in this thread" in done.stderr
+    assert _bits(done) == plain_bits and "a profiler runs in this thread" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,23 +145,21 @@ def test_an_error_names_a_budget_that_works(folder: Path) -> None:
     assert len(shown) == 1 and shown[0].endswith("train.py")
 
 
-def test_children_have_the_budget_and_a_process_that_does_not_train_says_so(folder: Path) -> None:
+def test_children_have_the_budget_and_a_process_that_does_not_train_says_so(folder: Path, plain_bits: str) -> None:
     (folder / "launch.py").write_text("import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'train.py']))")
-    plain = python("train.py", cwd=folder)
     done = memmgr("run", "--budget", "8MB", "--policy", "evict", "launch.py", cwd=folder)
-    assert done.returncode == 0 and _bits(done) == _bits(plain)
+    assert done.returncode == 0 and _bits(done) == plain_bits
     assert "of 8 MB" in done.stderr and "nothing was saved for backward in this process" in done.stderr
 
 
-def test_under_torchrun(folder: Path) -> None:
+def test_under_torchrun(folder: Path, plain_bits: str) -> None:
     """Two processes; what they say to each other is tests/exactness/test_distributed.py's."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    plain = python(*launch, "train.py", cwd=folder)
     inside = python(*launch, "-m", "memmgr.tools.cli", "run", "--budget", "9MB", "train.py", cwd=folder)
     around = memmgr("run", "--budget", "9MB", "--log", "run.jsonl", *launch, "train.py", cwd=folder)
-    assert plain.returncode == inside.returncode == around.returncode == 0, inside.stderr + around.stderr
-    bits = [sorted(re.findall("^bits .*$", done.stdout, re.MULTILINE)) for done in (plain, inside, around)]
-    assert bits[0] == bits[1] == bits[2] and len(bits[0]) == 2
+    assert inside.returncode == around.returncode == 0, inside.stderr + around.stderr
+    for done in (inside, around):
+        assert re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2
     assert "memmgr[0]: " in inside.stderr and "memmgr[1]: " in inside.stderr
     assert sorted(path.name for path in folder.glob("*.jsonl")) == ["run.rank0.jsonl", "run.rank1.jsonl"]
 
@@ -240,11 +243,9 @@ def _stats(**changed: float) -> dict[str, Any]:
 
 def test_what_the_summary_advises() -> None:
     assert advice(_stats())[0] == "2 GB in 1 GB (floor about 500 MB): 10.0% of the time recomputing, 1.0% waiting"
-    own = advice(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
+    own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
     assert "own checkpointing recomputes for 25% of the time while 500 MB of the budget are never used" in own[0]
-    assert not any(
-        "checkpointing" in line for line in advice(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
-    )
+    assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
     assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
     assert advice(_stats(budget_bytes=2**64 - 1)) == ["it needs 2 GB; the floor is about 500 MB"]
