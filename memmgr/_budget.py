@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
-from memmgr.policies import parse_policy
+from memmgr.policies import Policy, parse_policy
 
 from . import _shim
 from ._manager import UNLIMITED, Config, Manager, default_folder
@@ -96,7 +96,8 @@ class budget:
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
             file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
-            `"torture"` (for tests) makes everything leave at once. See docs/policies.md.
+            `"torture"` (for tests) makes everything leave at once. See docs/policies.md. Or a `memmgr.policies.Policy` of
+            your own (docs/writing_a_policy.md).
         verify: compare every recomputed tensor with a checksum of what was dropped (a sample is compared anyway).
         quiet: no summary line at the end.
         log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
@@ -121,7 +122,7 @@ class budget:
         device: torch.device | str | None = None,
         host: int | str | None = None,
         disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None = None,
-        policy: str = "auto",
+        policy: str | Policy = "auto",
         verify: bool = False,
         quiet: bool = False,
         log: str | os.PathLike[str] | None = None,
@@ -138,7 +139,7 @@ class budget:
             host_bytes=psutil.virtual_memory().available // 2 if host is None else parse_size(host, what="host"),
             folder=folder,
             disk_bytes=disk_bytes,
-            policy=parse_policy(policy),
+            policy=policy if isinstance(policy, Policy) else parse_policy(policy),
             verify=verify,
             quiet=quiet,
             throttle=_throttle,
