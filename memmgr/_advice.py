@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ._sizes import show_size
@@ -49,6 +48,12 @@ def advice(stats: dict[str, Any]) -> list[str]:
         )
         if stall > 2 * recompute and stall > 0.1:
             lines.append("mostly waiting for the tier below: try a faster --disk, or --policy evict")
+    more = more_budget(stats)
+    if more is not None:
+        lines.append(
+            f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about 80% of the recomputing and waiting "
+            "(an estimate)"
+        )
     held = int(stats["held_bytes.peak"])
     if budget < UNLIMITED and unmanaged > budget and held > 0.7 * budget:
         lines.append(
@@ -57,36 +62,25 @@ def advice(stats: dict[str, Any]) -> list[str]:
     return lines
 
 
-def more_budget(
-    stats: dict[str, Any], costs: Iterable[tuple[int, float]], share: float = 0.8
-) -> tuple[int, float] | None:
-    """How much more budget would remove most of what the lack of it costs.
+def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:
+    """How many bytes more of budget would remove that share of what the lack of them costs, in time.
 
-    What was brought back is taken to be kept instead, the dearest bytes first: that is what the policies keep. All of it
-    would be kept with the unmanaged peak as the budget, so bytes brought back are scaled to what is missing to that.
+    In proportion to what is missing to the unmanaged peak. What is cheap leaves first, so the last bytes that leave are
+    the dearest, and chains of recomputation grow faster than what is evicted: more budget removes rather more than its share.
 
     Args:
         stats: `memmgr.stats()` at the end.
-        costs: (bytes, seconds) of what was recomputed, read back and waited for, by whatever grouping there is.
-        share: of the seconds, to be removed.
+        share: of the seconds of recomputing and waiting, to be removed.
 
     Returns:
-        (bytes more, share of the seconds that they remove), or None where everything fitted or nothing is to be gained.
+        Bytes, or None where everything fitted or nothing worth saying is to be gained.
 
-    Known limitation: an estimate. That an op recomputed early saves the recomputation of its inputs is not seen, and a
-    coarse grouping hides cheap bytes among dear ones.
+    Known limitation: a rule of thumb. Measured on a small GPT on a CPU, nine runs in 40 to 70 % of the memory: four
+    fifths of the missing bytes removed 88 to 97 % of the time under `evict` and `auto`, but 62 to 77 % under `offload`,
+    where the link is what is waited for.
     """
     missing = int(stats["unmanaged_peak_bytes"]) - int(stats["budget_bytes"])
-    known = [(size, seconds) for size, seconds in costs if seconds > 0]
-    total = sum(seconds for _, seconds in known)
-    size = sum(size for size, _ in known)
-    wall = float(stats.get("wall_seconds", 0.0))
-    if missing <= 0 or size <= 0 or total < WORTH_SAYING * wall:
+    lost = float(stats["recompute_seconds"]) + float(stats["stall_seconds"])
+    if missing <= 0 or lost < WORTH_SAYING * float(stats["wall_seconds"]):
         return None
-    kept, saved = 0.0, 0.0
-    for part, seconds in sorted(known, key=lambda cost: -cost[1] / max(cost[0], 1)):
-        take = min(1.0, (share * total - saved) / seconds)  # of a group as much as is needed
-        kept, saved = kept + take * part, saved + take * seconds
-        if saved >= share * total * (1 - 1e-9):
-            break
-    return int(missing * kept / size), saved / total
+    return int(share * missing)

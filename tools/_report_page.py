@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from memmgr._advice import advice, more_budget, own_checkpointing
+from memmgr._advice import advice, own_checkpointing
 from memmgr._sizes import show_size
 from memmgr.tools._charts import LAYERS, bars, over_time
 from memmgr.tools._top_text import clean, show_seconds
@@ -68,7 +68,7 @@ def _session(name: str, watched: Watched) -> Iterator[str]:
         f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
     )
     yield _tiles(watched)
-    lines = own_checkpointing(stats) + advice(stats) + _gain(watched) + _faults(watched)
+    lines = own_checkpointing(stats) + advice(stats) + _faults(watched)
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
     yield from _time(watched)
@@ -96,19 +96,6 @@ def _tiles(watched: Watched) -> str:
         ("waiting", f"{stats['stall_seconds'] / wall:.1%}"),
     )
     return "<div class=tiles>" + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in tiles) + "</div>"
-
-
-def _gain(watched: Watched) -> list[str]:
-    costs = [(s.bytes, s.seconds) for (what, _, _), s in watched.sums.items() if what in _COSTS]
-    found = more_budget(watched.stats, costs)
-    if found is None:
-        return []
-    more, share = found
-    budget = watched.stats["budget_bytes"]
-    return [
-        f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about {share:.0%} of the time spent on "
-        "recomputing and waiting (an estimate)"
-    ]
 
 
 def _faults(watched: Watched) -> list[str]:

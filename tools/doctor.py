@@ -313,13 +313,14 @@ def train(limit, folder):
     blocks = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64))
               for _ in range(4)]
     model = torch.nn.Sequential(*blocks)
-    optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(1024, 64)
     with memmgr.budget(limit, device="cpu", disk=folder, quiet=True) as mm:
         for _ in range(3):
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+            model.zero_grad()
     bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(bits).hexdigest(), mm.stats()
 plain, stats = train(None, sys.argv[1])
