@@ -8,7 +8,8 @@
 The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its exit
 code is this command's. The budget opens at the first tensor that autograd saves, on the device of that training, and
 what the script starts as further Python processes has it too (data loader workers train nothing and have none). With
-several ranks each has the whole budget and a log of its own.
+several ranks each has the whole budget and a log of its own. (Inside torchrun write --write-log: it takes --log for
+one of its own options, wherever it stands.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
     parser.add_argument("--host", metavar="SIZE", help="host memory for offloading from an accelerator")
     parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
-    parser.add_argument("--log", metavar="FILE", help="keep the telemetry, for memmgr report")
+    parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")

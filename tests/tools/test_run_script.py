@@ -158,7 +158,7 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.
 
 def test_under_torchrun(folder: Path, plain_bits: str) -> None:
     """Two processes; what they say to each other is tests/exactness/test_distributed.py's."""
-    words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--log", "run.jsonl", "train.py"]
+    words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]
     done = python(*LAUNCH, *words, cwd=folder)
     assert done.returncode == 0 and re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2, (
         done.stderr
