@@ -150,8 +150,8 @@ def test_the_screen_at_80_by_24() -> None:
             assert len(shown) == 24
             assert shown[0].startswith("4242  python train.py") and shown[0].endswith("backward  29.5 s")
             assert shown[1].startswith("budget 8 MB  now 4.2 MB (52%)")
-            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[7].startswith("▓ other")
-            assert shown[9].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[11].startswith("· free")
+            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[8].startswith("▓ other")
+            assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[12].startswith("· free")
             assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size")
             assert shown[14].split() == ["size", "state", "op", "module", "age", "cost"]
             assert shown[15].split() == ["1.05", "MB", "present", "gelu", "Net.first.1", "1.05", "ms", "1.05", "ms"]
