@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -279,4 +280,5 @@ def draw(app: TopApp, path: Path, size: tuple[int, int] = (100, 30)) -> None:
             await pilot.pause(0.3)
             return app.export_screenshot(title="memmgr top")
 
-    path.write_text(asyncio.run(shot()))
+    # Textual has the fonts fetched from a server; the text has its widths, and any monospace font will do.
+    path.write_text(re.sub(r"@font-face\s*\{[^}]*\}", "", asyncio.run(shot())), encoding="utf-8")
