@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +157,10 @@ def test_held_tensors_are_named() -> None:
     check_error(caught.value, 20 * MB)
     assert "saved for backward" in str(caught.value) or "other tensors" in str(caught.value)
     assert 6 <= len(kept) <= 10
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("meta")])
+def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
+    """Rather than a budget that nobody keeps."""
+    with pytest.raises(NotImplementedError, match=r"cannot be kept yet.*device='cpu'"):
+        memmgr.budget("1GB", device=device)
