@@ -415,6 +415,8 @@ class Manager:
             return False
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
+        if self.config.disk_bytes:
+            beyond += last.backward_growth * 0.1 + budget // 50  # a tier that may be full is no net to fall into
         if not self.passes or (beyond > 0 and self._offload_seconds(beyond, saved) > last.uses * MODE_SECONDS):
             return False
         state = self._tls.state
