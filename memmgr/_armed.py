@@ -6,9 +6,12 @@ Nothing is installed at import: hooks that do nothing but open the budget wait f
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,23 +19,34 @@ import torch
 from ._budget import budget
 from ._recorder import Plain
 
-KEYS = "policy, disk, disk_size, host, device, verify, quiet, placement"
+KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, placement"
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    if text.lstrip().startswith("{"):
+        try:
+            for key, value in json.loads(text).items():
+                yield str(key), str(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"MEMMGR_CONF: not JSON: {error}") from None
+        return
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, colon, value = part.partition(":")
+        if not colon:
+            raise ValueError(f"MEMMGR_CONF: {part!r} is not key:value; keys are {KEYS}")
+        yield key.strip(), value.strip()
 
 
 def parse_conf(text: str) -> dict[str, Any]:
-    """`policy:dtr,disk:/nvme` as keyword arguments of `budget`.
+    """`policy:dtr,disk:/nvme` as keyword arguments of `budget`; a JSON object says the same.
 
     Raises:
         ValueError: an unknown key or a pair without a colon; the text names what is accepted.
     """
     found: dict[str, Any] = {}
     folder, size = None, None
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, colon, value = part.partition(":")
-        if not colon:
-            raise ValueError(f"MEMMGR_CONF: {part!r} is not key:value; keys are {KEYS}")
-        key, value = key.strip(), value.strip()
-        if key in ("policy", "device", "host"):
+    for key, value in _pairs(text):
+        if key in ("policy", "device", "host", "log"):
             found[key] = value
         elif key == "placement":
             found["_placement"] = value
@@ -47,6 +61,25 @@ def parse_conf(text: str) -> dict[str, Any]:
     if folder is not None:
         found["disk"] = False if folder.lower() in ("off", "none", "0") else (folder, size) if size else folder
     return found
+
+
+def _when_the_op_is_over(act: Callable[[], None]) -> None:
+    """Calls `act` when the op that is saving a tensor has returned to Python.
+
+    A mode that begins in the middle of an op sees the rest of its kernel: of addmm the copy of the bias, not the product,
+    and would take that for the recipe of the result (rule 6). The interpreter's profile hook says when the frame that
+    called the op goes on.
+    """
+    caller: Any = sys._getframe(2)
+    at = caller.f_lasti
+
+    def event(frame: Any, what: str, arg: Any) -> None:
+        # Events of the caller itself, or of a function that it calls next; Python that runs inside the op is neither.
+        if frame is caller or (frame.f_back is caller and caller.f_lasti != at) or (frame is caller.f_back):
+            sys.setprofile(None)
+            act()
+
+    sys.setprofile(event)
 
 
 class _Armed:
@@ -91,36 +124,39 @@ class _Armed:
         if first and torch.utils.data.get_worker_info() is None:
             threading.Thread._bootstrap_inner = self._bootstrap  # type: ignore[attr-defined]
             self._unhook()
-            try:
-                self._budget.__enter__()
-            except Exception as error:
-                warnings.warn(f"memmgr: MEMMGR_BUDGET is set but the budget cannot be opened: {error}", stacklevel=2)
+            if sys.getprofile() is None:
+                _when_the_op_is_over(self._open)
             else:
-                manager = self._budget._manager
-                if manager is not None:
-                    return manager.native.pack(tensor)
+                warnings.warn(
+                    "memmgr: MEMMGR_BUDGET is ignored, because a profiler runs in this thread: open the budget in the script, "
+                    "with memmgr.budget(...)",
+                    stacklevel=2,
+                )
         return Plain(tensor)
 
-    def _back(self, saved: Any) -> torch.Tensor:
-        """Unpacks the one tensor that opened the budget, or what was saved by a thread that did not."""
-        if isinstance(saved, Plain):
-            return saved.get()
-        manager = self._budget._manager
-        assert manager is not None
-        tensor: torch.Tensor = manager.native.unpack(saved)
-        return tensor
+    def _open(self) -> None:
+        try:
+            self._budget.__enter__()
+        except Exception as error:
+            warnings.warn(f"memmgr: MEMMGR_BUDGET is set but the budget cannot be opened: {error}", stacklevel=2)
+
+    def _back(self, saved: Plain) -> torch.Tensor:
+        """Unpacks what the first op saved, or a thread that did not open the budget."""
+        return saved.get()
 
     def close(self) -> None:
         """At the end of the process."""
         if self._budget._manager is not None:
-            self._budget.__exit__(None, None, None)
+            # As after an exception: what the graph of the last step still needs comes back only if it fits.
+            self._budget.__exit__(SystemExit, None, None)
 
 
 def arm() -> None:
     """Reads the environment and arms; a bad value is one clear warning, never an exception."""
     try:
         conf = parse_conf(os.environ.get("MEMMGR_CONF", ""))
-        armed = _Armed(budget(os.environ["MEMMGR_BUDGET"], **conf))
+        limit = os.environ["MEMMGR_BUDGET"]
+        armed = _Armed(budget(None if limit.lower() == "none" else limit, **conf))
     except Exception as error:
         warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)
         return

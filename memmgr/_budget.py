@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
-from memmgr.policies import parse_policy
+from memmgr.policies import Policy, parse_policy
 
 from . import _shim
 from ._manager import UNLIMITED, Config, Manager, default_folder
@@ -75,6 +75,14 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 
 
+def _log(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    folder = os.path.dirname(os.path.expanduser(name)) or "."
+    if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
+        raise ValueError(f"log: {name!r} is not a file in a folder that exists")
+    return name
+
+
 class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
@@ -91,9 +99,13 @@ class budget:
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
             file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
-            `"torture"` (for tests) makes everything leave at once. See docs/policies.md.
+            `"torture"` (for tests) makes everything leave at once. See docs/policies.md. Or a `memmgr.policies.Policy` of
+            your own (docs/writing_a_policy.md).
         verify: compare every recomputed tensor with a checksum of what was dropped (a sample is compared anyway).
         quiet: no summary line at the end.
+        log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
+            process that opens several budgets with the same log, one follows the other. With several ranks each has its
+            own, `run.rank1.jsonl`.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -114,9 +126,10 @@ class budget:
         device: torch.device | str | None = None,
         host: int | str | None = None,
         disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None = None,
-        policy: str = "auto",
+        policy: str | Policy = "auto",
         verify: bool = False,
         quiet: bool = False,
+        log: str | os.PathLike[str] | None = None,
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
@@ -130,12 +143,13 @@ class budget:
             host_bytes=psutil.virtual_memory().available // 2 if host is None else parse_size(host, what="host"),
             folder=folder,
             disk_bytes=disk_bytes,
-            policy=parse_policy(policy),
+            policy=policy if isinstance(policy, Policy) else parse_policy(policy),
             verify=verify,
             quiet=quiet,
             throttle=_throttle,
             sleep=_sleep,
             placement=parse_placement(_placement),
+            log=None if log is None else _log(log),
         )
         self._manager: Manager | None = None
 
@@ -196,7 +210,9 @@ def stats() -> dict[str, Any]:
         program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
         (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
         `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
-        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does).
+        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
+        `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does) of
+        `watched_seconds` (the passes in which that was seen: those that were recorded).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = _current or _last

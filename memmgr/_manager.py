@@ -21,6 +21,7 @@ import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
 
+from ._advice import own_checkpointing
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
@@ -30,6 +31,7 @@ from ._replay import Replayer, _BelowAutograd
 from ._sizes import show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
+from ._telemetry import Telemetry
 
 UNLIMITED = 2**64 - 1
 WATERMARKS = Watermarks(least_bytes=64 << 10)
@@ -56,6 +58,7 @@ class Config:
     throttle: int = 0
     sleep: bool = True
     placement: Placement = REMAP
+    log: str | None = None
 
 
 @dataclass
@@ -98,6 +101,7 @@ class Manager:
         self.recorder = Recorder(native, self)
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
+        self.telemetry = Telemetry(self, config.log)
         self.passes = 0
         self.last = Pass()
         self._mode_class = make_mode(native)
@@ -112,6 +116,7 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
+        self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
@@ -165,6 +170,7 @@ class Manager:
                 self._measure_link()
                 self.daemon = Daemon(self)
                 self.daemon.start()
+            self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
         except BaseException:
@@ -196,6 +202,7 @@ class Manager:
             native.set_active(False)
             if self._final is None:
                 self._final = self._collect()
+            self.telemetry.close(self._final, self.summary(), failed)
             native.configure(
                 on_rank=None,
                 on_kept=None,
@@ -216,7 +223,12 @@ class Manager:
             if self._stock is not None:
                 self._stock.close()
         if report and was_open and not self.config.quiet:
-            print(self.summary(), file=sys.stderr)
+            print(
+                self.summary(),
+                *("memmgr: " + line for line in own_checkpointing(self.stats())),
+                sep="\n",
+                file=sys.stderr,
+            )
 
     def _bring_all_back(self, *, within_budget: bool) -> bool:
         """What the graph still needs becomes ordinary memory.
@@ -252,6 +264,7 @@ class Manager:
     def disable_in_child(self) -> None:
         """In a forked child: hooks and mode stay on the thread's stacks but do nothing."""
         self.open = False
+        self.telemetry.in_child()
         self.native.set_active(False)
 
     def restore_options(self) -> None:
@@ -381,6 +394,7 @@ class Manager:
         last.in_backward = True
         uses = native.unpack_count()
         self._at_turn = native.resident()
+        clock = native.clock()
         popped = self._pop_for_backward(create_graph)
         try:
             yield
@@ -398,6 +412,10 @@ class Manager:
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
                 last.begun = end
+                if not create_graph and not self.sleeper.asleep:
+                    # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
+                    self._recomputed[0] += native.clock() - clock
+                    self._recomputed[1] += last.forward_seconds + last.backward_seconds
                 if not create_graph and not self.sleeper.asleep:
                     native.end_pass()
                 self._end_of_pass()
@@ -453,6 +471,7 @@ class Manager:
         self.last.backward_growth = max(0.0, float(resident - self._at_turn))
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
+        self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self.sleeper.end_of_pass(unmanaged)
 
     # -- what the policies see --
@@ -661,6 +680,7 @@ class Manager:
         )
         raised.floor_bytes = floor
         raised.budget_bytes = int(stats.get("budget_bytes", 0))
+        self.telemetry.happened("budget_error", floor_bytes=floor, held=kinds, modules=dict(modules), text=first)
         raise raised from error
 
     def _states_too_big(self, held: int) -> BudgetError:
@@ -709,6 +729,8 @@ class Manager:
             "prefetch_misses": n["prefetch_misses"],
             "stall_seconds": n["stall_ns"] * 1e-9,
             "wall_seconds": wall,
+            "checkpoint_seconds": self._recomputed[0],
+            "watched_seconds": self._recomputed[1],
             "passes": self.passes,
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],

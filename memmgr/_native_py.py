@@ -85,6 +85,8 @@ class Native(Vault):
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Recipe | None:
         """A recipe, or None when a tensor cannot be described."""
+        if self._detail:
+            self._place(func)
         self._settle()
         encoder = Encoder(self)
         key: list[Any] = [func]
@@ -107,6 +109,7 @@ class Native(Vault):
                 recipe = Recipe(func, encoded, named, tuple(encoder.cells), kind, self._replayed)
                 self._serial += 1
                 recipe.serial, recipe.env, recipe.ok = self._serial, env, encoder.ok
+                recipe.module = self._module()
                 for cell in encoder.cells:
                     self._link(recipe, cell)
                 return recipe
@@ -120,6 +123,8 @@ class Native(Vault):
 
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs the op and notes how long it took without our own stalls."""
+        if self._detail:
+            self._runs(str(recipe._func), self._module())
         stalled, begun = self._stalled(), time.perf_counter_ns()
         out, made = self._accounted(recipe._func, call, args, kwargs)
         recipe.kept.made_bytes = max(recipe.kept.made_bytes, made)
@@ -147,6 +152,7 @@ class Native(Vault):
                         made = self._make_cell(out)
                         made.exposed = False
                         made.cost = recipe.cost
+                        made.maker = str(recipe._func)
                         if recipe.ok:  # a recipe that cannot run would only keep the cell from being a root
                             made.recipe = recipe
             recipe.made.append(weakref.ref(made) if made is not None and made.recipe is not None else None)
@@ -302,6 +308,8 @@ class Native(Vault):
         self._n["unpacks"] += 1
         cell = ref.cell
         self._position = cell.seq
+        if self._detail:
+            self._runs(cell.maker, cell.module)
         progress = self._call.get("on_progress")
         if self._offloaded_cells > 0 and progress is not None:
             progress(cell.seq)

@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._py_table import Table
-from ._py_types import EVICTED, KEEP, TRUST_YES, Cell, Recipe
-
-
-def can_evict(cell: Cell) -> bool:
-    """The recipe can run and has proved itself (rule 7)."""
-    recipe = cell.recipe
-    return recipe is not None and recipe.ok and recipe.kept.trust == TRUST_YES and not cell.exposed
+from ._py_types import EVICTED, KEEP, Cell, Recipe, can_evict
 
 
 class Columns(Table):

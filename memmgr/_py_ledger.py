@@ -17,6 +17,7 @@ from . import _py_types as types
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
 from ._py_tier import address
 from ._py_types import Known
+from ._py_watch import Watch
 
 UNLIMITED = 2**64 - 1
 _CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
@@ -36,10 +37,11 @@ class ThreadState(threading.local):
     critical = 0  # more than 0 while state is half changed without the lock
 
 
-class Ledger:
+class Ledger(Watch):
     """Live storages, the budget, and predictions of what ops need."""
 
     def __init__(self) -> None:
+        super().__init__()
         # Guards all state but never a callback, an op or a transfer. What may run at any moment (finalizers, the ends of
         # objects) takes no lock: it leaves a note that the next holder reads.
         self._lock: Any = threading.RLock()
@@ -249,6 +251,7 @@ class Ledger:
                 spent = time.perf_counter_ns() - begun
                 self._n["stall_ns"] += spent
                 self._tls.stall_ns += spent
+                self._note_stall(want, spent)
         if not firm:
             return
         again = self._call.get("on_retry")
@@ -417,7 +420,14 @@ class Ledger:
                 raise AssertionError(f"negative: live {self._live}, virtual {self._virtual}")
 
     def counters(self) -> dict[str, int]:
-        return {**self._n, "floor_bytes": self._floor, "held_peak_bytes": self._held_peak}
+        gone, offloaded = self._gone_bytes_now()
+        return {
+            **self._n,
+            "gone_bytes": gone,
+            "offloaded_bytes": offloaded,
+            "floor_bytes": self._floor,
+            "held_peak_bytes": self._held_peak,
+        }
 
     def reset_counters(self) -> None:
         self._n = dict.fromkeys(COUNTERS, 0)

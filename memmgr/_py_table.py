@@ -35,6 +35,7 @@ class Table(Cells):
             self._resized(known, storage.nbytes())
         cell = Cell(known, not tensor.requires_grad and (known.exposed or is_foreign(storage)), self._clock)
         cell.pinned = cell.exposed and self._is_elsewhere(known, storage)
+        cell.module = self._module()
         if not tensor.is_inference():
             cell.versions.append(Version(tensor))
         known.cell = cell
@@ -242,6 +243,7 @@ class Table(Cells):
             self._unsettled.append(written_now(cell))
             if recipe is not None:
                 cell.recipe, cell.cost = recipe, recipe.cost
+                cell.maker = str(recipe._func)
                 recipe.made.append(weakref.ref(cell))
             return cell
 
@@ -302,6 +304,7 @@ class Table(Cells):
 
     def end_pass(self) -> None:
         """What nobody saved and no recipe names needs no recipe; chains get shorter until nothing changes."""
+        self._end_of_pass()
         changed = True
         while changed:
             self._settle()

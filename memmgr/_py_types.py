@@ -113,7 +113,9 @@ class Cell:
         "last_access",
         "listed",
         "lost",
+        "maker",
         "managed",
+        "module",
         "named_by",
         "names",
         "nbytes",
@@ -145,6 +147,8 @@ class Cell:
         self.checksum: int | None = None
         self.incoming: Any = None  # a storage that a read is under way into
         self.note: Any = None
+        self.maker: str | None = None  # the op that made it, for reports
+        self.module = 0  # where it was made, while the telemetry asks
         self.handles = 0
         self.names = 0
         self.stamp = 0
@@ -313,6 +317,7 @@ class Recipe:
         "kept",
         "kwargs",
         "made",
+        "module",
         "ok",
         "rng",
         "serial",
@@ -332,6 +337,7 @@ class Recipe:
         self.ok = True
         self.stamp = 0
         self.serial = 0
+        self.module = 0
 
     def __del__(self) -> None:
         if self.serial:
@@ -356,3 +362,9 @@ class Recipe:
     @trust.setter
     def trust(self, value: int) -> None:
         self.kept.trust = value
+
+
+def can_evict(cell: Cell) -> bool:
+    """The recipe can run and has proved itself (rule 7)."""
+    recipe = cell.recipe
+    return recipe is not None and recipe.ok and recipe.kept.trust == TRUST_YES and not cell.exposed

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ._py_columns import Columns, can_evict
+from ._py_columns import Columns
 from ._py_table import checksum_of
 from ._py_tier import address, open_tier
-from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell
+from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell, can_evict
 from ._py_versions import quiet
+from ._py_watch import HAPPENED_EVICT, HAPPENED_OFFLOAD, HAPPENED_RELOAD
 
 
 class Vault(Columns):
@@ -82,10 +83,12 @@ class Vault(Columns):
         if gone == EVICTED:
             nth, self._n["evictions"] = self._n["evictions"], self._n["evictions"] + 1
             self._n["evicted_bytes"] += cell.nbytes
+            self._event(HAPPENED_EVICT, cell)
             if self._verify or (self._sample and nth % self._sample == 0):
                 cell.checksum = checksum_of(cell.strong)
         else:
             self._offloaded_cells += 1
+            self._event(HAPPENED_OFFLOAD, cell)
             if self._verify or (self._sample and self._n["offloads"] % self._sample == 0):
                 cell.checksum = checksum_of(cell.strong)
         cell.gone = gone
@@ -231,7 +234,9 @@ class Vault(Columns):
         self._n["reloads"] += 1
         self._n["reload_bytes"] += cell.nbytes
         self._n["prefetch_hits" if incoming is not None else "prefetch_misses"] += 1
-        self._add_stall(time.perf_counter_ns() - begun - (self._stalled() - made_room))
+        spent = time.perf_counter_ns() - begun - (self._stalled() - made_room)
+        self._add_stall(spent)
+        self._event(HAPPENED_RELOAD, cell, spent)
         return False
 
     def _stalled(self) -> int:

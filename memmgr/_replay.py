@@ -145,8 +145,13 @@ class Replayer:
                     f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
                     "the recomputation is refused instead of giving a wrong gradient"
                 )
+        detail = self._manager.telemetry.detail
+        begun, stalled = (time.perf_counter(), self._manager.stall_seconds()) if detail else (0.0, 0.0)
         outputs = run_recipe(native, recipe)
         self.recomputes += 1
+        if detail:
+            spent = time.perf_counter() - begun - (self._manager.stall_seconds() - stalled)
+            native.note_recompute(recipe, spent)
         for cell, tensor in zip(recipe.outputs, outputs, strict=False):
             if cell is None or tensor is None or cell.present:
                 continue

@@ -60,6 +60,6 @@ def parse_size(value: int | float | str, *, whole: int | None = None, what: str 
 def show_size(size: float) -> str:
     """Three significant digits in powers of ten: `1.62 GB`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= factor:
-            return f"{size / factor:.3g} {unit}"
+        if abs(size) >= 0.9995 * factor:  # what would be shown as a thousand of the next smaller unit
+            return f"{size / factor:.3g} {unit}" if abs(size) < 999.5 * factor else f"{size / factor:.0f} {unit}"
     return f"{size:.0f} B"

@@ -105,6 +105,7 @@ class Sleeper:
         manager.native.set_watching(False)
         manager.step_out()
         self.asleep = True
+        manager.telemetry.happened("sleep")
 
     def wake(self) -> None:
         """Records again, if nobody else's mode or hooks are in the way; else the next end of a pass tries again."""
@@ -115,3 +116,4 @@ class Sleeper:
         manager.restore_options()
         manager.native.set_watching(True)
         self.asleep = False
+        manager.telemetry.happened("wake")

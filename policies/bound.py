@@ -240,8 +240,10 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     found = rows.solve()
     if found is None:
         return Share(INFEASIBLE, {}, {})
-    x = found[1]
-    return Share(max(0.0, found[0] * unit), {s: x[v] for s, v in kept.items()}, {s: x[v] for s, v in read.items()})
+    values = found[1]
+    return Share(
+        max(0.0, found[0] * unit), {s: values[v] for s, v in kept.items()}, {s: values[v] for s, v in read.items()}
+    )
 
 
 _PARTS = 12

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from memmgr.tools._wrong import Wrong
+
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
+    ("run", "memmgr.tools.run", "run a training script under a budget, unmodified"),
+    ("top", "memmgr.tools.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
+    ("report", "memmgr.tools.report", "one HTML page about a finished run, from its log"),
+    ("doctor", "memmgr.tools.doctor", "what will and will not work on this machine, and what to do about it"),
     ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
     ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
@@ -56,7 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(words[1:])))
+    args = parser.parse_args(words[1:])
+    try:
+        return int(module.run(args))
+    except Wrong as error:
+        print(f"memmgr {verb}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `memmgr ... | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
+        return 0
 
 
 if __name__ == "__main__":

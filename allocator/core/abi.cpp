@@ -70,6 +70,7 @@ void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
 }
 
 size_t mm_arena_block_bytes(mm_arena* arena, const void* p) { return Of(arena)->BlockBytes(p); }
+const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
 void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }
 uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)->Trim(keep_bytes); }

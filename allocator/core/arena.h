@@ -49,6 +49,7 @@ class Arena final : private ForkAware {
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free);
   void Free(void* p);
   uint64_t BlockBytes(const void* p);
+  const void* Base() const { return base_; }
   bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
   uint64_t Trim(uint64_t keep_bytes);
 

@@ -143,7 +143,10 @@ static bool is_present(Cell* c) {
 }
 
 static void note_gone_over(Cell* c) {  // a gone cell is wanted no more, or has its bytes again
-  if (c->gone == OFFLOADED) g.offloaded_cells--;
+  if (c->gone == OFFLOADED) {
+    g.offloaded_cells--;
+    g.offloaded_bytes -= std::min<uint64_t>(g.offloaded_bytes, c->nbytes);
+  }
   if (c->gone != PRESENT) {
     g.gone_bytes -= std::min<uint64_t>(g.gone_bytes, c->nbytes);
     if (g.arena) mm_arena_note_virtual(g.arena, -c->nbytes);
@@ -589,6 +592,7 @@ static Cell* make_cell(c10::TensorImpl* t) {
   StorageRef s = storage_of(t);
   c->weak = WeakStorage(s);
   c->nbytes = static_cast<int64_t>(s->nbytes());
+  c->module = tl_module;
   c->last_access = g.clock;
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
@@ -678,6 +682,7 @@ bool bring_back(Cell* c, bool* recompute) {
       {
         std::lock_guard<std::mutex> lock(g.mu);
         g.offloaded_cells--;
+        g.offloaded_bytes -= std::min<uint64_t>(g.offloaded_bytes, c->nbytes);
         c->gone = EVICTED;
       }
       drop_slot(c);
@@ -724,6 +729,7 @@ bool bring_back(Cell* c, bool* recompute) {
   const uint64_t dt = now_ns() - t0;
   tl_stall_ns += dt;
   g.n.stall_ns += dt;
+  note_event(HAPPENED_RELOAD, c, dt);
   return true;
 }
 

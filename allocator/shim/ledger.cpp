@@ -155,6 +155,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
     auto* r = reinterpret_cast<Recipe*>(ro);
     Py_INCREF(r);
     c->recipe = r;
+    c->maker = r->kind;
     c->cost = r->cost;
     r->outputs.push_back(c);
   }
@@ -227,6 +228,7 @@ static PyObject* py_drop_recipe(PyObject*, PyObject* o) {
 
 // End of a pass: what nobody saved and no recipe names needs no recipe; dead storages leave the table.
 static PyObject* py_end_pass(PyObject*, PyObject*) {
+  note_end_of_pass();
   settle();
   sweep();
   // Dropping one recipe may leave its inputs unnamed, so go on until nothing changes; each round shortens the chains.

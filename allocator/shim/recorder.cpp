@@ -168,6 +168,7 @@ static Kind* kind_of(uint64_t hash, PyObject* func) {
 
 // Null without an error when a tensor cannot be described.
 static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
+  note_place(func);
   Encoder e;
   e.mix(reinterpret_cast<uintptr_t>(func));
   PyObject* a = e.value(args);
@@ -204,6 +205,7 @@ static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
   r->args = a;
   r->kwargs = k;
   r->env = current_environment();
+  r->module = tl_module;
   e.mix(static_cast<uint64_t>(r->env));
   r->kind = kind_of(e.hash, func);
   r->ok = e.ok;
@@ -223,6 +225,7 @@ static void adopt_one(Recipe* r, PyObject* o) {
         if (made) {
           made->exposed = false;
           made->cost = r->cost;
+          made->maker = r->kind;
           if (r->ok) {  // a recipe that cannot run would only keep the cell from being treated as the root that it is
             Py_INCREF(r);
             made->recipe = r;
@@ -423,6 +426,10 @@ static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
 
 // Runs the op and notes how long it took without our own stalls.
 static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject* kwargs, bool again) {
+  if (g.detail.load(std::memory_order_relaxed)) {
+    tl_op = r->kind;
+    tl_op_module = tl_module;
+  }
   const uint64_t stall0 = tl_stall_ns;
   const uint64_t t0 = now_ns();
   kwargs = kwargs == Py_None ? nullptr : kwargs;

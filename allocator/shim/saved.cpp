@@ -71,6 +71,10 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;
   g.last_unpacked = c->seq;
+  if (g.detail.load(std::memory_order_relaxed)) {  // what backward waits for from here on is waited for by this op
+    tl_op = c->maker;
+    tl_op_module = c->module;
+  }
   if (g.offloaded_cells > 0 && g.on_progress) {
     PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
     if (!r) return nullptr;

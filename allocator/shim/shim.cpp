@@ -10,3 +10,4 @@
 #include "window.cpp"
 #include "vault.cpp"
 #include "vault_api.cpp"
+#include "watch.cpp"

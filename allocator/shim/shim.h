@@ -43,6 +43,14 @@ enum Gone : uint8_t { PRESENT = 0, EVICTED = 1, OFFLOADED = 2 };
 enum SlotState : uint8_t { NO_SLOT = 0, WRITING = 1, CLEAN = 2 };
 enum Action : uint8_t { KEEP = 0, EVICT = 1, OFFLOAD = 2 };
 enum OpClass : uint8_t { OP_VIEW = 0, OP_PURE = 1, OP_SLOW = 2, OP_OPAQUE = 3 };
+// What the telemetry is told (watch.cpp). A stall is waiting for room; a reload says how long it was waited for.
+enum Happening : uint8_t {
+  HAPPENED_EVICT = 0,
+  HAPPENED_OFFLOAD = 1,
+  HAPPENED_RELOAD = 2,
+  HAPPENED_RECOMPUTE = 3,
+  HAPPENED_STALL = 4
+};
 // A kind (rule 7) is NEW until its op was run twice and gave the same bits, then TRUSTED; REFUSED when it did not.
 enum Trust : uint8_t { TRUST_NEW = 0, TRUST_YES = 1, TRUST_NO = 2 };
 
@@ -89,6 +97,8 @@ struct Cell {
   uint64_t checksum;
   void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
+  const Kind* maker;     // the kind of op that made it, for reports; kinds live as long as the process
+  uint32_t module;       // where it was made, while the telemetry asks (0: unknown)
   PyObject* note;        // Python's remark: the module path, for reports
   PyObject* weakrefs;
   int32_t handles;
@@ -123,6 +133,7 @@ struct Recipe {
   Kind* kind;
   int32_t env;
   uint32_t stamp;
+  uint32_t module;  // where the op ran, while the telemetry asks
   double cost;
   bool ok;
 };
@@ -212,6 +223,7 @@ struct Shim {
   uint64_t gone_bytes = 0;      // bytes of cells with handles that are gone
   uint64_t incoming_bytes = 0;  // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
+  uint64_t offloaded_bytes = 0;  // of them: gone, and the tier has them
 
   // Guarded by the GIL
   std::unordered_map<c10::StorageImpl*, Cell*> table;  // owns a reference to each cell
@@ -230,6 +242,7 @@ struct Shim {
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;          // torture: after every op
   bool active = false;               // a budget is open
+  std::atomic<bool> detail{false};   // the telemetry has a reader or a log
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
   int64_t last_unpacked = 0;
@@ -254,10 +267,13 @@ struct Shim {
 };
 
 extern Shim g;
-extern thread_local bool tl_no_reclaim;    // this thread's allocations fail rather than reclaim
-extern thread_local bool tl_recomputing;   // ... are a recomputation's
-extern thread_local int tl_side;           // where the op that runs allocates: MM_SIDE_*
-extern thread_local bool tl_ask_daemon;    // false in the daemon itself
+extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_recomputing;  // ... are a recomputation's
+extern thread_local int tl_side;          // where the op that runs allocates: MM_SIDE_*
+extern thread_local bool tl_ask_daemon;   // false in the daemon itself
+extern thread_local uint32_t tl_module;   // see watch.cpp
+extern thread_local const Kind* tl_op;
+extern thread_local uint32_t tl_op_module;
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
 
@@ -313,6 +329,14 @@ bool bring_back(Cell* c, bool* recompute);  // false: Python error set
 void deferred_decref(PyObject* o);
 void sweep();
 void sweep_a_little();
+
+// watch.cpp
+void note_event(Happening what, const Cell* c, uint64_t ns);
+void note_stall(uint64_t bytes, uint64_t ns);
+void note_place(PyObject* func);
+void note_end_of_pass();
+void forked_watch();
+extern PyMethodDef watch_methods[];
 
 // recorder.cpp
 extern PyMethodDef recorder_methods[];

@@ -158,12 +158,15 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
   if (gone == EVICTED) {
     const uint64_t nth = g.n.evictions++;
     g.n.evicted_bytes += static_cast<uint64_t>(c->nbytes);
+    note_event(HAPPENED_EVICT, c, 0);
     if (g.verify || (g.sample && nth % g.sample == 0)) {
       c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
       c->has_checksum = true;
     }
   } else {
     g.offloaded_cells++;
+    g.offloaded_bytes += static_cast<uint64_t>(c->nbytes);
+    note_event(HAPPENED_OFFLOAD, c, 0);
     if (g.verify || (g.sample && g.n.offloads.load() % g.sample == 0)) {
       c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
       c->has_checksum = true;
@@ -354,6 +357,7 @@ static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   const uint64_t dt = now_ns() - t0;
   tl_stall_ns += dt;
   g.n.stall_ns += dt;
+  note_stall(released, dt);
   return released;
 }
 
@@ -405,6 +409,7 @@ static void forked_child() {
   new (&g.mu) std::mutex;
   new (&g.ask_mu) std::mutex;
   new (&g.answered_cv) std::condition_variable;
+  forked_watch();
   g.forked.store(true);
   if (g.installed.load()) c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
   g.installed.store(false);

@@ -332,6 +332,14 @@ static PyObject* py_counters(PyObject*, PyObject*) {
   PUT(unranked);
   PUT(tier_errors);
 #undef PUT
+  uint64_t gone, offloaded;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    gone = g.gone_bytes;
+    offloaded = g.offloaded_bytes;
+  }
+  put(d, "gone_bytes", gone);
+  put(d, "offloaded_bytes", offloaded);
   put(d, "floor_bytes", g.floor_bytes.load());
   put(d, "held_peak_bytes", g.held_peak_bytes.load());
   return d;

@@ -76,6 +76,7 @@ _SIGNATURES = {
         [c.c_void_p, c.c_int, c.c_uint64, c.c_uint64, c.c_double, c.POINTER(Victim), c.c_size_t],
     ),
     "mm_arena_block_bytes": (c.c_size_t, [c.c_void_p, c.c_void_p]),
+    "mm_arena_base": (c.c_void_p, [c.c_void_p]),
     "mm_arena_owns": (c.c_int, [c.c_void_p, c.c_void_p]),
     "mm_arena_free": (None, [c.c_void_p, c.c_void_p]),
     "mm_arena_trim": (c.c_uint64, [c.c_void_p, c.c_uint64]),

@@ -1,0 +1,192 @@
+"""What the telemetry costs a training step: interleaved chunks of steps in one process and one budget, as ratios.
+
+    python benchmarks/telemetry_cost.py [--rounds N] [--steps N] [--share 0.6] [--quick] [--json out.json]
+
+Settings, each a chunk of steps in every round, in an order that rotates:
+  nobody    the socket is there and nobody is connected
+  again     the same: what it differs from `nobody` is noise
+  reader    another process reads samples and events every 0.5 s
+  all       it also asks for cells, map and holders: what `memmgr top` does
+  attach    a reader comes and goes again and again
+
+The figure is the median over rounds of the ratio to `nobody`, once of the chunk's median step (wall clock) and once of
+the process's processor time; beside each the half width of its 95 % interval, by bootstrap over the rounds. The last
+column is the processor time of the telemetry's thread as a share of the wall clock, which no other load disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memmgr
+from memmgr import _stream
+from memmgr.tools.gpt import GPT, GPTConfig
+
+SETTINGS = ("nobody", "again", "reader", "all", "attach")
+
+# Another process, so that its own time is not the training's. One word a line on stdin; it answers when that is so.
+_READER = """
+import json, select, socket, sys, threading
+address = sys.argv[1]
+stop = None
+def connect(wants):
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(address)
+    s.sendall((json.dumps({"interval_seconds": 0.5, "want": wants}) + chr(10)).encode())
+    return s
+def read(wants, stop, again):
+    while not stop.is_set():
+        s = connect(wants)
+        end = 3 if again else 1 << 30
+        while not stop.is_set() and end:
+            if select.select([s], [], [], 0.02)[0] and not s.recv(1 << 16):
+                return
+            end -= 1
+        s.close()
+thread = None
+for word in sys.stdin:
+    if thread:
+        stop.set()
+        thread.join()
+        thread = None
+    word = word.strip()
+    if word in ("reader", "all", "attach"):
+        stop = threading.Event()
+        wants = [] if word == "reader" else ["cells", "map", "holders"]
+        thread = threading.Thread(target=read, args=(wants, stop, word == "attach"), daemon=True)
+        thread.start()
+    print(word, flush=True)
+"""
+
+
+def training(quick: bool) -> Callable[[], None]:
+    """One step of a GPT, as a function."""
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, heads=4, width=128, context=64) if quick else GPTConfig()
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens, targets = (torch.randint(256, (8, config.context)) for _ in range(2))
+
+    def step() -> None:
+        model(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def need(quick: bool) -> int:
+    """What two steps take unmanaged, in bytes."""
+    with memmgr.budget(None, quiet=True) as mm:
+        step = training(quick)
+        step()
+        step()
+        del step
+    return int(mm.stats()["unmanaged_peak_bytes"])
+
+
+def telemetry_thread_seconds() -> float:
+    """Processor time of the telemetry's thread so far."""
+    for thread in threading.enumerate():
+        if thread.name == "memmgr-telemetry" and thread.native_id is not None:
+            return time.clock_gettime(_thread_clock(thread.native_id))
+    return 0.0
+
+
+def _thread_clock(native_id: int) -> int:
+    return (~native_id << 3) | 6  # the kernel's number for a thread's processor clock (Linux)
+
+
+def interval(ratios: list[float]) -> float:
+    """Half the width of the 95 % interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return (medians[1949] - medians[50]) / 2
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a chunk")
+    parser.add_argument("--share", type=float, default=0.6, help="the budget, of what the training needs")
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    wall: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    processor: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    share: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    limit = int(need(args.quick) * args.share)
+    with memmgr.budget(limit, quiet=True, _sleep=False):
+        address = str(_stream.socket_of(os.getpid()))
+        reader = subprocess.Popen(
+            [sys.executable, "-S", "-c", _READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert reader.stdin is not None and reader.stdout is not None
+        step = training(args.quick)
+        for _ in range(5):
+            step()
+        for r in range(args.rounds):
+            turn = r % len(SETTINGS)
+            for name in SETTINGS[turn:] + SETTINGS[:turn]:
+                reader.stdin.write(name + "\n")
+                reader.stdin.flush()
+                reader.stdout.readline()
+                step()  # the one in which it changes
+                seconds = []
+                cpu, own, begun = time.process_time(), telemetry_thread_seconds(), time.perf_counter()
+                for _ in range(args.steps):
+                    at = time.perf_counter()
+                    step()
+                    seconds.append(time.perf_counter() - at)
+                wall[name].append(statistics.median(seconds))
+                processor[name].append(time.process_time() - cpu)
+                share[name].append((telemetry_thread_seconds() - own) / (time.perf_counter() - begun))
+        reader.stdin.close()
+        reader.wait(30)
+        reader.stdout.close()
+        del step
+    rows: list[dict[str, Any]] = []
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ",
+        end="",
+    )
+    print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {args.steps} steps; ratios to 'nobody'")
+    print(f"{'':<9}{'step':>10}   {'wall clock':^17}   {'processor time':^17}   telemetry's thread")
+    for name in SETTINGS:
+        ratios = [a / b for a, b in zip(wall[name], wall["nobody"], strict=True)]
+        cpus = [a / b for a, b in zip(processor[name], processor["nobody"], strict=True)]
+        row = {
+            "setting": name,
+            "step_ms": 1e3 * statistics.median(wall[name]),
+            "wall_ratio": statistics.median(ratios),
+            "wall_half_width": interval(ratios),
+            "processor_ratio": statistics.median(cpus),
+            "processor_half_width": interval(cpus),
+            "thread_share": statistics.mean(share[name]),
+        }
+        rows.append(row)
+        print(
+            f"{name:<9}{row['step_ms']:8.2f}ms   {row['wall_ratio']:.4f} +- {row['wall_half_width']:.4f}"
+            f"   {row['processor_ratio']:.4f} +- {row['processor_half_width']:.4f}   {row['thread_share']:8.3%}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Who takes the telemetry: readers on a socket, each with a bounded queue, and the log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+QUEUE_LINES = 256
+QUEUE_BYTES = 4 << 20
+LONGEST_REQUEST = 4096
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
+MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
+
+_begun: set[Path] = set()  # logs that this process has begun
+
+
+def dumps(line: dict[str, Any]) -> bytes:
+    """One line of the stream."""
+    return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def log_path(path: str) -> Path:
+    """Where this process's log goes: with several ranks each has a file of its own, `run.rank1.jsonl`."""
+    wanted = Path(path).expanduser()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and world.isdecimal() and int(world) > 1:
+        return wanted.with_suffix(f".rank{rank}{wanted.suffix}")
+    return wanted
+
+
+class Consumer:
+    """Somebody who gets lines: how often, which, and what has happened since their last one."""
+
+    interval_seconds = 1.0
+    cells = 50
+    columns = 200
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self.wants: frozenset[str] = frozenset()
+        self._sums: dict[tuple[str, str | None, str | None], list[float]] = {}
+        self._unlisted = 0
+        self._passes: list[float] | None = None
+        self._pass_count = 0
+
+    def send(self, data: bytes, *, sample: bool = False) -> None:
+        """Takes a line as bytes; never blocks on a slow reader."""
+        raise NotImplementedError
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Takes a line."""
+        self.send(dumps(line))
+
+    def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float]]) -> None:
+        """Adds what happened to the pile."""
+        for what, op, module, count, nbytes, seconds in events:
+            sums = self._sums.setdefault((what, op, module), [0, 0, 0.0])
+            sums[0] += count
+            sums[1] += nbytes
+            sums[2] += seconds
+        self._unlisted += unlisted
+        for resident, unmanaged, forward, backward in passes:
+            pile = self._passes = self._passes or [0, 0, 0, 0.0, 0.0]
+            pile[0] += 1
+            pile[1], pile[2] = max(pile[1], resident), max(pile[2], unmanaged)
+            pile[3] += forward
+            pile[4] += backward
+
+    def put_collected(self, now: float) -> None:
+        """Sends the pile."""
+        if self._passes is not None:
+            count, resident, unmanaged, forward, backward = self._passes
+            self.put(
+                {
+                    "type": "passes",
+                    "seconds": now,
+                    "count": int(count),
+                    "resident_peak_bytes": int(resident),
+                    "unmanaged_peak_bytes": int(unmanaged),
+                    "forward_seconds": round(forward, 6),
+                    "backward_seconds": round(backward, 6),
+                }
+            )
+            self._passes = None
+        if self._sums or self._unlisted:
+            self.put({"type": "events", "seconds": now, "items": self._items(), "unlisted": self._unlisted})
+            self._sums, self._unlisted = {}, 0
+
+    def _items(self) -> list[dict[str, Any]]:
+        ranked = sorted(self._sums.items(), key=lambda item: (-item[1][2], -item[1][1]))
+        rest: dict[str, list[float]] = {}
+        for (what, _, _), sums in ranked[MOST_ITEMS:]:
+            pile = rest.setdefault(what, [0, 0, 0.0])
+            for i in range(3):
+                pile[i] += sums[i]
+        shown = [(*key, sums) for key, sums in ranked[:MOST_ITEMS]] + [(w, "others", None, s) for w, s in rest.items()]
+        return [
+            {
+                "what": what,
+                "op": op,
+                "module": module,
+                "count": int(sums[0]),
+                "bytes": int(sums[1]),
+                "seconds": round(sums[2], 9),
+            }
+            for what, op, module, sums in shown
+        ]
+
+
+class Log(Consumer):
+    """A file of the same lines. It is sampled less often the longer the run is: some ten thousand samples a day."""
+
+    FIRST_SECONDS = 0.05
+    DOUBLED_AFTER = 1000
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.error = ""
+        self.interval_seconds = self.FIRST_SECONDS
+        self._samples = 0
+        again = path.resolve() in _begun  # a decorated function, called again: one file, one session after the other
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if again else os.O_TRUNC)
+        self._fd = os.open(path, flags, 0o666)
+        _begun.add(path.resolve())
+
+    def send(self, data: bytes, *, sample: bool = False) -> None:
+        """Writes it, in whole lines. What cannot be written ends the log, never the run."""
+        if self.error or self._fd < 0:
+            return
+        self._samples += sample
+        if sample and self._samples % self.DOUBLED_AFTER == 0:
+            self.interval_seconds *= 2
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+    def close(self) -> None:
+        """Closes the file. Unbuffered, so a forked child that closes its copy writes nothing."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+
+
+class Reader(Consumer):
+    """One connection. Lines wait in a bounded queue; the oldest are dropped, and counted."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._socket = connection
+        self._queue: deque[bytes] = deque()
+        self._queued = 0
+        self._part = b""  # what is left of a line that was begun
+        self._asked = b""
+        self._dropped = 0
+        self.dead = False
+        self.due = time.perf_counter()
+
+    @property
+    def waiting(self) -> bool:
+        """There is something to send."""
+        return bool(self._part or self._queue)
+
+    def send(self, data: bytes, *, sample: bool = False) -> None:
+        """Queues it and sends what the socket takes."""
+        self._queue.append(data)
+        self._queued += len(data)
+        while len(self._queue) > QUEUE_LINES or (self._queued > QUEUE_BYTES and len(self._queue) > 1):
+            self._queued -= len(self._queue.popleft())
+            self._dropped += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends as much as goes without waiting."""
+        try:
+            while not self.dead:
+                if not self._part:
+                    if self._dropped:
+                        self._part, self._dropped = dumps({"type": "dropped", "lines": self._dropped}), 0
+                    elif self._queue:
+                        self._part = self._queue.popleft()
+                        self._queued -= len(self._part)
+                    else:
+                        return
+                sent = self._socket.send(self._part, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                self._part = self._part[sent:]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.dead = True
+
+    def receive(self) -> None:
+        """Takes the reader's wishes; what is no request is answered with an error."""
+        try:
+            data = self._socket.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.dead = True
+            return
+        *requests, self._asked = (self._asked + data).split(b"\n")
+        if len(self._asked) > LONGEST_REQUEST:
+            self.put({"type": "error", "text": f"a request is one line of at most {LONGEST_REQUEST} bytes"})
+            self.dead = True
+            return
+        for request in requests[:16]:
+            if request.strip():
+                try:
+                    self._settle(json.loads(request))
+                except (ValueError, TypeError, RecursionError) as error:
+                    self.put({"type": "error", "text": f"not understood: {str(error)[:200]}"})
+
+    def _settle(self, request: Any) -> None:
+        if not isinstance(request, dict):
+            raise ValueError("a request is a JSON object")
+        if "interval_seconds" in request:
+            seconds = float(request["interval_seconds"])
+            if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
+                raise ValueError(f"interval_seconds: {SHORTEST_SECONDS} to {LONGEST_SECONDS}")
+            self.interval_seconds = seconds
+            self.due = min(self.due, time.perf_counter() + seconds)
+        if "want" in request:
+            wants = frozenset(str(w) for w in request["want"])
+            if wants - {"cells", "map", "holders"}:
+                raise ValueError("want: cells, map, holders")
+            self.wants = wants
+        if "cells" in request:
+            self.cells = max(1, min(500, int(request["cells"])))
+        if "columns" in request:
+            self.columns = max(1, min(4096, int(request["columns"])))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()

@@ -1,0 +1,183 @@
+"""Which module a tensor was made in: known while the telemetry has a reader or a log, and only then.
+
+torch's global forward hooks say where a thread is. They cost some microseconds a module call, so they are in place for a
+few passes; after them the shim knows an op's module by its place in the pass. When passes go another way, some more are
+learned, one in sixteen at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+LEARNED_PASSES = 4  # at a time: programs alternate
+
+
+class Modules:
+    """Numbers for module paths, kept for the life of a budget; number 0 is "unknown"."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.names: list[str] = ["?"]
+        self._numbers: dict[str, int] = {}
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._roots: dict[int, Any] = {}
+        self._optimizers: dict[int, Any] = {}
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        self._steps: Any = None
+        self._rest = self._left = 0
+        self._due = False
+
+    @property
+    def watching(self) -> bool:
+        """Somebody looks."""
+        return self._steps is not None
+
+    def watch(self) -> None:
+        """Begins to learn, with the next pass: in the middle of one a module's path is not known."""
+        if self._steps is None:
+            self._steps = register_optimizer_step_post_hook(self._stepped)
+            self._rest = 0
+            self._due = True
+
+    def forget(self) -> None:
+        """Removes all hooks."""
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+        self._unhook()
+
+    def begin(self) -> None:
+        """Nothing runs yet: the first pass is learned."""
+        self.watch()
+        self._due = False
+        self._learn_passes()
+
+    def _learn_passes(self) -> None:
+        self._left = LEARNED_PASSES
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self._native.set_learning(True)
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._native.set_learning(False)
+
+    def ended_pass(self) -> None:
+        """A pass is over: the next one is learned if this one went a way that is not known."""
+        if self._handles:
+            self._left -= 1
+            if self._left <= 0:
+                self._unhook()
+                self._native.ops_astray()
+                self._rest = 16 * LEARNED_PASSES
+        elif self._due or (self._rest <= 0 and self._native.ops_astray()):
+            self._due = False
+            self._learn_passes()
+        else:
+            self._rest -= 1
+
+    # -- hooks: in the program's threads --
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._local.__dict__.setdefault("stack", [])
+        entry = self._known.get(id(module))
+        if entry is None or entry[0]() is not module:
+            entry = self._learn(module, stack)
+        stack.append(entry[1])
+        self._native.set_module(entry[1])
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._local.__dict__.get("stack")
+        if stack:  # empty: the call began before we were here
+            stack.pop()
+            self._native.set_module(stack[-1] if stack else 0)
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+
+    # -- names --
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def _learn(self, module: torch.nn.Module, stack: list[int]) -> tuple[Any, int]:
+        """Names the module and what is in it: by its path from the outermost one that was called."""
+        root = type(module).__name__ if not stack else f"{self.names[stack[-1]]}.{type(module).__name__}"
+        if not stack:
+            self._roots[id(module)] = weakref.ref(module)
+        for path, child in module.named_modules():
+            entry = self._known.get(id(child))
+            if entry is None or entry[0]() is not child or child is module:
+                number = self._number(f"{root}.{path}" if path else root)
+                self._known[id(child)] = (weakref.ref(child), number)
+        return self._known[id(module)]
+
+    def name(self, number: int) -> str | None:
+        """The path, or None where it is unknown."""
+        return self.names[number] if 0 < number < len(self.names) else None
+
+    # -- what the program holds: in the telemetry's thread --
+
+    def holdings(self, device_type: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of model states: by kind, and by the module that has them.
+
+        Walks the models and optimizers that were seen at work, not the garbage collector's list: that would keep every
+        tensor of the program alive for the time of the walk, and what is kept alive cannot leave.
+        """
+        kinds = {"parameters": 0, "gradients": 0, "buffers": 0, "optimizer state": 0}
+        modules: dict[str, int] = {}
+        seen: set[int] = set()
+        for key, root in list(self._roots.items()):
+            model = root()
+            if model is None:
+                self._roots.pop(key, None)
+                continue
+            for child in list(model.modules()):
+                entry = self._known.get(id(child))
+                name = self.name(entry[1]) if entry is not None and entry[0]() is child else type(child).__name__
+                total = 0
+                for kind, table in (("parameters", child._parameters), ("buffers", child._buffers)):
+                    for tensor in list(table.values()):
+                        if tensor is None or id(tensor) in seen or tensor.device.type != device_type:
+                            continue
+                        seen.add(id(tensor))
+                        kinds[kind] += tensor.nbytes
+                        total += tensor.nbytes
+                        grad = tensor.grad if tensor.is_leaf else None
+                        if grad is not None:
+                            kinds["gradients"] += grad.nbytes
+                            total += grad.nbytes
+                        del grad
+                if total:
+                    modules[name or "?"] = modules.get(name or "?", 0) + total
+        for key, found in list(self._optimizers.items()):
+            optimizer = found()
+            if optimizer is None:
+                self._optimizers.pop(key, None)
+                continue
+            for state in list(optimizer.state.values()):
+                if isinstance(state, dict):
+                    for value in list(state.values()):
+                        if isinstance(value, torch.Tensor) and value.device.type == device_type:
+                            kinds["optimizer state"] += value.nbytes
+        return kinds, modules

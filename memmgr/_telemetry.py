@@ -1,0 +1,381 @@
+"""Publishes what a budget does: to whoever connects to this process's socket, and to a log (docs/telemetry.md).
+
+One thread, asleep in `poll` without a time-out while nobody is connected and no log is kept. What it sends is sums and
+snapshots; the training threads never wait for it, and never send anything themselves. Its own processor time is
+measured and kept under a share of the run by doing less.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _stream
+from ._consumers import Consumer, Log, Reader, dumps, log_path
+from ._modules import Modules
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+
+SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
+"""Of the run's time, at most that much is processor time of the telemetry's thread. What takes longer is done less often."""
+
+EVENTS_SECONDS = 0.5  # what happened is told at most so often: each line is a sum over many small things
+
+WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the shim's `Happening`
+MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
+GONE = ("present", "evicted", "offloaded")
+MOST_READERS = 8
+CLOSING_SECONDS = 0.2  # for readers to take the last lines
+_CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving".split()
+
+_open: set[Telemetry] = set()
+
+
+@atexit.register
+def _tidy() -> None:
+    """A process that ends with its budget open still takes its address away."""
+    for telemetry in list(_open):
+        telemetry.forget_address()
+
+
+class Telemetry:
+    """The stream of one open budget.
+
+    Known limitation: on the accounting path (no compiler) there is no address space, so no map.
+    """
+
+    def __init__(self, manager: Manager, log: str | None) -> None:
+        self._manager = manager
+        self._native = manager.native
+        self.modules = Modules(manager.native)
+        self.detail = False  # somebody looks: the training threads note per-op detail
+        self._log_wanted = log_path(log) if log is not None else None
+        self._log: Log | None = None
+        self._readers: dict[int, Reader] = {}
+        self._passes: deque[tuple[int, int, float, float]] = deque(maxlen=4096)
+        self._happenings: deque[dict[str, Any]] = deque(maxlen=256)
+        self._server: Any = None
+        self._path: Any = None
+        self._wake = -1
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self._ending: dict[str, Any] | None = None
+        self._begun = time.perf_counter()
+        self._not_before: dict[str, float] = {}
+        self.errors: list[str] = []
+
+    # -- in the training threads --
+
+    def start(self) -> None:
+        """Opens socket and log, and the thread.
+
+        Raises:
+            OSError: the log cannot be written. (Without a socket there is no dashboard; training goes on.)
+        """
+        if self._log_wanted is not None:
+            self._log = Log(self._log_wanted)
+        if os.environ.get("MEMMGR_TELEMETRY", "1") != "0":
+            try:
+                self._server, self._path = _stream.listen()
+            except OSError as error:
+                self.errors.append(f"no socket: {error}")
+        if self._server is None and self._log is None:
+            return
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if self._log is not None:
+            self._set_detail(True)
+            self.modules.begin()
+            self._log.put(self._hello())
+        _open.add(self)
+        # Deadlines of what walks Python objects begin as if it had just been done: a dashboard that comes and goes in the
+        # first seconds shall cost nothing.
+        self._not_before["holders"] = self._begun + 0.02 / SHARES["holders"]
+        self._thread = threading.Thread(target=self._loop, name="memmgr-telemetry", daemon=True)
+        self._thread.memmgr_own = True  # type: ignore[attr-defined]
+        self._thread.start()
+
+    def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:
+        """A pass is over; kept only while somebody looks."""
+        if self.detail:
+            self._passes.append((resident_peak, unmanaged_peak, forward, backward))
+            self.modules.ended_pass()
+
+    def happened(self, what: str, **fields: Any) -> None:
+        """One rare event (a plan, an error, going to sleep); the common ones are counted in the shim."""
+        if self.detail:
+            self._happenings.append({"what": what, "seconds": self._now(), **fields})
+
+    def close(self, stats: dict[str, Any], summary: str, failed: bool) -> None:
+        """Sends the end, and leaves no thread, no file and no hook (rule 10)."""
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        self._ending = {"stats": stats, "summary": summary, "failed": failed}
+        self._stop = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(2.0)
+        self._thread = None
+        self._shut()
+        self.forget_address()
+        if self._log is not None and self._log.error:
+            text = f"memmgr: the log {self._log.path} is not complete: {self._log.error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def forget_address(self) -> None:
+        """Takes the socket's file away, if it is this process's."""
+        _open.discard(self)
+        if self._path is not None and os.getpid() == self._pid:
+            _stream.remove(self._path)
+            self._path = None
+
+    def in_child(self) -> None:
+        """In a forked child: what is open here is the parent's. Nothing is sent, nothing is unlinked."""
+        _open.discard(self)
+        self._thread = None
+        self._path = None
+        self.detail = False
+        self.modules.forget()
+        self._shut()
+
+    def _shut(self) -> None:
+        self._set_detail(False)
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        if self._log is not None:
+            self._log.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._begun, 6)
+
+    def _set_detail(self, on: bool) -> None:
+        if on == self.detail:
+            return
+        self.detail = on
+        self._native.set_detail(on)
+        self._passes.clear()
+        if on:
+            self.modules.watch()
+        else:
+            self.modules.forget()
+
+    # -- the thread --
+
+    def _loop(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if self._server is not None:
+            poll.register(self._server, select.POLLIN)
+        while True:
+            try:
+                self._round(poll)
+            except BaseException as error:  # what goes wrong here must not be seen by the run
+                self.errors.append(f"{type(error).__name__}: {error}")
+                if len(self.errors) > 20:
+                    return
+            if self._stop:
+                with contextlib.suppress(Exception):
+                    self._end()
+                return
+
+    def _round(self, poll: Any) -> None:
+        for fd, happened in poll.poll(self._timeout_ms()):
+            if fd == self._wake:
+                continue
+            if self._server is not None and fd == self._server.fileno():
+                self._accept(poll)
+            elif fd in self._readers:
+                reader = self._readers[fd]
+                if happened & select.POLLIN:
+                    reader.receive()
+                if happened & select.POLLOUT:
+                    reader.flush()
+                if happened & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+                    reader.dead = True
+        if not self._stop and self._consumers():
+            self._tick()
+        for fd, reader in list(self._readers.items()):
+            if reader.dead:
+                poll.unregister(fd)
+                reader.close()
+                del self._readers[fd]
+            else:
+                poll.modify(fd, select.POLLIN | (select.POLLOUT if reader.waiting else 0))
+        if not self._consumers():
+            self._set_detail(False)
+
+    def _consumers(self) -> list[Consumer]:
+        found: list[Consumer] = [reader for reader in self._readers.values() if not reader.dead]
+        if self._log is not None and not self._log.error:
+            found.append(self._log)
+        return found
+
+    def _timeout_ms(self) -> int | None:
+        consumers = self._consumers()
+        if not consumers:
+            return None
+        due = max(min(consumer.due for consumer in consumers), self._not_before.get("sample", 0.0))
+        return max(0, int((due - time.perf_counter()) * 1e3) + 1)
+
+    def _accept(self, poll: Any) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:
+            return  # it is gone again
+        connection.setblocking(False)
+        reader = Reader(connection)
+        if len(self._readers) >= MOST_READERS:
+            reader.put({"type": "error", "text": f"{MOST_READERS} readers are connected already"})
+            reader.close()
+            return
+        self._readers[connection.fileno()] = reader
+        poll.register(connection, select.POLLIN)
+        self._set_detail(True)
+        reader.put(self._hello())
+
+    def _tick(self) -> None:
+        """Samples, and gives each consumer its due; what that cost says when the next one may be."""
+        now = time.perf_counter()
+        if now < self._not_before.get("sample", 0.0):
+            return
+        due = [consumer for consumer in self._consumers() if consumer.due <= now]
+        if not due:
+            return
+        begun = time.thread_time()
+        data = dumps(self._sample())
+        for consumer in due:
+            consumer.send(data, sample=True)
+            consumer.due = now + consumer.interval_seconds
+        self._pace("sample", begun, now)
+        if now >= self._not_before.get("events", 0.0):
+            begun = time.thread_time()
+            self._gather()
+            for consumer in self._consumers():
+                consumer.put_collected(self._now())
+            self._pace("events", begun, now)
+            self._not_before["events"] = max(self._not_before["events"], now + EVENTS_SECONDS)
+        for kind, make in (("cells", self._cells), ("map", self._map), ("holders", self._holders)):
+            wanting = [consumer for consumer in due if kind in consumer.wants]
+            if wanting and now >= self._not_before.get(kind, 0.0):
+                begun = time.thread_time()
+                data = dumps(make(wanting))
+                for consumer in wanting:
+                    consumer.send(data)
+                self._pace(kind, begun, now)
+
+    def _pace(self, kind: str, begun: float, now: float) -> None:
+        self._not_before[kind] = now + (time.thread_time() - begun) / SHARES[kind]
+
+    def _gather(self) -> None:
+        """What happened since the last look goes to everybody's pile."""
+        events, unlisted = self._native.drain_events()
+        passes = [self._passes.popleft() for _ in range(len(self._passes))]
+        happenings = [self._happenings.popleft() for _ in range(len(self._happenings))]
+        named = [(WHAT[what], op, self.modules.name(module), *sums) for what, op, module, *sums in events]
+        for consumer in self._consumers():
+            consumer.collect(named, unlisted, passes)
+            for event in happenings:
+                consumer.put({"type": "event", **event})
+
+    def _end(self) -> None:
+        self._gather()
+        sample = self._sample()
+        for consumer in self._consumers():
+            consumer.put(sample)
+            consumer.put_collected(self._now())
+            if self._ending is not None:
+                consumer.put({"type": "end", "seconds": self._now(), **self._ending})
+        deadline = time.perf_counter() + CLOSING_SECONDS
+        while any(r.waiting and not r.dead for r in self._readers.values()) and time.perf_counter() < deadline:
+            for reader in self._readers.values():
+                reader.flush()
+            time.sleep(0.002)
+
+    # -- lines --
+
+    def _hello(self) -> dict[str, Any]:
+        config = self._manager.config
+        rank = os.environ.get("RANK")
+        return {
+            "type": "hello",
+            "protocol": _stream.PROTOCOL,
+            "memmgr": sys.modules["memmgr"].__version__,
+            "torch": str(torch.__version__),
+            "python": sys.version.split()[0],
+            "pid": self._pid,
+            "rank": int(rank) if rank is not None and rank.isdecimal() else None,
+            "command": list(getattr(sys, "orig_argv", sys.argv)),
+            "time": time.time(),
+            "seconds": self._now(),
+            "device": str(config.device),
+            "budget_bytes": config.limit_bytes,
+            "policy": config.policy.name,
+            "disk_folder": config.folder,
+            "map_states": list(MAP_STATES),
+        }
+
+    def _sample(self) -> dict[str, Any]:
+        manager, native = self._manager, self._native
+        resident, budget, saved, _, _, largest, _ = native.pressure()
+        counters, tier = native.counters(), native.tier_stats()
+        gone, offloaded = counters["gone_bytes"], counters["offloaded_bytes"]
+        sleeping = manager.sleeper.asleep
+        return {
+            "type": "sample",
+            "seconds": self._now(),
+            "phase": "asleep" if sleeping else "backward" if manager.last.in_backward else "forward",
+            "budget_bytes": budget,
+            "resident_bytes": resident,
+            "saved_bytes": min(saved, resident),
+            "evicted_bytes": max(0, gone - offloaded),
+            "offloaded_bytes": offloaded,
+            "unmanaged_bytes": resident + gone,
+            "tier_bytes": tier.get("used_bytes", 0),
+            "largest_request_bytes": largest,
+            "total": self._manager.stats(),
+        }
+
+    def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
+        rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
+        cells = []
+        for row in rows:
+            cell = dict(zip(_CELL, row, strict=True))
+            cell["state"] = GONE[cell["state"]]
+            cell["module"] = self.modules.name(cell["module"])
+            cells.append(cell)
+        shares: dict[str, list[int]] = {}
+        for number, sums in modules.items():
+            share = shares.setdefault(self.modules.name(number) or "?", [0, 0, 0])
+            for i, size in enumerate(sums):
+                share[i] += size
+        by_module = [
+            {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
+            for name, (present, held, gone) in sorted(shares.items(), key=lambda item: -sum(item[1]))
+        ]
+        return {"type": "cells", "seconds": self._now(), "cells": cells, "modules": by_module[:200]}
+
+    def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
+        span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))
+        return {"type": "map", "seconds": self._now(), "span_bytes": span, "columns": columns}
+
+    def _holders(self, wanting: list[Consumer]) -> dict[str, Any]:
+        kinds, modules = self.modules.holdings(self._manager.device.type)
+        ranked = sorted(modules.items(), key=lambda item: -item[1])[:100]
+        return {"type": "holders", "seconds": self._now(), "kinds": kinds, "modules": dict(ranked)}

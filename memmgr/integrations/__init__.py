@@ -1,0 +1,25 @@
+"""Adaptors to other libraries, each thin and imported only when it is asked for.
+
+`MemmgrCallback` for transformers' `Trainer`, `log_stats` for TensorBoard, `MemmgrCollector` for Prometheus.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._prometheus import MemmgrCollector
+    from ._tensorboard import log_stats
+    from ._trainer import MemmgrCallback
+
+__all__ = ["MemmgrCallback", "MemmgrCollector", "log_stats"]
+
+_HOMES = {"MemmgrCallback": "_trainer", "MemmgrCollector": "_prometheus", "log_stats": "_tensorboard"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

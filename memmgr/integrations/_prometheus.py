@@ -1,0 +1,56 @@
+"""Prometheus: `memmgr.stats()` in base units, read when the server asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from memmgr._budget import stats
+from memmgr._manager import UNLIMITED
+
+_GAUGES = frozenset({"budget_bytes", "floor_bytes", "unmanaged_peak_bytes", "outside_bytes", "fragmentation"})
+"""Besides everything that ends in `.peak` or `.current`; the rest only grows, until the next budget opens."""
+
+
+class MemmgrCollector(Collector):
+    """Collects the figures of the open budget, or of the last one.
+
+        from prometheus_client import REGISTRY, start_http_server
+        from memmgr.integrations import MemmgrCollector
+
+        REGISTRY.register(MemmgrCollector())
+        start_http_server(9000)
+
+    Names are those of `memmgr.stats()` with `memmgr_` before them: `memmgr_resident_bytes` (now), `memmgr_resident_peak_bytes`,
+    `memmgr_recompute_seconds_total`, `memmgr_evictions_total`. No limit is `+Inf`.
+
+    Args:
+        labels: put on every metric, for example `{"rank": "0"}`.
+    """
+
+    def __init__(self, labels: dict[str, str] | None = None) -> None:
+        self._names = tuple(labels or ())
+        self._values = tuple((labels or {}).values())
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: what there is shows when a budget is open."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a figure; none before the first budget."""
+        for key, value in stats().items():
+            stem, dot, last = key.rpartition(".")
+            name = f"memmgr_{_with_peak(stem)}" if last == "peak" else f"memmgr_{stem if dot else key}"
+            text = f"memmgr.stats()[{key!r}]"
+            family = GaugeMetricFamily if dot or key in _GAUGES else CounterMetricFamily
+            metric = family(name, text, labels=self._names)
+            metric.add_metric(self._values, float("inf") if value == UNLIMITED else float(value))
+            yield metric
+
+
+def _with_peak(stem: str) -> str:
+    """`resident_bytes` as `resident_peak_bytes`: the unit comes last."""
+    name, _, unit = stem.rpartition("_")
+    return f"{name}_peak_{unit}"

@@ -1,0 +1,446 @@
+"""The socket and the log: made and removed when they should be, private, and never in the run's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
+
+import memmgr
+from memmgr import _stream
+from memmgr._consumers import log_path
+
+from .reading import LIMIT, Watching, manager, training, wait_until
+
+CHILD = """
+import sys, time, torch, memmgr
+with memmgr.budget("64MB", quiet=True):
+    print("open", flush=True)
+    {}
+"""
+
+
+def child(body: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that opens a budget, says so and goes on with `body`."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", CHILD.format(body)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    out, _ = process.communicate(timeout=60)
+    del out
+    return process.returncode
+
+
+# -- the address --
+
+
+def test_the_address_is_private_and_goes_with_the_budget(runtime: Path) -> None:
+    before = global_state()
+    with memmgr.budget(LIMIT, quiet=True):
+        path = _stream.socket_of(os.getpid())
+        assert path.parent == runtime / "memmgr" and stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert _stream.processes() == [os.getpid()]
+        training()()
+    assert list(runtime.iterdir()) == [] and _stream.processes() == []
+    assert_left_clean(before)
+
+
+def test_leaving_with_readers_and_a_log_leaves_nothing(runtime: Path, tmp_path: Path) -> None:
+    before = global_state()
+    with pytest.raises(KeyError), memmgr.budget(LIMIT, quiet=True, log=tmp_path / "run.jsonl"):
+        watching = Watching(interval_seconds=0.02)
+        training()()
+        watching.next("sample")
+        raise KeyError
+    assert [line["failed"] for line in watching.lines() if line["type"] == "end"] == [True]
+    watching.close()
+    assert list(runtime.iterdir()) == []
+    assert_left_clean(before)
+    modules = torch.nn.modules.module
+    assert not modules._global_forward_hooks and not modules._global_forward_pre_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    assert not [line for line in os.listdir("/proc/self/fd") if _target(line).endswith("run.jsonl")]
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("make", ["wide open", "a file", "somebody's link"])
+def test_a_folder_that_is_not_private_is_not_used(runtime: Path, make: str, tmp_path: Path) -> None:
+    folder = runtime / "memmgr"
+    if make == "wide open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif make == "a file":
+        folder.touch()
+    else:
+        folder.symlink_to(tmp_path)
+    with memmgr.budget(LIMIT, quiet=True):
+        assert "no socket" in manager().telemetry.errors[0]
+        assert not any(t.name == "memmgr-telemetry" for t in threading.enumerate())
+        training()()
+    assert sorted(runtime.iterdir()) == [folder] and list(tmp_path.iterdir()) == []
+
+
+def test_it_can_be_switched_off(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMMGR_TELEMETRY", "0")
+    with memmgr.budget(LIMIT, quiet=True):
+        assert list(runtime.iterdir()) == []
+        assert not any(t.name == "memmgr-telemetry" for t in threading.enumerate())
+
+
+def test_without_a_runtime_folder_the_temporary_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 60) / ("y" * 60)  # longer than a socket's address may be
+    deep.mkdir(parents=True)
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with memmgr.budget(LIMIT, quiet=True, disk=False):
+        assert _stream.socket_of(os.getpid()).parent == deep / f"memmgr-{os.getuid()}"
+        assert _stream.processes() == [os.getpid()]
+        with Watching() as watching:
+            assert watching.next("hello")["pid"] == os.getpid()
+    assert list(deep.iterdir()) == []
+
+
+def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
+    folder = _stream.private_folder()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"{gone.pid}.sock", f"{gone.pid}.new", f"{os.getpid()}.sock"):  # the last: of an earlier process
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(folder / name))
+    (folder / "notes.txt").touch()
+    busy = socket.socket(socket.AF_UNIX)
+    busy.bind(str(folder / "77.sock"))
+    busy.listen(0)
+    fillers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    for filler in fillers:
+        filler.setblocking(False)
+        try:
+            filler.connect(str(folder / "77.sock"))
+        except BlockingIOError:
+            break
+    assert _stream.processes() == [77]
+    assert sorted(path.name for path in folder.iterdir()) == ["77.sock", "notes.txt"]
+    for each in (busy, *fillers):
+        each.close()
+
+
+def test_a_killed_process_leaves_an_address_that_the_next_look_removes(runtime: Path) -> None:
+    process = child("time.sleep(60)")
+    assert _stream.processes() == [process.pid]
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    assert (runtime / "memmgr" / f"{process.pid}.sock").exists()
+    with pytest.raises(_stream.Unreachable, match="there is no process"):
+        _stream.connect(process.pid)
+    assert _stream.processes() == []
+    assert not (runtime / "memmgr" / f"{process.pid}.sock").exists()
+
+
+def test_a_process_that_exits_with_its_budget_open_takes_its_address_away(runtime: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", "import memmgr; b = memmgr.budget('64MB'); b.__enter__(); raise SystemExit(3)"],
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 3 and list(runtime.iterdir()) == [], process.stderr
+
+
+def test_who_cannot_be_reached_is_told_why() -> None:
+    with pytest.raises(_stream.Unreachable, match="there is no process"):
+        _stream.connect(2**22 + 1)
+    with pytest.raises(_stream.Unreachable, match="no open memmgr budget"):
+        _stream.connect(os.getpid())
+
+
+# -- forks --
+
+
+def test_a_forked_child_neither_serves_nor_unlinks(runtime: Path, tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log), Watching(interval_seconds=0.02) as watching:
+        step = training()
+        step()
+        watching.next("sample")
+        mine = len(os.listdir("/proc/self/fd"))
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                sockets = [
+                    fd for fd in os.listdir("/proc/self/fd") if _target(fd).startswith(("socket:", "anon_inode:"))
+                ]
+                reader = f"{watching.socket.fileno()}"
+                logs = [fd for fd in os.listdir("/proc/self/fd") if _target(fd).endswith("run.jsonl")]
+                telemetry = [t.name for t in threading.enumerate() if t.name == "memmgr-telemetry"]
+                hooks = torch.nn.modules.module._global_forward_hooks
+                ours = manager_or_none() is None and not logs and not telemetry and not hooks
+                code = 0 if ours and len(sockets) < mine and reader in sockets else 2
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        step()
+        assert watching.next("sample", after=manager().telemetry._now())["type"] == "sample"
+        assert _stream.processes() == [os.getpid()]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[-1]["type"] == "end" and [line["type"] for line in lines].count("hello") == 1
+
+
+def manager_or_none() -> Any:
+    from memmgr import _budget
+
+    return _budget.current()
+
+
+def test_a_forked_child_that_exits_in_the_ordinary_way(runtime: Path) -> None:
+    """Its atexit handlers run: the parent's address must stay."""
+    body = "import os; pid = os.fork(); pid or sys.exit(0); os.waitpid(pid, 0); print('forked', flush=True); input()"
+    process = child(body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "forked\n"
+    assert _stream.processes() == [process.pid]
+    with Watching(process.pid) as watching:
+        assert watching.next("hello")["pid"] == process.pid
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and list(runtime.iterdir()) == []
+
+
+# -- the log --
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_log_is_the_same_stream(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log) as mm:
+        step = training()
+        for _ in range(10):
+            step()
+    lines = _lines(log)
+    assert lines[0]["type"] == "hello" and lines[-1] == {
+        **lines[-1],
+        "type": "end",
+        "failed": False,
+        "stats": mm.stats(),
+    }
+    assert sum(line["count"] for line in lines if line["type"] == "passes") == 10 == mm.stats()["passes"]
+    evicted = sum(
+        i["bytes"] for line in lines if line["type"] == "events" for i in line["items"] if i["what"] == "evict"
+    )
+    assert evicted == mm.stats()["evicted_bytes"]
+    spent = [i for line in lines if line["type"] == "events" for i in line["items"] if i["what"] in ("stall", "reload")]
+    assert sum(i["seconds"] for i in spent) == pytest.approx(mm.stats()["stall_seconds"], abs=1e-6)
+    modules = {i["module"] for line in lines if line["type"] == "events" for i in line["items"]}
+    assert "Net.first.1" in modules or "Net.second.1" in modules, modules
+
+
+def test_a_decorated_function_keeps_all_its_calls_in_one_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_text("left over from an earlier run\n")
+
+    @memmgr.budget(LIMIT, quiet=True, log=str(log))
+    def once() -> None:
+        training()()
+
+    once()
+    once()
+    kinds = [line["type"] for line in _lines(log)]
+    assert kinds.count("hello") == kinds.count("end") == 2
+
+
+def test_a_budget_error_is_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with pytest.raises(memmgr.BudgetError) as raised, memmgr.budget(LIMIT // 4, quiet=True, log=log):
+        step = training()
+        step()
+    events = [line for line in _lines(log) if line["type"] == "event"]
+    assert [event["what"] for event in events] == ["budget_error"]
+    assert events[0]["floor_bytes"] == raised.value.floor_bytes and events[0]["held"]["parameters"] > 0
+    assert _lines(log)[-1]["failed"] is True
+
+
+def test_ranks_have_logs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert log_path("a/run.jsonl") == Path("a/run.jsonl")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert log_path("a/run.jsonl") == Path("a/run.rank3.jsonl")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert log_path("a/run.jsonl") == Path("a/run.jsonl")
+
+
+@pytest.mark.parametrize("log", ["", "no/such/folder/run.jsonl", "/"])
+def test_a_log_that_cannot_be_is_refused_at_once(log: str) -> None:
+    with pytest.raises(ValueError, match=r"log: .* is not a file in a folder that exists"):
+        memmgr.budget(LIMIT, log=log)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match="not complete: No space left"),
+        memmgr.budget(LIMIT, log="/dev/full", quiet=True),
+    ):
+        step = training()
+        for _ in range(3):
+            step()
+
+
+def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
+    from memmgr._consumers import Log
+
+    log = Log(tmp_path / "run.jsonl")
+    hours = 24 * 3600.0
+    samples, elapsed = 0, 0.0
+    while elapsed < hours:
+        log.send(b"{}\n", sample=True)
+        samples += 1
+        elapsed += log.interval_seconds
+    log.close()
+    assert 5_000 < samples < 20_000
+
+
+# -- what it costs the run: nothing that can be seen --
+
+
+def _switches(name: str) -> int:
+    """How often a thread of this process has waited: it waits again each time that it wakes."""
+    thread = next(t for t in threading.enumerate() if t.name == name)
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+
+
+def test_without_a_reader_no_thread_wakes() -> None:
+    with memmgr.budget(LIMIT, quiet=True):
+        step = training()
+        step()
+        telemetry = manager().telemetry
+        time.sleep(0.05)
+        before = _switches("memmgr-telemetry")
+        for _ in range(5):
+            step()
+        time.sleep(0.3)
+        assert _switches("memmgr-telemetry") == before
+        assert not telemetry.detail and not telemetry.modules.watching
+
+
+def test_its_own_time_stays_under_its_share() -> None:
+    """However often a reader asks, what the thread uses of the processor is paid for by waiting."""
+    with memmgr.budget(LIMIT, quiet=True):
+        step = training()
+        with Watching(interval_seconds=0.02, want=["cells", "map", "holders"], cells=500, columns=4096) as watching:
+            watching.next("sample")
+            for _ in range(5):
+                step()
+            thread = next(t for t in threading.enumerate() if t.name == "memmgr-telemetry")
+            assert thread.native_id is not None
+            clock = (~thread.native_id << 3) | 6
+            used, began = time.clock_gettime(clock), time.perf_counter()
+            while time.perf_counter() - began < 2.0:
+                step()
+            share = (time.clock_gettime(clock) - used) / (time.perf_counter() - began)
+    # Its shares sum to 0.28 %; a first line of each kind, which nothing is known about, comes on top.
+    assert share < 0.01
+
+
+def _plain(seed: int, scope: Callable[[], Any]) -> Record:
+    return _train(seed, scope, lambda step: None)
+
+
+def _attached(seed: int, scope: Callable[[], Any]) -> Record:
+    def look(step: int) -> None:
+        with Watching(interval_seconds=0.02, want=["cells", "map", "holders"]) as watching:
+            watching.next("sample")
+            if step % 2:
+                watching.next("map")
+
+    return _train(seed, scope, look)
+
+
+def _train(seed: int, scope: Callable[[], Any], between: Callable[[int], None]) -> Record:
+    record = Record()
+    with scope():
+        step = training(seed)
+        for number in range(10):
+            record.losses(step())
+            between(number)
+        record.model(step.model)  # type: ignore[attr-defined]
+        record.rng()
+    return record
+
+
+@pytest.mark.parametrize("policy", ["auto", "torture"])
+def test_attaching_ten_times_changes_no_bit(policy: str) -> None:
+    want = reference(_plain)
+    torch.manual_seed(0)
+    with_readers = _seeded(lambda: _attached(0, lambda: memmgr.budget(LIMIT, policy=policy, quiet=True)))
+    assert_same(want, with_readers, f"{policy} with readers coming and going")
+    wait_until(lambda: not any(t.name == "memmgr-telemetry" for t in threading.enumerate()))
+
+
+def _seeded(run: Callable[[], Record]) -> Record:
+    from exactness.harness import _reset
+
+    _reset(0)
+    return run()
+
+
+def test_the_accounting_path_has_the_same_stream(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    program = (
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "sys.path.insert(0, 'tests'); import memmgr; from telemetry.reading import *\n"
+        f"with memmgr.budget(LIMIT, quiet=True, log={str(log)!r}) as mm:\n"
+        "    step = training()\n"
+        "    for _ in range(3): step()\n"
+        "    loss = step.model(step.x).sum()\n"
+        "    t = manager().telemetry\n"
+        "    class C: cells, columns = 5, 8\n"
+        "    cells = t._cells([C])\n"
+        "    assert len(cells['cells']) == 5 and {c['op'] for c in cells['cells']} & {'aten.addmm.default'}, cells\n"
+        "    assert t._map([C])['span_bytes'] == 0\n"
+        "    del loss\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "MEMMGR_SHIM": "0", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = _lines(log)
+    items = [item for line in lines if line["type"] == "events" for item in line["items"]]
+    assert lines[-1]["type"] == "end" and {"evict", "offload"} & {item["what"] for item in items}
+    assert any(item["module"] == "Net.first.1" for item in items), items

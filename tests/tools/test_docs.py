@@ -1,0 +1,155 @@
+"""What the docs show works: every block of shell is run, marked Python is run, and every command that is named exists.
+
+A block that is not run says why in a comment before it, `<!-- not run: reason -->`. Python is run with `<!-- run: python -->`.
+In the shell blocks train.py is a small training, and 12345 is a process that trains meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memmgr.tools import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+TRAIN = """
+import sys
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)))
+x = torch.randn(1024, 64)
+for _ in range(4):
+    model(x).square().mean().backward()
+    with torch.no_grad():  # torch.optim would import its compiler, which takes as long as torch
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+    model.zero_grad()
+"""
+LONG = """
+import sys, time, torch, memmgr
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)))
+x = torch.randn(1024, 64)
+with memmgr.budget("6MB", quiet=True):
+    print("open", flush=True)
+    while True:
+        model(x).square().mean().backward()
+        time.sleep(0.05)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where, its language, what is said before it in a comment, and its text."""
+
+    page: str
+    number: int
+    language: str
+    said: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        pattern = r"(?:<!--\s*((?:(?!-->)[\s\S])*?)\s*-->\n)?^```(\w+)\n([\s\S]*?)^```$"
+        for match in re.finditer(pattern, text, re.MULTILINE):
+            number = text.count("\n", 0, match.start(2)) + 1
+            found.append(Block(page.name, number, match[2], match[1] or "", match[3]))
+    return found
+
+
+SHELL = [block for block in blocks() if block.language in ("sh", "bash", "console", "shell")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str], int]]:
+    """A folder with train.py, an environment with our commands, and a process that trains."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "train.py").write_text(TRAIN)
+    with tempfile.TemporaryDirectory(prefix="mm") as runtime:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime, "COLUMNS": "80", "LINES": "24"}
+        env["PYTHONSAFEPATH"] = "1"  # the folder ./memmgr must not shadow the installed package
+        env["OMP_NUM_THREADS"] = "1"
+        training = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True, env=env)
+        assert training.stdout is not None and training.stdout.readline() == "open\n"
+        try:
+            yield folder, env, training.pid
+        finally:
+            training.kill()
+            training.communicate()
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda b: f"{b.page}:{b.number}")
+def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
+    if block.said.startswith("not run:"):
+        assert len(block.said) > len("not run: "), "without a reason"
+        return
+    folder, env, pid = place
+    for line in block.text.splitlines():
+        command = line.partition("  #")[0].strip().replace("12345", str(pid))
+        if not command:
+            continue
+        if command.startswith("memmgr top") and "--once" not in command:
+            command += " --once"  # it would watch for ever
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_python(place: tuple[Path, dict[str, str], int]) -> None:
+    """All in one process, each as a module of its own."""
+    folder, env, pid = place
+    marked = [block for block in blocks() if block.language == "python" and block.said.startswith("run:")]
+    assert len(marked) >= 4
+    script = "import sys\nsys.argv = ['docs', sys.argv[1]]\n"
+    for block in marked:
+        text = block.text.replace('if line["type"] == "end":', 'if line["type"] in ("end", "sample"):')  # it runs on
+        script += f"exec(compile({text!r}, {f'{block.page}:{block.number}'!r}, 'exec'), {{'__name__': '__docs__'}})\n"
+    (folder / "blocks.py").write_text(script)
+    command = [sys.executable, "-W", "error::UserWarning", "blocks.py", str(pid)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def _named() -> list[tuple[str, str]]:
+    """Commands of ours, in blocks and in running text."""
+    found = []
+    for page in PAGES:
+        for match in re.finditer(r"^(memmgr [^`\n]+)$|`(memmgr [^`\n]+)`", page.read_text(), re.MULTILINE):
+            found.append((page.name, (match[1] or match[2]).partition("  #")[0].strip()))
+    return found
+
+
+def test_every_command_that_is_named_exists() -> None:
+    verbs = {verb: module for verb, module, _ in cli.VERBS}
+    named = _named()
+    assert len(named) > 20
+    for page, command in named:
+        words = shlex.split(command)[1:]
+        assert words[0] in verbs, f"{page}: {command}"
+        parser = argparse.ArgumentParser()
+        importlib.import_module(verbs[words[0]]).add_arguments(parser)
+        script = next((i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"), len(words))
+        known = {option for action in parser._actions for option in action.option_strings}
+        for word in words[1:script]:
+            assert not word.startswith("--") or word.partition("=")[0] in known, f"{page}: {command}: {word}"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+\.md)", page.read_text()):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"

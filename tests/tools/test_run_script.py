@@ -1,0 +1,287 @@
+"""`memmgr run`: the script is run as python would run it, and its bits are the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr._advice import advice, own_checkpointing
+from memmgr.tools import run as verb
+from memmgr.tools._wrong import Wrong
+
+TRAIN = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, as scripts do
+import torch
+torch.manual_seed(0)
+blocks = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)]
+model = torch.nn.Sequential(*blocks)
+x = torch.randn(1024, 64)
+for _ in range(4):
+    loss = model(x).square().mean()
+    loss.backward()
+    with torch.no_grad():  # torch.optim would import its compiler, which takes as long as torch
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+    model.zero_grad()
+import hashlib
+print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+"""
+LOOK = """
+import sys, pickle, inspect, os
+class Thing: pass
+print(sys.argv, sys.path[0], __name__, os.path.abspath(__file__), sys.modules["__main__"].Thing is Thing, pickle.loads(pickle.dumps(Thing())).__class__ is Thing)
+print(__spec__ is None or __spec__.name, __package__, __builtins__ is not None, inspect.getsourcefile(Thing))
+"""
+
+
+def python(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=100, **more)
+
+
+def memmgr(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """The command, as its entry point starts it."""
+    start = "import sys; sys.argv[0] = 'memmgr'; from memmgr.tools.cli import main; sys.exit(main())"
+    return python("-c", start, *words, cwd=cwd, **more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "look.py").write_text(LOOK)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "__main__.py").write_text(LOOK)
+    (tmp_path / "pack" / "look.py").write_text(LOOK)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def plain_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the training ends with without memmgr."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(TRAIN)
+    return _bits(python("train.py", cwd=folder))
+
+
+def _bits(done: subprocess.CompletedProcess[str]) -> str:
+    found = re.search(r"^bits (\w+)$", done.stdout, re.MULTILINE)
+    assert found, done.stderr
+    return found[1]
+
+
+def test_the_same_bits_in_less_memory_and_the_next_command(folder: Path, plain_bits: str) -> None:
+    done = memmgr("run", "--budget", "8MB", "train.py", cwd=folder)
+    assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
+    assert re.search(r"memmgr: peak [\d.]+ MB of 8 MB \(1\d\.\d MB unmanaged\), 4 passes", done.stderr), done.stderr
+    assert "11" not in done.stdout.replace(_bits(done), "")
+    shown = re.search(r"^memmgr: to look closer:  memmgr (.*)$", done.stderr, re.MULTILINE)
+    assert shown, done.stderr
+    again = memmgr(*shlex.split(shown[1]), cwd=folder)
+    assert again.returncode == 0 and _bits(again) == plain_bits and (folder / "train.jsonl").is_file()
+    assert "memmgr report " in again.stderr and "train.jsonl" in again.stderr
+
+
+def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_bits: str) -> None:
+    """The budget opens while addmm saves its inputs; what its kernel copies then is not its recipe."""
+    conf = {"MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "policy:torture,verify:1"}
+    done = python("train.py", cwd=folder, env={**os.environ, **conf})
+    assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
+
+
+def test_under_a_profiler_it_is_not_managed_and_says_so(folder: Path, plain_bits: str) -> None:
+    done = python("-m", "cProfile", "train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
+    assert _bits(done) == plain_bits and "a profiler runs in this thread" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["look.py", "a", "-x", "--budget", "3"], ["./look.py"], ["pack", "b"], ["-m", "pack", "c"], ["-m", "pack.look"]],
+)
+def test_it_sees_what_it_would_see_under_python(folder: Path, words: list[str]) -> None:
+    plain = python(*words, cwd=folder)
+    done = memmgr("run", "--quiet", "--budget", "1GB", *words, cwd=folder)
+    assert plain.returncode == 0 and (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+
+
+ENDS = [
+    ("import sys; sys.exit(7)", 7),
+    ("import sys; sys.exit()", 0),
+    ("import sys; sys.exit('no good')", 1),
+    ("raise SystemExit(None)", 0),
+    ("raise KeyError('gone')", 1),
+    ("def f():\n    1 / 0\nf()", 1),
+    ("import os; os._exit(5)", 5),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ("raise KeyboardInterrupt", -signal.SIGINT),
+    ("import sys; sys.excepthook = lambda *a: print('mine', a[0].__name__); raise ValueError", 1),
+    ("def f(:", 1),
+    ("import atexit; atexit.register(print, 'late')", 0),
+]
+
+
+@pytest.mark.parametrize(("program", "code"), ENDS)
+def test_it_ends_as_it_would_end_under_python(tmp_path: Path, program: str, code: int) -> None:
+    (tmp_path / "ends.py").write_text(program)
+    plain = python("ends.py", cwd=tmp_path)
+    done = memmgr("run", "--quiet", "ends.py", cwd=tmp_path)
+    assert plain.returncode == code
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert [line.strip() for line in done.stderr.splitlines()] == [line.strip() for line in plain.stderr.splitlines()]
+
+
+def test_an_error_names_a_budget_that_works(folder: Path) -> None:
+    done = memmgr("run", "--budget", "3MB", "train.py", cwd=folder)
+    assert done.returncode == 1 and "BudgetError" in done.stderr and "tools/run.py" not in done.stderr
+    shown = re.findall(r"^memmgr:   memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
+    assert len(shown) == 1 and shown[0].endswith("train.py")
+
+
+def test_children_have_the_budget_and_a_process_that_does_not_train_says_so(folder: Path, plain_bits: str) -> None:
+    (folder / "launch.py").write_text("import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'train.py']))")
+    done = memmgr("run", "--budget", "8MB", "--policy", "evict", "launch.py", cwd=folder)
+    assert done.returncode == 0 and _bits(done) == plain_bits
+    assert "of 8 MB" in done.stderr and "nothing was saved for backward in this process" in done.stderr
+
+
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+
+
+def test_under_torchrun(folder: Path, plain_bits: str) -> None:
+    """Two processes; what they say to each other is tests/exactness/test_distributed.py's."""
+    words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]
+    done = python(*LAUNCH, *words, cwd=folder)
+    assert done.returncode == 0 and re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2, (
+        done.stderr
+    )
+    assert "memmgr[0]: " in done.stderr and "memmgr[1]: " in done.stderr
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["run.rank0.jsonl", "run.rank1.jsonl"]
+
+
+@pytest.mark.slow
+def test_around_torchrun(folder: Path, plain_bits: str) -> None:
+    done = memmgr("run", "--budget", "9MB", "--log", "run.jsonl", *LAUNCH, "train.py", cwd=folder)
+    assert done.returncode == 0 and re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2, (
+        done.stderr
+    )
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["run.rank0.jsonl", "run.rank1.jsonl"]
+
+
+BAD = [
+    (["--budget", "12XB", "train.py"], "unknown unit"),
+    (["--budget", "12GB"], "required"),
+    (["--policy", "nonsense", "train.py"], "policy"),
+    (["--disk", "/no/such/folder", "train.py"], "not a folder"),
+    (["--log", "no/such/run.jsonl", "train.py"], "not a file in a folder that exists"),
+    (["--host", "much", "train.py"], "--host"),
+    (["missing.py"], "cannot read missing.py: No such file or directory"),
+    (["-m", "missing"], "no module named missing"),
+    (["-m", "sys"], "no module named sys that can be run"),
+    (["pack/__init__.py/x"], "cannot read"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD)
+def test_bad_input_is_one_line_and_two(folder: Path, words: list[str], says: str) -> None:
+    done = memmgr("run", *words, cwd=folder)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2  # argparse puts its usage before
+
+
+def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
+    odd = tmp_path / "a, b:c"
+    odd.mkdir()
+    (tmp_path / "show.py").write_text(
+        "import torch; from memmgr import _armed; import os; print(_armed.parse_conf(os.environ['MEMMGR_CONF']))"
+    )
+    done = memmgr(
+        "run",
+        "--quiet",
+        "--disk",
+        str(odd),
+        "--disk-size",
+        "1GB",
+        "--policy",
+        "filter:dtr,director:offload,prefetch:off",
+        "show.py",
+        cwd=tmp_path,
+    )
+    shown = eval(done.stdout)
+    assert shown == {"disk": (str(odd), "1GB"), "policy": "filter:dtr,director:offload,prefetch:off", "quiet": True}
+
+
+def test_a_command_line_with_other_options() -> None:
+    args = argparse.Namespace(
+        budget="1GB",
+        policy=None,
+        disk=None,
+        disk_size=None,
+        host=None,
+        device=None,
+        log=None,
+        verify=True,
+        module=True,
+        script="pack",
+        arguments=["a b"],
+    )
+    assert verb.command(args, log="x y.jsonl") == "memmgr run --budget 1GB --log 'x y.jsonl' --verify -m pack 'a b'"
+    assert verb._round_up(3_937_280) == "4.2MB" and verb._round_up(12 * 10**9) == "12.6GB"
+
+
+def _stats(**changed: float) -> dict[str, Any]:
+    base = {
+        "budget_bytes": 10**9,
+        "resident_bytes.peak": 10**9,
+        "unmanaged_peak_bytes": 2 * 10**9,
+        "floor_bytes": 5 * 10**8,
+        "held_bytes.peak": 10**8,
+        "recompute_seconds": 1.0,
+        "stall_seconds": 0.1,
+        "wall_seconds": 10.0,
+        "checkpoint_seconds": 0.0,
+        "watched_seconds": 10.0,
+    }
+    return {**base, **changed}
+
+
+def test_what_the_summary_advises() -> None:
+    assert advice(_stats())[0] == "2 GB in 1 GB (floor about 500 MB): 10.0% of the time recomputing, 1.0% waiting"
+    own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
+    assert "own checkpointing recomputes for 25% of the time while 500 MB of the budget are never used" in own[0]
+    assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
+    assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
+    assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
+    assert advice(_stats(budget_bytes=2**64 - 1)) == ["it needs 2 GB; the floor is about 500 MB"]
+
+
+def test_the_scripts_own_checkpointing_is_seen() -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    import memmgr as library
+
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    x = torch.randn(512, 64)
+    found = []
+    for own in (False, True):
+        with library.budget("1GB", quiet=True, _sleep=False) as mm:
+            for _ in range(4):
+                y = checkpoint(layer, x, use_reentrant=False) if own else layer(x)
+                y.sum().backward()
+        found.append(mm.stats()["checkpoint_seconds"])
+        assert mm.stats()["watched_seconds"] > found[-1]
+    assert found[0] == 0.0 < found[1]
+
+
+def test_a_wrong_is_an_error_of_its_own() -> None:
+    with pytest.raises(Wrong):
+        verb._find("no.such.module")

@@ -1,0 +1,179 @@
+"""`memmgr doctor`: what it finds on this machine, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memmgr.tools import _disk_speed, cli, doctor
+
+
+def _only(check: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in check()}
+
+
+def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--quick", "--json", "--disk", str(tmp_path)])
+    shown = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in shown["findings"]}
+    assert code == 0 and shown["good"], shown
+    assert "with the same bits" in found["training"]["text"] and found["training"]["mark"] == "ok"
+    assert {"memmgr", "torch", "allocator", "device", "memory", "disk", "telemetry", "textual"} <= set(found)
+    assert list(tmp_path.iterdir()) == []
+    assert all(finding["advice"] for finding in shown["findings"] if finding["mark"] != "ok")
+
+
+def test_the_same_for_people(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        doctor, "_training", lambda folder: iter([doctor.Finding("training", "NO", "no", "report this")])
+    )
+    monkeypatch.setattr(doctor, "_disk", lambda folder, size: iter([doctor.Finding("disk", "weaker", "slow é", "x")]))
+    assert cli.main(["doctor", "--quick", "--disk", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "\nNO     training      no\n" in shown and "-> report this" in shown
+    assert shown.startswith("ok     memmgr        ")
+
+
+def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--disk", "/no/such"]) == 2
+    assert capsys.readouterr().err == "memmgr doctor: '/no/such' is not a folder; name one with --disk\n"
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memmgr import _shim
+
+    def load() -> None:
+        raise _shim.NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
+
+    monkeypatch.setattr(_shim, "load", load)
+    finding = _only(doctor._native)["compiler"]
+    assert finding.mark == "weaker" and "apt install g++" in finding.text
+
+
+def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "3.0.0a0+git")
+    assert _only(doctor._versions)["torch"].mark == "weaker"
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "AUTOLOAD=0" in _only(doctor._versions)["MEMMGR_BUDGET"].text
+
+
+def test_a_container_smaller_than_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cgroup_limit", lambda: 10**6)
+    finding = _only(lambda: doctor._memory(1 << 20))["memory"]
+    assert finding.mark == "weaker" and "1 MB" in finding.text and "in bytes" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "speed", "says"),
+    [
+        ("tmpfs", 10**12, 1e9, "is memory (tmpfs)"),
+        ("ext4", 10**6, 1e9, "only 1 MB free"),
+        ("ext4", 10**12, 1e8, "read 100 MB/s"),
+        ("ext4", 10**12, 0.0, "No space left"),
+    ],
+)
+def test_disks_that_are_no_help(
+    monkeypatch: pytest.MonkeyPatch, kind: str, free: int, speed: float, says: str, tmp_path: Path
+) -> None:
+    def measured(folder: str, size: int) -> tuple[float, float]:
+        if not speed:
+            raise OSError(28, "No space left on device")
+        return 1e9, speed
+
+    monkeypatch.setattr("psutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(doctor, "_file_system", lambda folder: kind)
+    monkeypatch.setattr(doctor, "disk_speed", measured)
+    finding = _only(lambda: doctor._disk(str(tmp_path), 64 << 20))["disk"]
+    assert finding.mark == "weaker" and says in finding.text and finding.advice
+
+
+def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
+    assert doctor._file_system("/proc") == "proc" and doctor._file_system(str(tmp_path)) not in ("", "proc")
+
+
+def test_speeds_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = _disk_speed.disk_speed(str(tmp_path), 16 << 20)
+    assert write > 0 and read > 0 and list(tmp_path.iterdir()) == [] and _disk_speed.copy_speed(1 << 20) > 0
+    full = len(os.listdir("/proc/self/fd"))
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        _disk_speed.disk_speed(str(tmp_path), 16 << 20)
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == full
+
+
+def test_a_misspelt_variable_and_telemetry(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> None:
+    monkeypatch.setenv("MEMMGR_BUGDET", "12GB")
+    found = _only(doctor._environment)
+    assert "MEMMGR_BUGDET" in found["variables"].text and found["telemetry"].mark == "ok"
+    assert list(runtime.iterdir()) == []
+    (runtime / "memmgr").touch()
+    assert "not a folder of this user" in _only(doctor._environment)["telemetry"].text
+    monkeypatch.setenv("MEMMGR_TELEMETRY", "0")
+    assert "MEMMGR_TELEMETRY=0" in _only(doctor._environment)["telemetry"].text
+
+
+def test_every_variable_that_the_code_reads_is_known() -> None:
+    root = Path(__file__).parents[2]
+    files = [*root.glob("memmgr/**/*.py"), *root.glob("tools/*.py"), *root.glob("allocator/*/*.cpp")]
+    done = "\n".join(path.read_text() for path in files)
+    import re
+
+    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()"(MEMMGR_[A-Z_]+)""", done))
+    assert read and read <= doctor.KNOWN_VARIABLES | {"MEMMGR_BENCH"}, read - doctor.KNOWN_VARIABLES
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = _only(doctor._extras)
+    assert found["textual"].mark == "weaker" and "memmgr[top]" in found["textual"].advice
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: broken\n"), "RuntimeError: broken"),
+        (SimpleNamespace(returncode=-11, stdout="", stderr=""), "code -11"),
+        (SimpleNamespace(returncode=0, stdout="False 10 6 4", stderr=""), "with other bits"),
+        (SimpleNamespace(returncode=0, stdout="True 10 10 0", stderr=""), "nothing left"),
+        (subprocess.TimeoutExpired("python", 120), "did not end"),
+    ],
+)
+def test_a_training_that_does_not_work(monkeypatch: pytest.MonkeyPatch, outcome: Any, says: str) -> None:
+    def run(*args: Any, **how: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(subprocess, "run", run)
+    finding = _only(lambda: doctor._training("/tmp"))["training"]
+    assert finding.mark == "NO" and says in finding.text
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def check() -> Iterator[doctor.Finding]:
+        yield doctor.Finding("a", "ok", "b")
+        raise KeyError("c")
+
+    found = list(doctor._guarded(check))
+    assert [finding.mark for finding in found] == ["ok", "NO"] and "KeyError" in found[1].text
+
+
+def test_it_starts_without_torch() -> None:
+    """The tools that only look are quick to start."""
+    names = "top, report, doctor, run, _watched, _top_text, _attach, _report_page"
+    code = f"import sys; from memmgr.tools import {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0

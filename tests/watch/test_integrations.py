@@ -1,0 +1,104 @@
+"""Thin adaptors on `stats()`: TensorBoard and Prometheus. (The Trainer has a file of its own.)"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr import _budget
+
+
+def _train(limit: int | None) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)) for _ in range(4))
+    )
+    x = torch.randn(1024, 64)
+    with memmgr.budget(limit, quiet=True) as mm:
+        for _ in range(3):
+            model(x).square().mean().backward()
+    return mm.stats()
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[float, int | None]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        assert tag not in self.written
+        self.written[tag] = (scalar_value, global_step)
+
+
+def test_scalars_for_whatever_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memmgr.integrations import log_stats
+
+    stats = _train(6_000_000)
+    writer = Writer()
+    log_stats(writer, 7)
+    assert writer.written == {f"memmgr/{name}": (float(value), 7) for name, value in stats.items()}
+    _train(None)
+    unlimited = Writer()
+    log_stats(unlimited, 8, prefix="mm_")
+    assert set(unlimited.written) == {f"mm_{name}" for name in stats} - {"mm_budget_bytes"}
+    monkeypatch.setattr(_budget, "_last", None)
+    none = Writer()
+    log_stats(none, 9)
+    assert not none.written
+
+
+def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed (the extra `tensorboard`)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from memmgr.integrations import log_stats
+
+    stats = _train(6_000_000)
+    with SummaryWriter(str(tmp_path)) as writer:
+        log_stats(writer, 3)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    read = {tag: found.Scalars(tag)[0] for tag in found.Tags()["scalars"]}
+    assert set(read) == {f"memmgr/{name}" for name in stats}
+    assert read["memmgr/evictions"].value == stats["evictions"] and read["memmgr/evictions"].step == 3
+
+
+def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(
+        "prometheus_client", reason="the package prometheus-client is not installed (the extra `prometheus`)"
+    )
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from memmgr.integrations import MemmgrCollector
+
+    stats = _train(6_000_000)
+    registry = CollectorRegistry()
+    registry.register(MemmgrCollector({"rank": "0"}))
+    text = generate_latest(registry).decode()
+    samples = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}
+    assert samples["memmgr_evictions_total"].value == stats["evictions"] > 0
+    assert samples["memmgr_resident_peak_bytes"].value == stats["resident_bytes.peak"]
+    assert samples["memmgr_resident_bytes"].value == stats["resident_bytes.current"]
+    assert samples["memmgr_recompute_seconds_total"].labels == {"rank": "0"}
+    assert len(samples) == len(stats), set(stats)
+    assert not [n for n in samples if not n.startswith("memmgr_") or "." in n]
+    _train(None)
+    unlimited = {s.name: s.value for family in registry.collect() for s in family.samples}
+    assert math.isinf(unlimited["memmgr_budget_bytes"])
+    monkeypatch.setattr(_budget, "_last", None)
+    assert generate_latest(registry) == b""
+    registry.register(MemmgrCollector())  # nothing is described, so a second one (of another rank) is welcome
+
+
+def test_names_of_integrations() -> None:
+    import memmgr.integrations as found
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        found.nothing  # noqa: B018
+    assert sorted(found.__all__) == list(found.__all__)

@@ -1,0 +1,171 @@
+"""`memmgr report`: one page that needs nothing beside itself, from a whole log or what is left of one."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from memmgr._advice import more_budget
+from memmgr.tools import cli
+from memmgr.tools._charts import thinned
+from memmgr.tools._watched import Watched
+from watch import lines
+
+VOID = {"meta", "line", "rect", "polygon", "polyline"}
+
+
+class Page(HTMLParser):
+    """Tags that are opened are closed, and nothing is fetched."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.count: dict[str, int] = {}
+        self.feed(text)
+        assert set(self.open) <= {"li", "p"}, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe", "object") and not {"src", "href"} & {k for k, _ in attrs}
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def report(tmp_path: Path, *words: str) -> str:
+    out = tmp_path / "page.html"
+    assert cli.main(["report", *words, "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
+    assert cli.main(["report", str(log)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(tmp_path / "run.html") and shown.err == ""
+    text = (tmp_path / "run.html").read_text()
+    page = Page(text)
+    said = " ".join(page.words)
+    for piece in (
+        "python train.py --name 'a b'",
+        "12 MB in 8 MB (floor about 3.9 MB): 15.0% of the time recomputing, 5.0% waiting",
+        "+3.2 MB of budget (11.2 MB) would remove about 80% of the recomputing and waiting",
+        "budget 8 MB",
+        "Net.first.1",
+        "aten.addmm.default",
+        "2 events are in none of these sums",
+    ):
+        assert piece in said, piece
+    assert page.count["svg"] == 3 and page.count["polygon"] == 4 and page.count["table"] == 1
+    assert not re.search(r"https?://|url\(|@import", text)
+
+
+def test_a_killed_run_is_reported_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = lines.written(tmp_path / "run.jsonl", lines.lines())
+    assert "The log has no end" in report(tmp_path, str(log))
+    err = capsys.readouterr().err
+    assert "it has no end: the process was killed" in err and len(err.splitlines()) == 1
+
+
+def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) -> None:
+    failed = {
+        "type": "event",
+        "what": "budget_error",
+        "seconds": 3.0,
+        "floor_bytes": 5_000_000,
+        "held": {},
+        "modules": {},
+    }
+    log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), failed, {**lines.end(), "failed": True}])
+    said = report(tmp_path, str(log))
+    assert "It ended by an exception" in said and "would have worked so far is 5,000,000 bytes" in said
+
+
+def test_several_logs_and_several_budgets_in_one(tmp_path: Path) -> None:
+    first = lines.written(tmp_path / "a.jsonl", [*lines.lines(), lines.end()] * 2)
+    second = lines.written(tmp_path / "b.jsonl", [lines.hello(rank=1), *lines.lines()[1:], lines.end()])
+    said = report(tmp_path, str(first), str(second))
+    assert said.count("<h2>") == 3 and "b.jsonl, rank 1" in said
+    many = lines.written(tmp_path / "c.jsonl", [lines.hello(), lines.sample(0), lines.end()] * 25)
+    assert "5 more budgets were opened" in report(tmp_path, str(many))
+
+
+def test_names_are_text_not_html(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    event = {"what": "recompute", "op": bad, "module": bad, "count": 1, "bytes": 10**6, "seconds": 5.0}
+    found = [lines.hello(command=[bad, "\ud800"]), *(lines.sample(i) for i in range(3))]
+    found += [{"type": "events", "seconds": 1.0, "items": [event], "unlisted": 0}, lines.end()]
+    text = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", found)))
+    Page(text)
+    assert bad not in text and "&lt;script&gt;" in text
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_short_runs(tmp_path: Path, samples: int) -> None:
+    found = [lines.hello(budget_bytes=2**64 - 1), *(lines.sample(i, budget_bytes=2**64 - 1) for i in range(samples))]
+    log = lines.written(tmp_path / "run.jsonl", [*found, lines.end(budget_bytes=2**64 - 1)])
+    said = " ".join(Page(report(tmp_path, str(log))).words)
+    assert "it needs 12 MB" in said and "would remove" not in said
+
+
+def test_peaks_survive_thinning() -> None:
+    watched = Watched(points=None)
+    watched.feed(lines.hello())
+    for i in range(5000):
+        watched.feed(lines.sample(i))
+    points = list(watched.points)
+    few = thinned(points)
+    assert len(few) <= 480 and max(p.unmanaged_bytes for p in few) == max(p.unmanaged_bytes for p in points)
+    assert [p.seconds for p in few] == sorted(p.seconds for p in few)
+
+
+@pytest.mark.parametrize("what", ["missing", "folder", "no log", "itself", "nowhere"])
+def test_bad_input_is_one_line_and_two(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    good = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()])
+    (tmp_path / "text.jsonl").write_text("step 1 loss 3.2\n")
+    words, says = {
+        "missing": ([str(tmp_path / "none.jsonl")], "cannot read"),
+        "folder": ([str(tmp_path)], "cannot read"),
+        "no log": ([str(tmp_path / "text.jsonl")], "is this a log of memmgr?"),
+        "itself": ([str(good), "--out", str(good)], "is a log"),
+        "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "cannot write"),
+    }[what]
+    assert cli.main(["report", *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err and len(err.splitlines()) == 1
+    assert json.loads(good.read_text().splitlines()[0])["type"] == "hello"
+
+
+# -- what more budget would do --
+
+
+def test_more_budget_is_in_proportion_to_what_is_missing() -> None:
+    assert more_budget(lines.stats()) == 3_200_000  # 4 MB are missing, 2 s of 10 s are lost
+    assert more_budget(lines.stats(), share=0.5) == 2_000_000
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"unmanaged_peak_bytes": 7_000_000},  # it fits
+        {"budget_bytes": 2**64 - 1},
+        {"recompute_seconds": 0.1, "stall_seconds": 0.1},  # 2 % of the time is not worth memory
+    ],
+)
+def test_nothing_is_promised_where_nothing_is_to_be_gained(changed: dict[str, float]) -> None:
+    assert more_budget(lines.stats(**changed)) is None

@@ -1,0 +1,255 @@
+"""`memmgr top`: what it prints, what the full screen shows and its keys, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr import _stream
+from memmgr.tools import cli, top
+from memmgr.tools._attach import Attached
+from watch import lines
+from watch.test_watched import SCREEN
+
+REQUEST = {"interval_seconds": 0.5, "want": ["cells"]}
+
+
+# -- printed --
+
+
+def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with lines.served(4242, lines.lines()):
+        assert cli.main(["top", "4242", "--once", "--ascii"]) == 0
+    assert capsys.readouterr().out.rstrip() == SCREEN
+
+
+def test_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with lines.served(4242, lines.lines()), lines.served(77, lines.lines(20, pid=77)):
+        assert cli.main(["top", "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert "\n4242  python" in "\n" + shown and "\n77  python" in "\n" + shown and "░" in shown
+        assert cli.main(["top", "--once", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["pid"] for one in found] == [77, 4242]
+    assert found[1]["sample"]["seconds"] == 29.5 and len(found[1]["cells"]["cells"]) == 6
+
+
+def test_json_is_the_stream_with_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [*lines.lines(), lines.end()]
+    with lines.served(4242, found, hang_up=True):
+        assert cli.main(["top", "--json", "4242"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"pid": 4242, **f} for f in found]
+
+
+def test_the_plain_screen_is_repeated_until_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with lines.served(4242, [*lines.lines(), lines.end()], hang_up=True):
+        assert cli.main(["top", "4242", "--interval", "0.02"]) == 0
+    shown = capsys.readouterr().out
+    assert "ended  29.5 s" in shown and "\x1b" not in shown
+
+
+# -- bad input: one line, code 2 --
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["top", *words]) == 2
+    shown = capsys.readouterr()
+    assert len(shown.err.strip().splitlines()) == 1 and shown.out == ""
+    return shown.err
+
+
+def test_who_cannot_be_watched(
+    capsys: pytest.CaptureFixture[str], runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert f"there is no process {gone.pid}" in _fails(capsys, str(gone.pid))
+    assert "no open memmgr budget" in _fails(capsys, str(os.getpid()), "--once")
+    assert "no process of this user" in _fails(capsys, "--once")
+    monkeypatch.setattr(top, "ANSWER_SECONDS", 0.1)
+    with lines.served(4242, []):
+        assert "does not answer" in _fails(capsys, "4242", "--once")
+    with lines.served(4242, [lines.hello(protocol=9)]):
+        assert "writes telemetry version 9" in _fails(capsys, "4242", "--json")
+    with lines.served(4242, [{"type": "error", "text": "8 readers are connected already"}], hang_up=True):
+        assert "8 readers" in _fails(capsys, "4242", "--once")
+    with lines.served(4242, [{"type": "sample"}]):
+        assert "not of this format" in _fails(capsys, "4242", "--once")
+
+
+def test_no_permission(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, act: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with lines.served(os.getpid(), lines.lines()):
+        monkeypatch.setattr(_stream, "_at", refuse)  # not by the file's mode: root may connect to anything
+        assert "no permission to reach" in _fails(capsys, str(os.getpid()), "--once")
+
+
+@pytest.mark.parametrize("words", [["0"], ["-5"], ["abc"], ["99999999999"], ["--interval", "0"], ["--interval", "nan"]])
+def test_arguments_that_make_no_sense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["top", *words])
+    assert end.value.code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_terminals_of_all_encodings(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    with lines.served(4242, [lines.hello(command=["日本.py"]), *lines.lines()[1:]]):
+        assert cli.main(["top", "4242", "--once"]) == 0
+    out.flush()
+    shown = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert ("░" in shown) == (encoding == "utf-8") and "budget 8 MB" in shown
+
+
+# -- the full screen --
+
+
+def _app(follow: bool = False) -> Any:
+    pytest.importorskip("textual", reason="the full screen is the extra `top`")
+    from memmgr.tools._top_app import TopApp
+
+    attached = [Attached(pid, REQUEST) for pid in _stream.processes()]
+    return TopApp(attached, interval=0.1, follow=follow)
+
+
+def _text(app: Any) -> str:
+    """What is on the screen, without colours."""
+    return "\n".join(
+        "".join(segment.text for segment in strip).rstrip() for strip in app.screen._compositor.render_strips()
+    )
+
+
+def _drive(app: Any, act: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (80, 24)) -> None:
+    async def driven() -> None:
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause(0.2)
+            await act(pilot)
+
+    asyncio.run(driven())
+
+
+def test_the_screen_at_80_by_24() -> None:
+    with lines.served(4242, lines.lines()):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            shown = _text(app).splitlines()
+            assert len(shown) == 24
+            assert shown[0].startswith("4242  python train.py") and shown[0].endswith("backward  29.5 s")
+            assert shown[1].startswith("budget 8 MB  now 4.2 MB (52%)")
+            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[7].startswith("▓ other")
+            assert shown[9].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[11].startswith("· free")
+            assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size")
+            assert shown[14].split() == ["size", "state", "op", "module", "age", "cost"]
+            assert shown[15].split() == ["1.05", "MB", "present", "gelu", "Net.first.1", "1.05", "ms", "1.05", "ms"]
+            assert all(key in shown[23] for key in ("q quit", "p pause", "s sort", "/ filter", "? help"))
+
+        _drive(app, look)
+
+
+def test_keys() -> None:
+    with lines.served(77, lines.lines(20, pid=77)), lines.served(4242, [*lines.lines(), lines.end()], hang_up=True):
+        app = _app()
+
+        async def press(pilot: Any) -> None:
+            async def after(*keys: str) -> str:
+                await pilot.press(*keys)
+                await pilot.pause()
+                return _text(app)
+
+            assert "77 (1 of 2)" in await after()
+            assert "4242 (2 of 2)" in await after("right") and "ended" in _text(app).splitlines()[0]
+            assert "77 (1 of 2)" in await after("left")
+            shown = await after("s")
+            assert "by age" in shown and shown.splitlines()[15].split()[1:3] == ["kB", "arriving"]
+            shown = await after("2")
+            assert "recompute" in shown.splitlines()[14] and "Net.first.1" in shown.splitlines()[15]
+            assert "optimizer state" in await after("3")
+            assert "3 lines were dropped" in await after("tab")
+            assert "Net.first.1" in await after("tab")
+            assert "closes this" in await after("question_mark")
+            assert "closes this" not in await after("x")
+            shown = await after("slash", *"second", "enter")
+            assert "Net.second.1" in shown and "Net.first" not in shown and "with 'second'" in shown
+            assert "Net.first" in await after("escape")
+            assert "paused" in await after("p") and "paused" not in await after("p")
+            await pilot.press("q")
+
+        _drive(app, press)
+    assert all(one.over for one in app._attached)
+
+
+def test_while_a_filter_is_typed_keys_are_letters() -> None:
+    with lines.served(4242, lines.lines()):
+        app = _app()
+
+        async def press(pilot: Any) -> None:
+            await pilot.press("slash", "q", "s", "left", "p", "2")
+            await pilot.pause()
+            assert app._wanted == "qp2s" and not app._paused and app._panel == "cells"
+
+        _drive(app, press)
+
+
+def test_processes_that_begin_later_are_followed_and_the_end_is_shown() -> None:
+    with lines.served(77, lines.lines(20, pid=77)):
+        app = _app(follow=True)
+
+        async def look(pilot: Any) -> None:
+            with lines.served(4242, lines.lines()):
+                app._look_for_more()
+                app._look_for_more()
+                await pilot.pause(0.3)
+                assert "77 (1 of 2)" in _text(app)
+
+        _drive(app, look)
+
+
+def test_another_version_is_said_on_the_screen() -> None:
+    with lines.served(77, [lines.hello(77, protocol=2)]):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            assert "writes telemetry version 2" in _text(app) and "lost" in _text(app).splitlines()[0]
+
+        _drive(app, look)
+
+
+@pytest.mark.parametrize("size", [(20, 8), (200, 60)])
+def test_any_size(size: tuple[int, int]) -> None:
+    with lines.served(4242, lines.lines()):
+
+        async def look(pilot: Any) -> None:
+            assert "4242" in _text(app)
+
+        app = _app()
+        _drive(app, look, size)
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("textual", reason="the full screen is the extra `top`")
+    out = tmp_path / "top.svg"
+    with lines.served(4242, lines.lines(70)):
+        assert cli.main(["top", "4242", "--picture", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    drawn = out.read_text()
+    assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn
+    assert "not in a folder" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
+
+
+def _fails_with(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["top", *words]) == 2
+    return capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""transformers' Trainer with a callback and nothing else: the same losses and parameters as without it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr import _budget
+
+transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+peft = pytest.importorskip("peft", reason="the package peft is not installed")
+pytest.importorskip("accelerate", reason="the package accelerate is not installed: Trainer needs it")
+
+# peft asks transformers for what transformers has renamed; the old names are those that every supported version has.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    manager = _budget.current()
+    if manager is not None:  # of a test that failed; the next one shall not
+        manager.close(report=False, failed=True)
+        _budget._current = None
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int) -> None:
+        numbers = torch.randint(0, 128, (count, 64), generator=torch.Generator().manual_seed(1))
+        self.items = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in numbers]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return self.items[i]
+
+
+def _model(lora: bool = True) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=64, vocab_size=128, n_positions=64, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    if not lora:
+        return model
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    )
+
+
+def _trainer(folder: Path, callbacks: list[Any], lora: bool = True, **changed: Any) -> Any:
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "dataloader_pin_memory": False,
+    }
+    args = transformers.TrainingArguments(**{**settings, **changed})
+    trainer = transformers.Trainer(
+        model=_model(lora), args=args, train_dataset=Texts(64), eval_dataset=Texts(8), callbacks=callbacks
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+Outcome = tuple[list[dict[str, float]], str]
+
+
+def _run(folder: Path, callbacks: list[Any], resume: str = "", **how: Any) -> Outcome:
+    """What was logged, and the bits at the end. The trainer is gone then: what it holds would count for the next one."""
+    trainer = _trainer(folder, callbacks, **how)
+    trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
+    bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in trainer.model.parameters())
+    return trainer.state.log_history, hashlib.sha256(bits).hexdigest()
+
+
+def _without_ours(outcome: Outcome) -> Outcome:
+    """Without times and without our figures."""
+    left_out = ("runtime", "per_second", "memmgr/")
+    return [{k: v for k, v in row.items() if not any(t in k for t in left_out)} for row in outcome[0]], outcome[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, checkpointing: bool) -> None:
+    from memmgr.integrations import MemmgrCallback
+
+    how = {"gradient_checkpointing": checkpointing}
+    plain = _run(tmp_path / "plain", [], **how)
+    measured = MemmgrCallback(None, quiet=True)
+    _run(tmp_path / "measured", [measured], **{**how, "max_steps": 2, "save_strategy": "no"})
+    need, floor = measured.stats()["unmanaged_peak_bytes"], measured.stats()["floor_bytes"]
+    callback = MemmgrCallback(int(floor + 0.4 * (need - floor)), quiet=True, policy="evict")
+    managed = _run(tmp_path / "managed", [callback], **how)
+    assert callback.stats()["evictions"] > 0
+    assert _without_ours(managed) == _without_ours(plain)
+    logged = [row for row in managed[0] if "loss" in row]
+    assert len(logged) == 4 and all(row["memmgr/resident_bytes.peak"] > 0 for row in logged)
+    again = _run(tmp_path / "managed", [callback], resume="checkpoint-2", **how)
+    assert _without_ours(again) == _without_ours(_run(tmp_path / "plain", [], resume="checkpoint-2", **how))
+    assert again[1] == plain[1] and _budget.current() is None
+
+
+def test_where_ones_own_checkpointing_is_not_needed_the_summary_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memmgr.integrations import MemmgrCallback
+
+    how: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "lora": False}
+    for own in (True, False):
+        kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if own else {}
+        _trainer(tmp_path, [MemmgrCallback("1GB", _sleep=False)], **how, **kwargs, gradient_checkpointing=own).train()
+        said = [line for line in capsys.readouterr().err.splitlines() if "own checkpointing recomputes" in line]
+        assert len(said) == int(own)
+
+
+def test_auto_find_batch_size_takes_our_error_for_what_it_is(tmp_path: Path) -> None:
+    from memmgr.integrations import MemmgrCallback
+
+    how: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1, "lora": False}
+    floors = {}
+    for size in (32, 8):
+        measured = MemmgrCallback(None, quiet=True)
+        _trainer(tmp_path, [measured], per_device_train_batch_size=size, gradient_accumulation_steps=1, **how).train()
+        floors[size] = measured.stats()["floor_bytes"]
+    assert floors[32] > 1.3 * floors[8]
+    limit = (floors[32] + floors[8]) // 2
+    callback = MemmgrCallback(limit, quiet=True)
+    trainer = _trainer(
+        tmp_path,
+        [callback],
+        per_device_train_batch_size=32,
+        auto_find_batch_size=True,
+        gradient_accumulation_steps=1,
+        **how,
+    )
+    trainer.train()
+    assert trainer.state.train_batch_size < 32 and trainer.state.global_step == 1
+    assert callback.stats()["resident_bytes.peak"] <= limit and _budget.current() is None
+
+
+def test_a_training_that_fails_can_be_followed_by_another(tmp_path: Path) -> None:
+    from memmgr.integrations import MemmgrCallback
+
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **more: Any) -> None:
+            raise KeyError("gone")
+
+    callback = MemmgrCallback("1GB", quiet=True)
+    how: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1}
+    with pytest.raises(KeyError):
+        _trainer(tmp_path, [callback, Fails()], **how).train()
+    assert _budget.current() is not None
+    _trainer(tmp_path, [callback], **how).train()
+    assert _budget.current() is None and callback.stats()["passes"] == 2
+    callback.close()
+
+
+def test_a_wrong_size_is_said_at_once() -> None:
+    from memmgr.integrations import MemmgrCallback
+
+    with pytest.raises(ValueError, match="12XB"):
+        MemmgrCallback("12XB")
+    assert issubclass(memmgr.BudgetError, torch.OutOfMemoryError)

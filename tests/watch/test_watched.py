@@ -1,0 +1,204 @@
+"""What is made of a stream: state, text, and one clear line for what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr.tools import _top_text as text
+from memmgr.tools._watched import Watched, parse_line, read_log
+from memmgr.tools._wrong import Wrong
+from watch import lines
+
+
+def fed(found: list[dict[str, Any]] | None = None, **how: Any) -> Watched:
+    watched = Watched(4242, **how)
+    for line in found if found is not None else lines.lines():
+        watched.feed(line)
+    return watched
+
+
+def test_the_state_is_what_the_lines_say() -> None:
+    watched = fed()
+    assert watched.budget_bytes == lines.BUDGET and watched.pid == 4242 and len(watched.points) == 60
+    assert watched.pass_count == 40 and watched.unlisted == 2
+    assert watched.shares(10.0) == pytest.approx((0.1, 0.02))
+    modules = dict(watched.by("module"))
+    assert next(iter(modules)) == "Net.first.0" and modules["Net.first.0"]["recompute"].seconds == 1.0
+    assert modules["?"]["stall"].count == 3
+    said = [words for _, words in watched.log]
+    assert "sleep" in said and "3 lines were dropped: this reader was slow" in said
+    watched.feed(lines.end(passes=7))
+    assert watched.stats["passes"] == 7
+
+
+def test_history_is_bounded_for_a_screen_and_whole_for_a_report() -> None:
+    many = [lines.hello(), *(lines.sample(i) for i in range(2000))]
+    assert len(fed(many).points) == 600 and len(fed(many, points=None).points) == 2000
+
+
+def test_another_version_is_named() -> None:
+    with pytest.raises(Wrong, match=r"writes telemetry version 2 \(memmgr 9.0\).*reads version 1"):
+        fed([lines.hello(protocol=2, memmgr="9.0")])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"type": "sample"},
+        {"type": "sample", **{k: "x" for k in lines.sample(0) if k != "type"}},
+        {"type": "events", "items": 3, "seconds": 0},
+        {"type": "cells", "cells": {}, "modules": []},
+        {"type": "end"},
+        {"type": "hello", "protocol": 1},
+    ],
+)
+def test_a_line_of_another_shape_is_one_clear_error(line: dict[str, Any]) -> None:
+    with pytest.raises(Wrong, match="not of this format"):
+        fed([line])
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"[1]", b"", b"[" * 100_000])
+def test_what_is_no_line(data: bytes) -> None:
+    with pytest.raises(Wrong, match="lines of JSON"):
+        parse_line(data)
+
+
+SCREEN = """\
+4242  python train.py --name 'a b'                              backward  29.5 s
+budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  unmanaged 12 MB
+  9.3 MB |     .         .         .         .         .         .
+    8 MB |----###-------###-------###-------###-------###-------###-------------
+         |   #####     #####     #####     #####     #####     #####
+         | ######### ######### ######### ######### ######### #########
+         |============================================================
+         |============================================================
+= other  # saved  . evicted  : offloaded
+10 s: recompute 10.0% stall 2.0%   all: evicted 60 MB offloaded 9 MB passes 20
+========########________HHHHHHHH~~~~~~~~^^^^^^^^        ========########________
+HHHHHHHH~~~~~~~~^^^^^^^^        ========########________HHHHHHHH~~~~~~~~^^^^^^^^
+_ free  = other  # saved  H held  ~ leaving  ^ arriving
+size     state     op               module                 age        cost
+1.05 MB  present   gelu             Net.first.1            1.05 ms    1.05 ms
+1.05 MB  evicted   gelu             Net.second.1           1.05 ms    4 ms
+900 kB   offloaded addmm            Net.first.0            900 us     -
+800 kB   held      ?                ?                      800 us     800 us
+700 kB   clean     native_dropout   >ep.deep.deep.deep.end 700 us     700 us
+600 kB   arriving  gelu             Net.first.1            1 min 10 s 600 us"""
+
+
+def test_one_screen_at_80_by_24() -> None:
+    shown = text.plain(text.once(fed(), 80, 24, text.ASCII))
+    assert shown == SCREEN
+    assert len(shown.splitlines()) <= 23 and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("glyphs", [text.UNICODE, text.ASCII])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, width: int) -> None:
+    shown = text.once(fed(), width, 24, glyphs)
+    for line in shown[:13]:
+        assert sum(len(part) for part, _ in line) <= max(width, 64), line
+    assert len({getattr(glyphs, name) for name in ("other", "saved", "evicted", "offloaded", "budget")}) == 5
+    assert len({getattr(glyphs, name) for name in ("free", "other", "saved", "held", "leaving", "arriving")}) == 6
+    if glyphs is text.ASCII:
+        assert text.plain(shown).isascii()
+
+
+def test_before_anything_has_come() -> None:
+    shown = text.plain(text.once(Watched(7), 80, 24, text.ASCII))
+    assert shown.startswith("7 ") and "waiting" in shown.splitlines()[0] and "waiting for the map" in shown
+
+
+def test_without_a_budget_and_without_an_address_space() -> None:
+    found = [lines.hello(budget_bytes=2**64 - 1), lines.sample(3, budget_bytes=2**64 - 1)]
+    found.append({"type": "map", "seconds": 1.0, "span_bytes": 0, "columns": [[0] * 7] * 10})
+    shown = text.plain(text.once(fed(found), 80, 24, text.ASCII))
+    assert "budget none" in shown and "no address space to show" in shown and "----" not in shown
+
+
+def test_names_of_programs_do_not_reach_the_terminal_raw() -> None:
+    found = [lines.hello(command=["python", "\x1b[2J\x07bad\ud800", "日本.py"]), lines.sample(0)]
+    shown = text.plain(text.once(fed(found), 80, 24, text.ASCII))
+    assert "\x1b" not in shown and "\x07" not in shown and "日本" in shown
+    shown.encode("utf-8")
+
+
+@pytest.mark.parametrize("order", text.SORTS)
+def test_cells_are_sorted_and_filtered(order: str) -> None:
+    watched = fed()
+    rows = text.cell_rows(watched, order)
+    assert len(rows) == 6
+    first = {
+        "size": "1.05 MB",
+        "age": "1 min 10 s",
+        "cost": "4 ms",
+        "module": "Net.deep.",
+        "op": "addmm",
+        "state": "arriving",
+    }[order]
+    assert any(part.startswith(first) for part in rows[0]), rows[0]
+    assert [row[3] for row in text.cell_rows(watched, order, "FIRST.0")] == ["Net.first.0"]
+    assert [row[0] for row in text.module_rows(watched, "first")] == ["Net.first.1", "Net.first.0"]
+    assert [row[0] for row in text.holder_rows(watched, "optim")] == ["optimizer state"]
+    assert len(text.log_lines(watched, "sleep")) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0"), (2e-6, "2 us"), (0.0123, "12.3 ms"), (4.25, "4.25 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
+)
+def test_times_as_people_write_them(seconds: float, shown: str) -> None:
+    assert text.show_seconds(seconds) == shown
+
+
+# -- logs --
+
+
+def test_a_log_is_read_whole(tmp_path: Path) -> None:
+    log = lines.written(
+        tmp_path / "run.jsonl", [*lines.lines(), lines.end(), lines.hello(1), lines.sample(0), lines.end()]
+    )
+    sessions, missing = read_log(log)
+    assert [s.pid for s in sessions] == [4242, 1] and missing == ""
+    assert len(sessions[0].points) == 60 and len(sessions[0].passes) == 2
+
+
+def test_a_log_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    log = lines.written(tmp_path / "run.jsonl", lines.lines())
+    assert "no end" in read_log(log)[1]
+    with log.open("a") as file:
+        file.write(json.dumps(lines.sample(61))[:-20])
+    sessions, missing = read_log(log)
+    assert "is cut off" in missing and len(sessions[0].points) == 60
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "is this a log of memmgr"),
+        (b'{"a": 1}\n', "does not begin as a log"),
+        (json.dumps(lines.hello()).encode() + b"\n", "before the first sample"),
+        (json.dumps(lines.hello()).encode() + b'\n{"type": "sa', "before the first sample"),
+        (
+            json.dumps(lines.hello()).encode() + b"\nnonsense\n" + json.dumps(lines.sample(0)).encode(),
+            "line 2 is no JSON",
+        ),
+        (json.dumps(lines.hello(protocol=7)).encode() + b"\n", "version 7"),
+        (json.dumps(lines.hello()).encode() + b'\n{"type": "sample"}\n', "line 2: a line of type 'sample'"),
+    ],
+)
+def test_what_is_no_log(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "run.jsonl").write_bytes(content)
+    with pytest.raises(Wrong, match=says):
+        read_log(tmp_path / "run.jsonl")
+
+
+def test_a_log_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(Wrong, match="cannot read"):
+            read_log(path)

@@ -1,0 +1,144 @@
+"""The page of `memmgr report`."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from memmgr._advice import advice, own_checkpointing
+from memmgr._sizes import show_size
+from memmgr.tools._charts import LAYERS, bars, over_time
+from memmgr.tools._top_text import clean, show_seconds
+from memmgr.tools._watched import UNLIMITED, Watched
+
+MOST_SESSIONS, MOST_ROWS = 20, 15
+_CSS = """
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
+  --other: #7d93b8; --saved: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa2ab; --line: #363c43; --page: #16191c;
+  --tile: #20252a; --other: #5b719a; --saved: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
+code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
+.tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
+svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
+.label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
+.peaks { fill: none; stroke: var(--soft); stroke-width: 1.2; }
+.other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
+.offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
+.reload { fill: var(--offloaded); } .key span { display: inline-block; margin-right: 1.2rem; }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
+td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; } .box { overflow-x: auto; }
+"""
+_COSTS = ("recompute", "reload", "stall")
+
+
+def page(sessions: Sequence[tuple[str, Watched]]) -> str:
+    """The whole page, of one or several sessions with the names of their logs."""
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width, initial-scale=1">',
+        "<title>memmgr report</title>",
+        f"<style>{_CSS}</style></head><body><h1>memmgr report</h1>",
+    ]
+    for name, session in sessions[:MOST_SESSIONS]:
+        parts += _session(name, session)
+    if len(sessions) > MOST_SESSIONS:
+        parts.append(
+            f"<p>{len(sessions) - MOST_SESSIONS} more budgets were opened in this log; they are not shown.</p>"
+        )
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _session(name: str, watched: Watched) -> Iterator[str]:
+    hello, stats = watched.hello, watched.stats
+    command = shlex.join(clean(str(word)) for word in hello.get("command", []))
+    begun = datetime.datetime.fromtimestamp(float(hello.get("time", 0.0)), datetime.UTC)
+    rank = "" if hello.get("rank") is None else f", rank {hello['rank']}"
+    yield f"<h2>{escape(clean(name))}{rank}</h2><p><code>{escape(command)}</code></p>"
+    yield (
+        f"<p class=soft>{begun:%Y-%m-%d %H:%M:%S} UTC, process {watched.pid}, {escape(str(hello.get('device')))}, policy "
+        f"{escape(str(hello.get('policy')))}, memmgr {escape(str(hello.get('memmgr')))}, torch "
+        f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
+    )
+    yield _tiles(watched)
+    lines = own_checkpointing(stats) + advice(stats) + _faults(watched)
+    yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+    yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
+    yield from _time(watched)
+    yield from _gone(watched)
+
+
+def _ending(watched: Watched) -> str:
+    if watched.end is None:
+        return " <b>The log has no end:</b> the process was killed, or was still running."
+    return " <b>It ended by an exception.</b>" if watched.end["failed"] else ""
+
+
+def _tiles(watched: Watched) -> str:
+    stats = watched.stats
+    wall = max(float(stats["wall_seconds"]), 1e-9)
+    budget = int(stats["budget_bytes"])
+    tiles = (
+        ("budget", "none" if budget == UNLIMITED else show_size(budget)),
+        ("peak", show_size(stats["resident_bytes.peak"])),
+        ("unmanaged it would need", show_size(stats["unmanaged_peak_bytes"])),
+        ("smallest budget (floor)", show_size(stats["floor_bytes"])),
+        ("passes", f"{stats['passes']:,}"),
+        ("time", show_seconds(wall)),
+        ("recomputing", f"{stats['recompute_seconds'] / wall:.1%}"),
+        ("waiting", f"{stats['stall_seconds'] / wall:.1%}"),
+    )
+    return "<div class=tiles>" + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in tiles) + "</div>"
+
+
+def _faults(watched: Watched) -> list[str]:
+    lines = [f"at {seconds:.1f} s: {text}" for seconds, text in watched.log if text.startswith("budget error")]
+    failed = int(watched.stats.get("tier_errors", 0))
+    return lines + ([f"the tier below failed {failed} times: look at the disk"] if failed else [])
+
+
+def _key() -> str:
+    items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS)
+    return f'<p class="key soft">{items}<span>grey line: peak of each pass without memmgr</span></p>'
+
+
+def _time(watched: Watched) -> Iterator[str]:
+    for key, title in (("module", "Where recomputing and waiting went, by module"), ("op", "By op")):
+        rows = [
+            (clean(name), [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
+            for name, sums in watched.by(key)[:MOST_ROWS]
+        ]
+        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0], "s")
+        if drawn:
+            yield f"<h3>{title}</h3>{drawn}"
+            if key == "module":
+                names = (("recompute", "recomputed"), ("offloaded", "read back"), ("stall", "waited for room"))
+                items = "".join(f'<span><i style="background: var(--{c})"></i>{label}</span>' for c, label in names)
+                yield f'<p class="key soft">{items}</p>'
+
+
+def _gone(watched: Watched) -> Iterator[str]:
+    found = []
+    for name, sums in watched.by("module"):
+        sizes = [sums[what].bytes if what in sums else 0 for what in ("evict", "offload", "recompute", "reload")]
+        if any(sizes):
+            found.append((name, sizes))
+    if not found:
+        return
+    found.sort(key=lambda row: -sum(row[1][:2]))
+    passes = max(int(watched.stats["passes"]), 1)
+    yield "<h3>What left, by the module that made it (bytes a pass)</h3><div class=box><table><tr><th>module</th>"
+    yield "<th>evicted</th><th>offloaded</th><th>recomputed</th><th>read back</th></tr>"
+    for name, sizes in found[:MOST_ROWS]:
+        cells = "".join(f"<td>{show_size(size / passes)}</td>" for size in sizes)
+        yield f"<tr><td>{escape(clean(name))}</td>{cells}</tr>"
+    yield "</table></div>"
+    if watched.unlisted:
+        yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"

@@ -1,0 +1,357 @@
+"""What `memmgr top` shows, as lines of styled text: the same for the terminal application, `--once` and plain terminals.
+
+Every state has a character of its own beside its colour, so that nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memmgr._sizes import show_size
+from memmgr.tools._watched import UNLIMITED, Point, Watched
+
+Segment = tuple[str, str]
+"""Text, and its style as rich writes styles."""
+Line = list[Segment]
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The characters that a terminal can show."""
+
+    other: str
+    saved: str
+    held: str
+    leaving: str
+    arriving: str
+    evicted: str
+    offloaded: str
+    free: str
+    budget: str
+    axis: str
+    rest: str
+
+
+UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "·", "─", "┤", "…")
+ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "_", "-", "|", ">")
+
+STYLES = {
+    "other": "blue",
+    "saved": "green",
+    "held": "magenta",
+    "leaving": "yellow",
+    "arriving": "cyan",
+    "evicted": "red",
+    "offloaded": "bright_yellow",
+    "free": "bright_black",
+    "budget": "bold white",
+}
+SORTS = ("size", "age", "cost", "module", "op", "state")
+
+
+def clean(text: str) -> str:
+    """Without what a terminal would obey, or could not encode (names of programs may hold anything)."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Without the styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str:
+    """The text in at most so many columns; of a module's path the end says more."""
+    if len(text) <= width:
+        return text
+    if width <= 1:
+        return text[:width]
+    return glyphs.rest + text[-(width - 1) :] if keep_end else text[: width - 1] + glyphs.rest
+
+
+def show_seconds(seconds: float) -> str:
+    """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds <= 0:
+        return "0"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size_or(size: int) -> str:
+    """A size, or "none" for no limit."""
+    return "none" if size >= UNLIMITED else show_size(size)
+
+
+# -- above ----------------------------------------------------------------------------------------------------------
+
+
+def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line:
+    """Who it is and what it does."""
+    if watched.end is not None:
+        state = "failed" if watched.end.get("failed") else "ended"
+    elif watched.error and not watched.sample:
+        state = "lost"
+    else:
+        state = str(watched.sample.get("phase", "waiting"))
+    now = float(watched.sample.get("seconds", watched.hello.get("seconds", 0.0)))
+    right = f"{clean(state)}  {show_seconds(now)}"
+    rank = watched.hello.get("rank")
+    left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "") + (f" {place}" if place else "")
+    words = [clean(str(word)) for word in watched.hello.get("command", [])]
+    command = shlex.join(words) if words else ""
+    room = max(0, width - len(left) - len(right) - 4)
+    return [
+        (left + "  ", "bold"),
+        (fit(command, room, glyphs).ljust(room), ""),
+        ("  " + right, "bold red" if state in ("failed", "lost") else "bold green"),
+    ]
+
+
+def figures(watched: Watched, width: int, glyphs: Glyphs) -> Line:
+    """The budget and what is in it."""
+    stats = watched.stats
+    budget = watched.budget_bytes
+    now = int(watched.sample.get("resident_bytes", 0))
+    share = f" ({now / budget:.0%})" if 0 < budget < UNLIMITED else ""
+    text = (
+        f"budget {size_or(budget)}  now {show_size(now)}{share}  peak {show_size(int(stats.get('resident_bytes.peak', 0)))}"
+        f"  floor {show_size(int(stats.get('floor_bytes', 0)))}"
+        f"  unmanaged {show_size(int(stats.get('unmanaged_peak_bytes', 0)))}"
+    )
+    return [(fit(text, width, glyphs), "")]
+
+
+def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
+    """Where the time went in the last seconds, and what left since the beginning."""
+    stats = watched.stats
+    recompute, stall = watched.shares()
+    text = (
+        f"10 s: recompute {recompute:.1%} stall {stall:.1%}   all: evicted "
+        f"{show_size(int(stats.get('evicted_bytes', 0)))} offloaded {show_size(int(stats.get('offload_bytes', 0)))}"
+        f" passes {stats.get('passes', 0):,}"
+    )
+    style = "bold yellow" if recompute + stall > 0.25 else ""
+    return [(fit(text, width, glyphs), style)]
+
+
+# -- memory over time -----------------------------------------------------------------------------------------------
+
+
+def _stack(point: Point) -> tuple[tuple[str, int], ...]:
+    return (
+        ("other", point.resident_bytes - point.saved_bytes),
+        ("saved", point.saved_bytes),
+        ("evicted", point.evicted_bytes),
+        ("offloaded", point.offloaded_bytes),
+    )
+
+
+def chart(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+    """The last samples, one a column: what is resident, and above it what is elsewhere, against the budget."""
+    room = max(1, width - 10)
+    if watched.error and not watched.points:
+        said = textwrap.wrap(clean(watched.error), width)[:rows]
+        return [[(line, STYLES["evicted"])] for line in said] + [[(" ", "")]] * (rows - len(said))
+    points = list(watched.points)[-room:]
+    budget = watched.budget_bytes
+    top = max([point.unmanaged_bytes for point in points] + [budget if budget < UNLIMITED else 0, 1])
+    step = top / rows
+    limit_row = min(rows - 1, int((budget - 0.5 * step) / step)) if budget < UNLIMITED else -1
+    lines: list[Line] = []
+    for row in reversed(range(rows)):
+        if row == limit_row:
+            label = show_size(budget)
+        elif row == rows - 1:
+            label = show_size(top)
+        else:
+            label = ""
+        line: Line = [(f"{label:>8} {glyphs.axis}", "bold white" if row == limit_row else "bright_black")]
+        for point in points:
+            line.append(_cell(point, (row + 0.5) * step, row == limit_row, glyphs))
+        empty = room - len(points)
+        if empty:
+            line.append((glyphs.budget * empty, STYLES["budget"]) if row == limit_row else (" " * empty, ""))
+        lines.append(_merged(line))
+    return lines
+
+
+def _cell(point: Point, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
+    below = 0
+    for name, size in _stack(point):
+        below += size
+        if height < below:
+            return getattr(glyphs, name), STYLES[name]
+    return (glyphs.budget, STYLES["budget"]) if at_limit else (" ", "")
+
+
+def _merged(line: Line) -> Line:
+    """Neighbours of one style as one segment: a terminal gets fewer codes."""
+    merged: Line = []
+    for text, style in line:
+        if merged and merged[-1][1] == style:
+            merged[-1] = (merged[-1][0] + text, style)
+        else:
+            merged.append((text, style))
+    return merged
+
+
+def legend(names: Sequence[str], glyphs: Glyphs) -> Line:
+    """What the characters mean."""
+    line: Line = []
+    for name in names:
+        line += [(getattr(glyphs, name), STYLES[name]), (f" {name}  ", "")]
+    return line
+
+
+# -- the address space ----------------------------------------------------------------------------------------------
+
+_MAP_NAMES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")
+
+
+def strip(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+    """The allocator's addresses from left to right and row to row, each column by what fills most of it."""
+    names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
+    columns = watched.map.get("columns", [])
+    if not columns or not any(any(column) for column in columns):
+        text = "no address space to show (accounting without the allocator)" if columns else "waiting for the map"
+        return [[(text.ljust(width), "bright_black")]] + [[(" " * width, "")] for _ in range(rows - 1)]
+    wanted = width * rows
+    cells: Line = []
+    for i in range(wanted):
+        part = columns[
+            i * len(columns) // wanted : max((i + 1) * len(columns) // wanted, i * len(columns) // wanted + 1)
+        ]
+        sums = [sum(column[state] for column in part) for state in range(len(names))]
+        name = names[max(range(len(names)), key=lambda state: sums[state])]
+        glyph = getattr(glyphs, name, " ") if name != "hole" else " "
+        cells.append((glyph, STYLES.get(name, "")))
+    return [_merged(cells[row * width : (row + 1) * width]) for row in range(rows)]
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+_ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "size": lambda cell: -cell["bytes"],
+    "age": lambda cell: -cell["age_seconds"],
+    "cost": lambda cell: -cell["op_seconds"],
+    "module": lambda cell: str(cell["module"] or "~"),
+    "op": lambda cell: str(cell["op"] or "~"),
+    "state": lambda cell: state_of(cell),
+}
+
+
+def state_of(cell: dict[str, Any]) -> str:
+    """A cell's state in one word."""
+    if cell["arriving"]:
+        return "arriving"
+    if cell["state"] != "present":
+        return str(cell["state"])
+    return "held" if cell["held"] else "clean" if cell["copy"] else "present"
+
+
+def _op(name: str | None) -> str:
+    return clean((name or "?").removeprefix("aten.").removesuffix(".default"))
+
+
+CELL_HEAD = ("size", "state", "op", "module", "age", "cost")
+CELL_WIDTHS = (8, 9, 16, 22, 10, 8)
+
+
+def cell_rows(watched: Watched, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
+    """The largest cells that autograd saved; `wanted` is looked for in every column."""
+    try:
+        cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
+        rows = [
+            (
+                show_size(cell["bytes"]),
+                state_of(cell),
+                _op(cell["op"]),
+                clean(cell["module"] or "?"),
+                show_seconds(cell["age_seconds"]),
+                show_seconds(cell["op_seconds"]) if cell["recomputable"] else "-",
+            )
+            for cell in cells
+        ]
+    except (KeyError, TypeError):
+        return []  # a line of another shape; the next one may be better
+    return [row for row in rows if not wanted or any(wanted.lower() in part.lower() for part in row)]
+
+
+MODULE_HEAD = ("module", "present", "held", "gone", "recompute", "stall")
+MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
+
+
+def module_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
+    """What was saved, by the module that made it, and what its absence cost."""
+    shares: dict[str, list[int]] = {}
+    for share in watched.cells.get("modules", []):
+        shares[str(share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
+    seconds = dict(watched.by("module"))
+    rows = []
+    for name in sorted({*shares, *seconds}, key=lambda n: (-sum(shares.get(n, [0])), n)):
+        present, held, gone = shares.get(name, [0, 0, 0])
+        spent = seconds.get(name, {})
+        row = (
+            clean(name),
+            *(show_size(size) for size in (present, held, gone)),
+            *(
+                show_seconds(sum(spent[w].seconds for w in what if w in spent))
+                for what in (("recompute",), ("stall", "reload"))
+            ),
+        )
+        if not wanted or wanted.lower() in name.lower():
+            rows.append(row)
+    return rows
+
+
+HOLDER_HEAD = ("what the program itself holds", "bytes")
+HOLDER_WIDTHS = (50, 12)
+
+
+def holder_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
+    """Model states by kind, then by module."""
+    found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
+    found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
+    return [(clean(name), show_size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
+
+
+def log_lines(watched: Watched, wanted: str = "") -> list[str]:
+    """The event log, oldest first."""
+    said = [f"{seconds:9.1f} s  {clean(text)}" for seconds, text in watched.log]
+    return [line for line in said if wanted.lower() in line.lower()]
+
+
+def table(head: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], glyphs: Glyphs) -> list[Line]:
+    """A table of fixed widths; a module's path loses its beginning."""
+    lines: list[Line] = [[(" ".join(name.ljust(w) for name, w in zip(head, widths, strict=True)), "bold")]]
+    for row in rows:
+        parts = [
+            fit(part, w, glyphs, keep_end=name == "module").ljust(w)
+            for part, w, name in zip(row, widths, head, strict=True)
+        ]
+        lines.append([(" ".join(parts), "")])
+    return lines
+
+
+def once(watched: Watched, width: int, height: int, glyphs: Glyphs) -> list[Line]:
+    """One screen: what `--once` prints and a plain terminal repeats."""
+    lines = [
+        title(watched, width, glyphs),
+        figures(watched, width, glyphs),
+        *chart(watched, width, 6, glyphs),
+        legend(("other", "saved", "evicted", "offloaded"), glyphs),
+        activity(watched, width, glyphs),
+        *strip(watched, width, 2, glyphs),
+        legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),
+    ]
+    room = max(3, height - len(lines) - 1)
+    return [*lines, *table(CELL_HEAD, CELL_WIDTHS, cell_rows(watched)[: room - 1], glyphs)]

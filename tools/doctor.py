@@ -1,0 +1,359 @@
+"""What will and will not work on this machine, and what to do about it.
+
+    memmgr doctor                  versions, compiler, devices, disk and memory, and a small training under a budget
+    memmgr doctor --disk /nvme     the same with the folder that training would use
+    memmgr doctor --json           for a bug report, or a cluster's health check
+
+Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. A line beside the last two says what to do.
+
+Exit code: 0; 1 when something is marked NO; 2 for a folder that is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from memmgr._sizes import show_size
+from memmgr.tools._disk_speed import copy_speed, disk_speed
+from memmgr.tools._wrong import Wrong
+
+OK, WEAKER, NO = "ok", "weaker", "NO"
+NEWEST_TORCH_TESTED = (2, 13)
+SLOW_DISK = 400e6
+"""In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
+
+KNOWN_VARIABLES = frozenset(
+    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_SHARED "
+    "MEMMGR_SHIM MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
+)
+EXTRAS = (
+    ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
+    ("rich", "tables in colour", "pip install 'memmgr[top]'"),
+    ("matplotlib", "the picture of memmgr demo", "pip install 'memmgr[demo]'"),
+    ("scipy", "lower bounds of memmgr simulate", "pip install 'memmgr[plan]'"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the answer.
+
+    Attributes:
+        name: what was looked at.
+        mark: `OK`, `WEAKER` or `NO`.
+        text: what was found.
+        advice: what to do, where there is something.
+    """
+
+    name: str
+    mark: str
+    text: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: what memmgr.budget would take)")
+    parser.add_argument("--quick", action="store_true", help="measure with 64 MB instead of 512 MB")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Looks and says; see the module's text for the exit code."""
+    import tempfile
+
+    folder = args.disk or os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()
+    if not os.path.isdir(folder):
+        raise Wrong(f"{folder!r} is not a folder; name one with --disk")
+    size = (64 if args.quick else 512) << 20
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _versions,
+        _native,
+        _devices,
+        lambda: _memory(size // 4),
+        lambda: _disk(folder, size),
+        _environment,
+        _extras,
+        lambda: _training(folder),
+    )
+    found = []
+    for check in checks:
+        for finding in _guarded(check):
+            found.append(finding)
+            if not args.json:
+                _print(finding)
+    good = all(finding.mark != NO for finding in found)
+    if args.json:
+        print(json.dumps({"good": good, "findings": [asdict(finding) for finding in found]}, indent=1))
+    return 0 if good else 1
+
+
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check trips over is a finding, never a traceback."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield Finding(getattr(check, "__name__", "check").strip("_<>"), NO, f"{type(error).__name__}: {error}")
+
+
+def _print(finding: Finding) -> None:
+    line = f"{finding.mark:<7}{finding.name:<14}{' '.join(finding.text.split())}"
+    if finding.advice:
+        line += f"\n{'':<21}-> {finding.advice}"
+    encoding = sys.stdout.encoding or "ascii"
+    print(line.encode(encoding, "replace").decode(encoding), flush=True)
+
+
+# -- the checks -----------------------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[Finding]:
+    try:
+        own = version("memmgr")
+    except PackageNotFoundError:
+        own = "not installed as a package"
+    yield Finding("memmgr", OK, f"{own}, Python {platform.python_version()}, {platform.platform()}")
+    if sys.platform != "linux":
+        yield Finding("system", NO, f"{sys.platform} is not supported", "use Linux")
+    if find_spec("torch") is None:
+        yield Finding("torch", NO, "not installed", "pip install torch")
+        return
+    import torch
+
+    number = tuple(
+        int("".join(c for c in part if c.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
+    if number > NEWEST_TORCH_TESTED:
+        newest = ".".join(map(str, NEWEST_TORCH_TESTED))
+        yield Finding(
+            "torch", WEAKER, f"{torch.__version__} is newer than {newest}, which was tested", "compare the bits once"
+        )
+    else:
+        yield Finding("torch", OK, str(torch.__version__))
+    hook = [e for e in entry_points(group="torch.backends") if e.name == "memmgr"]
+    if not hook or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        yield Finding(
+            "MEMMGR_BUDGET",
+            WEAKER,
+            "has no effect: " + ("TORCH_DEVICE_BACKEND_AUTOLOAD=0" if hook else "the package's entry point is missing"),
+            "memmgr run, or memmgr.budget in the script",
+        )
+
+
+def _native() -> Iterator[Finding]:
+    from memmgr import _shim
+
+    begun = time.perf_counter()
+    try:
+        _shim.load()
+    except _shim.NoShim as why:
+        yield Finding(
+            "compiler", WEAKER, f"{why}; the budget is kept by accounting before each op", "see docs/errors.md"
+        )
+        return
+    seconds = time.perf_counter() - begun
+    how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
+    yield Finding("allocator", OK, f"{how}, kept in {_shim.cache_folder()}")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        yield Finding(
+            "device", OK, f"cpu, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads (no accelerator)"
+        )
+        return
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type != "cuda":
+        yield Finding("device", WEAKER, f"{device} is not supported", 'memmgr.budget(..., device="cpu")')
+        return
+    properties = torch.cuda.get_device_properties(0)
+    name = f"{properties.name}, {show_size(properties.total_memory)}, CUDA {torch.version.cuda}"
+    yield Finding(
+        "device", WEAKER, name, "CUDA has been tested far less than the CPU: memmgr gpu-check compares the bits"
+    )
+    size = 256 << 20
+    with torch.cuda.device(0):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device="cuda")
+        speeds = [_cuda_speed(there, host, size), _cuda_speed(host, there, size)]
+    yield Finding("link", OK, f"to the device {speeds[0] / 1e9:.1f} GB/s, back {speeds[1] / 1e9:.1f} GB/s")
+
+
+def _cuda_speed(target: object, source: object, size: int) -> float:
+    import torch
+
+    assert isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return 4 * size / (time.perf_counter() - begun)
+
+
+def _memory(size: int) -> Iterator[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = _cgroup_limit()
+    text = (
+        f"{show_size(memory.available)} free of {show_size(memory.total)}, copied at {copy_speed(size) / 1e9:.1f} GB/s"
+    )
+    if limit and limit < memory.total:
+        yield Finding(
+            "memory",
+            WEAKER,
+            f"{text}; this container may use {show_size(limit)}",
+            'a budget in percent counts the machine\'s memory: give it in bytes ("12GB")',
+        )
+    else:
+        yield Finding("memory", OK, text)
+
+
+def _cgroup_limit() -> int:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _disk(folder: str, size: int) -> Iterator[Finding]:
+    import psutil
+
+    free = psutil.disk_usage(folder).free
+    kind = _file_system(folder)
+    if free < 2 * size:
+        yield Finding("disk", WEAKER, f"{folder}: only {show_size(free)} free", "another --disk FOLDER, or MEMMGR_DISK")
+        return
+    if kind in ("tmpfs", "ramfs"):
+        yield Finding(
+            "disk",
+            WEAKER,
+            f"{folder} is memory ({kind}): on the CPU, offloading there frees nothing",
+            "--disk FOLDER on a real disk, or MEMMGR_DISK; or policy evict",
+        )
+        return
+    try:
+        write, read = disk_speed(folder, size)
+    except OSError as error:
+        yield Finding("disk", WEAKER, f"{folder}: {error.strerror}", "another --disk FOLDER, or MEMMGR_DISK")
+        return
+    text = f"{folder} ({kind or 'unknown'}): write {write / 1e6:.0f} MB/s, read {read / 1e6:.0f} MB/s, {show_size(free)} free"
+    if min(write, read) < SLOW_DISK:
+        yield Finding("disk", WEAKER, text, "most will be recomputed instead; a local NVMe disk would be read back")
+    else:
+        yield Finding("disk", OK, text)
+
+
+def _file_system(folder: str) -> str:
+    import psutil
+
+    path = os.path.realpath(folder)
+    mounted = [p for p in psutil.disk_partitions(all=True) if os.path.commonpath([path, p.mountpoint]) == p.mountpoint]
+    return max(mounted, key=lambda p: len(p.mountpoint)).fstype if mounted else ""
+
+
+def _environment() -> Iterator[Finding]:
+    unknown = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in KNOWN_VARIABLES)
+    if unknown:
+        yield Finding(
+            "variables", WEAKER, f"{', '.join(unknown)}: nobody reads that", "see docs/tuning.md for those there are"
+        )
+    if os.environ.get("MEMMGR_TELEMETRY") == "0":
+        yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
+        return
+    from memmgr import _stream
+
+    try:
+        folder = _stream.private_folder()
+    except OSError as error:
+        yield Finding(
+            "telemetry",
+            WEAKER,
+            f"{error.filename}: {error.strerror}",
+            "remove it, or set XDG_RUNTIME_DIR to a folder of yours",
+        )
+        return
+    yield Finding("telemetry", OK, f"sockets in {folder}")
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # as it was; it stays where a training uses it
+
+
+def _extras() -> Iterator[Finding]:
+    for name, what, how in EXTRAS:
+        if find_spec(name) is None:
+            yield Finding(name, WEAKER, f"not installed: without it no {what}", how)
+        else:
+            yield Finding(name, OK, f"{version(name)}: {what}")
+
+
+# A process of its own: what a broken set-up does to it (a crash, a hang) is found out and survived.
+_TRAINING = """
+import hashlib, sys, torch, memmgr
+torch.set_num_threads(1)
+def train(limit, folder):
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64))
+              for _ in range(4)]
+    model = torch.nn.Sequential(*blocks)
+    x = torch.randn(1024, 64)
+    with memmgr.budget(limit, device="cpu", disk=folder, quiet=True) as mm:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+            model.zero_grad()
+    bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(bits).hexdigest(), mm.stats()
+plain, stats = train(None, sys.argv[1])
+need = stats["unmanaged_peak_bytes"]
+managed, stats = train(need * 6 // 10, sys.argv[1])
+print(plain == managed, need, stats["resident_bytes.peak"], stats["evictions"] + stats["offloads"])
+"""
+
+
+def _training(folder: str) -> Iterator[Finding]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("MEMMGR_BUDGET", "MEMMGR_CONF")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-W", "ignore", "-c", _TRAINING, folder],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=120,
+            env={**environment, "MEMMGR_TELEMETRY": "0"},
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("training", NO, "a small training did not end within two minutes", "please report this")
+        return
+    words = done.stdout.split()
+    if done.returncode != 0 or len(words) != 4:
+        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+        yield Finding("training", NO, f"a small training failed: {last}", "please report this")
+        return
+    same, need, peak, left = words[0] == "True", int(words[1]), int(words[2]), int(words[3])
+    text = f"a training that needs {show_size(need)} ran in {show_size(peak)}"
+    if not same:
+        yield Finding("training", NO, f"{text}, with other bits", "please report this")
+    elif left == 0:
+        yield Finding("training", NO, f"{text}, and nothing left", "please report this")
+    else:
+        yield Finding("training", OK, f"{text}, with the same bits")
