@@ -7,32 +7,14 @@ go below, and the gap between the two. What is behind it: docs/planner.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from .bound import INFEASIBLE, with_link
 from .planner_link import hide
 from .planner_recompute import least_bytes, recompute_only, smaller_budgets
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
+from .schedule import Do, Step
 from .trace import TierLink, Trace
-
-
-class Do(Enum):
-    """What a step does. Values are the judge's words where it has one."""
-
-    COMPUTE = "compute"  # target: op, for the first time
-    RECOMPUTE = "recompute"  # target: op, again: makes those of its storages that are not resident
-    FREE = "free"  # target: storage; if a write of it is under way, waits for its end
-    OFFLOAD = "offload"  # target: storage; starts its copy to the tier once what was asked of the link before is done
-    RELOAD = "reload"  # target: storage; its room is taken now, the read starts when the link is free; its users wait
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step; see `Do`."""
-
-    do: Do
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +215,10 @@ def _mixed(
 
 def _steps(timeline: Timeline) -> tuple[Step, ...]:
     ends: dict[int, list[int]] = {}
+    written = timeline.problem.written
     for s, _, end in timeline.intervals():
-        ends.setdefault(end, []).append(s)
+        if written[s] < 0 or end != timeline.own[written[s]]:  # else its block went to the new version
+            ends.setdefault(end, []).append(s)
     back = {q % timeline.stride for q in timeline.keys if timeline.op(q) < 0}
     steps = []
     for key in timeline.keys:

@@ -126,10 +126,10 @@ class Replay:
             raise Broken(f"op {k} runs without its inputs {missing[:3]}")
         for s in op.inputs:
             self._wait(self.ready_at.get(s, 0.0))
-        self._take([s for s in op.outputs if s not in self.resident], f"op {k}")
         if not self.trace.copy_on_write and not again:
-            for old, _ in op.writes:  # the new version took the old one's block
-                self._free(old)
+            for old, _ in op.writes:  # the new version takes the old one's block
+                self._leave(old)
+        self._take([s for s in op.outputs if s not in self.resident], f"op {k}")
         if again:
             self.recomputes += 1
         else:
@@ -146,6 +146,9 @@ class Replay:
             raise Broken(f"constant {name} freed while held")
         if held and self.computed < self.trace.storages[s].pinned_until:
             raise Broken(f"{name} freed while the program itself holds it")
+        self._leave(s)
+
+    def _leave(self, s: int) -> None:
         self._wait(self.copied_at.get(s, 0.0))
         self.resident.remove(s)
         self.ready_at.pop(s, None)
