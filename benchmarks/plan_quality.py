@@ -76,7 +76,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer ratios, smaller passes")
     args = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}")  # fmt: skip
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", end=", ")
+    print(f"numpy {np.__version__}, scipy {scipy.__version__}")
     sections = {"logs": logs, "floor": floor, "link": link, "shapes": shapes, "big": big, "sensitivity": sensitivity}
     found: dict[str, Any] = {}
     for name in args.sections.split(","):
@@ -168,15 +169,14 @@ def _check(point: Point, trace: Trace, budget: int) -> None:
 
 
 def _table(points: list[Point]) -> None:
-    print(
-        "| pass | ratio | dtr_eq | online | plan | lower bound | online/dtr_eq | plan/dtr_eq | plan/bound | plan takes |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    shares = ("online/dtr_eq", "plan/dtr_eq", "plan/bound")
+    _header("pass", "ratio", "dtr_eq", "online", "plan", "lower bound", *shares, "plan takes")
     for p in points:
-        shares = [_share(p.online, p.dtr_eq), _share(p.plan, p.dtr_eq), _share(p.plan, p.bound)]
+        each = [_share(p.online, p.dtr_eq), _share(p.plan, p.dtr_eq), _share(p.plan, p.bound)]
         columns = [_over(x) for x in (p.dtr_eq, p.online, p.plan, p.bound)]
-        print(f"| {p.name} | {p.ratio} | {' | '.join(columns)} | {' | '.join(_two(x) for x in shares)} | {p.plan_seconds:.1f} s |")  # fmt: skip
-    counted = [p for p in points if p.ratio >= min(RATIOS) and not any(x is not None and x - 1 < SMALL for x in (p.dtr_eq, p.bound))]  # fmt: skip
+        _row(p.name, p.ratio, *columns, *(_two(x) for x in each), f"{p.plan_seconds:.1f} s")
+    within = [p for p in points if p.ratio >= min(RATIOS)]
+    counted = [p for p in within if not any(x is not None and x - 1 < SMALL for x in (p.dtr_eq, p.bound))]
     print()
     for label, pairs in {
         "online/dtr_eq": [_share(p.online, p.dtr_eq) for p in counted],
@@ -192,6 +192,15 @@ def _table(points: list[Point]) -> None:
         "no plan at 0.3 or more": [p for p in points if p.plan is None and p.ratio >= min(RATIOS)],
     }.items():
         print(f"{label}: {', '.join(f'{p.name} {p.ratio}' for p in lost) or 'nowhere'}")
+
+
+def _row(*cells: object) -> None:
+    print("|", " | ".join(str(cell) for cell in cells), "|", flush=True)
+
+
+def _header(*cells: str) -> None:
+    _row(*cells)
+    print("|" + "---|" * len(cells))
 
 
 def _share(ours: float | None, theirs: float | None) -> float | None:
@@ -215,8 +224,7 @@ def _two(x: float | None) -> str:
 
 def floor(args: argparse.Namespace) -> dict[str, Any]:
     """Scans budgets in steps of 1 % of the peak downwards, and finer around where it ends."""
-    print("| pass | largest op needs | online fits from | plan from | holes |")
-    print("|---|---|---|---|---|")
+    _header("pass", "largest op needs", "online fits from", "plan from", "holes")
     found = {}
     passes = [(name, read_dtr_log(args.logs / f"{name}.log")) for name in _names(args)]
     passes += [(name, make(150, 0)) for name, make in SHAPES.items()]
@@ -233,9 +241,7 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
         first = [
             next((r for r, fit in zip(ratios, fits, strict=False) if fit), None) for fits in (online_fits, plan_fits)
         ]
-        print(
-            f"| {name} | {least:.3f} | {_first(first[0])} | {_first(first[1])} | {holes[0]}, {holes[1]} |", flush=True
-        )
+        _row(name, f"{least:.3f}", _first(first[0]), _first(first[1]), f"{holes[0]}, {holes[1]}")
         found[name] = {"least": least, "online": first[0], "plan": first[1], "holes": holes}
     return found
 
@@ -252,8 +258,7 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def link(args: argparse.Namespace) -> list[dict[str, Any]]:
-    print("| pass | ratio | GB/s | recompute | offload | both | bound with the link | plan takes |")
-    print("|---|---|---|---|---|---|---|---|")
+    _header("pass", "ratio", "GB/s", "recompute", "offload", "both", "bound with the link", "plan takes")
     rows = []
     for name in _names(args):
         trace = read_dtr_log(args.logs / f"{name}.log")
@@ -268,25 +273,32 @@ def link(args: argparse.Namespace) -> list[dict[str, Any]]:
                 seconds = time.perf_counter() - began
                 for made in (swapped, both):
                     if made.feasible:
-                        cost = replay(trace, made.steps, budget, write_rate=rate * 1e9, read_rate=rate * 1e9, latency_seconds=1e-5)  # fmt: skip
+                        cost = replay(trace, made.steps, budget, **_rates(tier))
                         if not cost.valid or abs(cost.seconds - made.seconds) > 1e-9 * cost.seconds:
                             raise SystemExit(f"{name} at {ratio}, {rate} GB/s: {cost}")
                 if both.seconds > min(alone.seconds, swapped.seconds):
                     raise SystemExit(f"{name} at {ratio}, {rate} GB/s: worse than one of them alone")
                 columns = [_over(m.overhead if m.feasible else None) for m in (alone, swapped, both)]
                 bound = both.lower_bound if both.bound_seconds < math.inf else None
-                print(f"| {name} | {ratio} | {rate} | {' | '.join(columns)} | {_over(bound)} | {seconds:.1f} s |", flush=True)  # fmt: skip
+                _row(name, ratio, rate, *columns, _over(bound), f"{seconds:.1f} s")
                 rows.append({"name": name, "ratio": ratio, "rate": rate, "recompute": alone.overhead,
                              "offload": swapped.overhead, "both": both.overhead, "bound": bound})  # fmt: skip
     return rows
+
+
+def _rates(tier: TierLink) -> dict[str, float]:
+    return {
+        "write_rate": tier.write_bytes_per_second,
+        "read_rate": tier.read_bytes_per_second,
+        "latency_seconds": tier.latency_seconds,
+    }
 
 
 # ---- size, and what the online policy hangs on
 
 
 def big(args: argparse.Namespace) -> list[dict[str, Any]]:
-    print("| pass | ops | ratio | plan | bound | takes |")
-    print("|---|---|---|---|---|---|")
+    _header("pass", "ops", "ratio", "plan", "bound", "takes")
     rows = []
     for name, make in SHAPES.items():
         n = 2_000 if args.quick else 10_000
@@ -297,7 +309,8 @@ def big(args: argparse.Namespace) -> list[dict[str, Any]]:
             made = plan(trace, int(trace.unmanaged_peak[0] * ratio))
             seconds = time.perf_counter() - began
             bound = made.lower_bound if made.bound_seconds < math.inf else None
-            print(f"| {name} | {len(trace.ops)} | {ratio} | {_over(made.overhead if made.feasible else None)} | {_over(bound)} | {seconds:.2f} s |", flush=True)  # fmt: skip
+            overhead = made.overhead if made.feasible else None
+            _row(name, len(trace.ops), ratio, _over(overhead), _over(bound), f"{seconds:.2f} s")
             rows.append({"name": name, "ops": len(trace.ops), "ratio": ratio, "seconds": seconds})
     return rows
 
