@@ -76,7 +76,7 @@ class Problem:
             size,
             [op.seconds for op in trace.ops],
             [op.inputs for op in trace.ops],
-            [tuple(dict.fromkeys(op.inputs + op.uses)) for op in trace.ops],
+            [op.wanted for op in trace.ops],
             [op.outputs for op in trace.ops],
             [s.maker for s in trace.storages],
             pinned,
