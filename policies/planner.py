@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .bound import INFEASIBLE, with_link
 from .planner_link import hide
-from .planner_recompute import least_bytes, recompute_only, smaller_budgets
+from .planner_recompute import least_bytes, recompute_only
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
 from .schedule import Do, Step
@@ -120,11 +120,6 @@ def plan(
         best, seconds, bound = idle, unmanaged, 0.0
     elif recompute:
         best, bound = recompute_only(problem, budget_bytes, moment=at, effort=effort)
-        if best is None and bound < INFEASIBLE:
-            for smaller in smaller_budgets(problem, budget_bytes, trace.unmanaged_peak[0]):
-                best, _ = recompute_only(problem, smaller, moment=at, effort=effort // 4, lower=bound)
-                if best is not None:
-                    break
         seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
     if link is not None and idle.peak > budget_bytes >= least_bytes(problem):
         bound = with_link(problem, budget_bytes, at, link).seconds

@@ -11,6 +11,9 @@ from .planner_timeline import Problem, Timeline
 _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
 """(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
 
+_LADDERS = (1.0, 0.0, 3.0)
+"""Sharpness on the way down to a budget that is hard to meet, in turn."""
+
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
 
@@ -48,17 +51,46 @@ def shaved(problem: Problem, budget_bytes: int, kept: dict[int, float], effort: 
             return
 
 
-def squeezed(problem: Problem, budget_bytes: int, effort: int) -> Iterator[Search]:
-    """As `shaved`, for budgets near the floor."""
-    for sharpness in (1.0, 0.0, 3.0):
-        search = Search(Timeline(problem), budget_bytes)
-        if search.squeeze(sharpness=sharpness, limit_work=effort):
-            search.settle()
-            yield search
+def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None = None) -> Search | None:
+    """A timeline that fits, whatever it costs; None: no plan. What fits a budget fits every larger one.
+
+    That is so because nothing here depends on the budget but where to stop: the same ladders are climbed down, the same
+    levels tried, and a timeline that fits a level fits every budget above it.
+
+    Args:
+        problem: the pass.
+        budget_bytes: most bytes resident.
+        prices: what may be read back, see `Timeline`.
+    """
+    least = least_bytes(problem)
+    work = 10_000 + 20 * len(problem.size)  # steps of one level that may be in vain
+    if budget_bytes < least:
+        return None
+    for sharpness in _LADDERS:
+        search = Search(Timeline(problem, prices), 0)
+        timeline, step = search.timeline, 0.2
+        while timeline.peak > budget_bytes and step > 0.02:
+            search.budget, search.bias = least + int((timeline.peak - least) * (1 - step)), {}
+            timeline.mark()
+            if not search.squeeze(sharpness=sharpness, limit_work=work):
+                timeline.undo()
+                step /= 2
+            timeline.journal = None
+        if timeline.peak <= budget_bytes:
+            return search
+    excess = 1.0
+    while excess:
+        excess = excess / 2 if excess > 0.002 else 0.0
+        level = int(least * (1 + excess))
+        for sharpness in _LADDERS if level <= budget_bytes else ():
+            search = Search(Timeline(problem, prices), level)
+            if search.squeeze(sharpness=sharpness, limit_work=4 * work):
+                return search
+    return None
 
 
 def recompute_only(
-    problem: Problem, budget_bytes: int, *, moment: int, effort: int, lower: float | None = None
+    problem: Problem, budget_bytes: int, *, moment: int, effort: int
 ) -> tuple[Timeline | None, float]:
     """(the cheapest timeline found, the bound in extra seconds over the relaxation at op `moment`).
 
@@ -67,19 +99,18 @@ def recompute_only(
         budget_bytes: most bytes resident.
         moment: op of the unmanaged peak.
         effort: steps of search; one is about 3 us.
-        lower: bound and K are not asked for again (a plan for a smaller budget).
     """
-    least = least_bytes(problem)
-    if budget_bytes < least:
-        return None, INFEASIBLE
-    bound, kept = relaxation(problem, budget_bytes, [moment]) if lower is None else (lower, {})
+    bound, kept = relaxation(problem, budget_bytes, [moment])
     if bound == INFEASIBLE:
         return None, bound
-    found = list(shaved(problem, budget_bytes, kept, effort // 2))
-    if not found or budget_bytes < 1.5 * least:
-        found += squeezed(problem, budget_bytes, effort // 2)
-    if not found:
+    fits = descend(problem, budget_bytes)
+    if fits is None:
         return None, bound
+    found = list(shaved(problem, budget_bytes, kept, effort // 2))
+    if not found or budget_bytes < 1.5 * least_bytes(problem):
+        fits.budget, fits.bias = budget_bytes, {}
+        fits.settle()
+        found.append(fits)
     search = min(found, key=lambda search: search.timeline.extra_seconds)
     spent = sum(other.work for other in found)
     before = search.bias
@@ -89,12 +120,3 @@ def recompute_only(
         search.bias = before if turn % 2 else {}
         search.improve(max(effort - spent, effort // 4) // 8)
     return search.timeline, bound
-
-
-def smaller_budgets(problem: Problem, budget_bytes: int, peak_bytes: int) -> Iterator[int]:
-    """Budgets on a grid that does not depend on `budget_bytes`, below it: a plan for one of them is a plan for it too."""
-    grid, least = float(peak_bytes), least_bytes(problem)
-    while grid >= least:
-        if grid < budget_bytes:
-            yield int(grid)
-        grid *= 0.985
