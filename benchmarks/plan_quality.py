@@ -34,6 +34,9 @@ from typing import Any
 
 import numpy as np
 import scipy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
+
 from _passes import SHAPES
 
 from memmgr.policies import online, online_saved

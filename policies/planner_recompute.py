@@ -89,9 +89,7 @@ def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None
     return None
 
 
-def recompute_only(
-    problem: Problem, budget_bytes: int, *, moment: int, effort: int
-) -> tuple[Timeline | None, float]:
+def recompute_only(problem: Problem, budget_bytes: int, *, moment: int, effort: int) -> tuple[Timeline | None, float]:
     """(the cheapest timeline found, the bound in extra seconds over the relaxation at op `moment`).
 
     Args:

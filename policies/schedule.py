@@ -179,6 +179,8 @@ class Replay:
         lost = [self.trace.storages[s].name for s in self.trace.held_at_end if s not in self.resident]
         if lost:
             raise Broken(f"{len(lost)} storages held at the end are gone, {lost[:3]}")
+        for s in self.trace.held_at_end:
+            self._wait(self.ready_at.get(s, 0.0))
 
 
 def without_trailing_frees(steps: Sequence[Step]) -> Sequence[Step]:

@@ -156,6 +156,7 @@ class Simulation:
         for s in trace.released_before[len(trace.ops)]:
             self._release(s)
         self.gather(trace.held_at_end, len(trace.ops))
+        self.clock.end()
 
     def _release(self, s: int) -> None:
         self.held[s] = False
