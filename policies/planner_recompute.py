@@ -35,14 +35,35 @@ def least_bytes(problem: Problem) -> int:
     return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
 
 
-def shaved(problem: Problem, budget_bytes: int, kept: dict[int, float], effort: int) -> Iterator[Search]:
+def _hold(timeline: Timeline, moment: int, kept: dict[int, float]) -> list[tuple[int, int]]:
+    """Keeps what K keeps for what K drops, until the last of that is wanted. Returns (storage, event) of each hold."""
+    p, now = timeline.problem, timeline.own[moment]
+    until = [timeline.stage(uses[-1]) if uses else 0 for uses in timeline.uses]
+    for s in sorted(kept, key=lambda s: -p.maker[s]):
+        if kept[s] < 0.5:
+            for i in p.inputs[p.maker[s]]:
+                until[i] = max(until[i], until[s])
+    held = []
+    for s, share in kept.items():
+        if share >= 0.5 and until[s] > moment and timeline.gone[s] > now and timeline.reach(s, now + 1) < now:
+            held.append((s, timeline.own[until[s]]))
+            timeline.hold(*held[-1])
+    return held
+
+
+def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, float], effort: int) -> Iterator[Search]:
     """Searches whose timelines meet the budget, one for each way that got there, while `effort` lasts."""
     best = INFEASIBLE
     for share, sharpness in _WAYS:
         bias = {s: share + k for s, k in kept.items()} if share is not None else {}
         search = Search(Timeline(problem), budget_bytes, bias=bias)
+        # What K keeps although the program has done with it (small tensors that large ones are cheaply made from) is worth
+        # its room only once much is made from it: it stays from the start, and what nobody came for goes afterwards.
+        held = _hold(search.timeline, moment, kept) if share is not None else []
         # Pruning takes back half at most of what shaving drops too much.
         if search.shave(sharpness=sharpness, limit_seconds=2.2 * best, limit_work=effort):
+            for s, key in held:
+                search.timeline.release(s, key)
             search.settle()
             best = min(best, search.timeline.extra_seconds)
             yield search
@@ -104,7 +125,7 @@ def recompute_only(problem: Problem, budget_bytes: int, *, moment: int, effort: 
     fits = descend(problem, budget_bytes)
     if fits is None:
         return None, bound
-    found = list(shaved(problem, budget_bytes, kept, effort // 2))
+    found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
     if not found or budget_bytes < 1.5 * least_bytes(problem):
         fits.budget, fits.bias = budget_bytes, {}
         fits.settle()
