@@ -34,6 +34,7 @@ _NEAR = 0.1
 """w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
 hardly depends on it (docs/simulate.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
 
+_SEGMENT = 0.3
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
@@ -69,6 +70,7 @@ class Online:
     _saved: list[bool] = field(default_factory=list)
     _unread: list[bool] = field(default_factory=list)
     _pins: Counter[int] = field(default_factory=Counter)
+    _repeat: Floats = field(default_factory=lambda: np.zeros(64))
 
     # ---- what the program does
 
@@ -92,7 +94,7 @@ class Online:
         ledger = self.ledger
         once = op.kind in (OpKind.CONSTANT, OpKind.ONCE)
         self._note_surprises(op)
-        k = ledger.new_op(op.seconds, op.inputs, sizes, fixed=once)
+        k = ledger.new_op(op.seconds, op.inputs, sizes, fixed=once, passing=self._certain)
         if ledger.outputs[k] != op.outputs:
             raise ValueError(f"op {k} makes storages {op.outputs}, the next are {ledger.outputs[k]}")
         self._saved += [False] * len(sizes)
@@ -121,7 +123,7 @@ class Online:
 
     def _learn(self, k: int, op: Op) -> None:
         ledger = self.ledger
-        certain = self._backward or self._surprises >= _SURPRISES
+        certain = self._certain
         saved = saved_by(op.name, [ledger.size[s] for s in op.inputs])
         for j, s in enumerate(op.outputs):
             self._saved[s] = certain or saved.output or j > 0
@@ -132,6 +134,10 @@ class Online:
             self._unread[s] = False
             self._saved[s] = self._saved[s] or certain or saved.inputs
             ledger.want(s, ledger.held[s] and self._saved[s])
+
+    @property
+    def _certain(self) -> bool:
+        return self._backward or self._surprises >= _SURPRISES
 
     def _note_surprises(self, op: Op) -> None:
         self._surprises += sum(not self.ledger.wanted[s] and not self.ledger.resident[s] for s in op.inputs)
@@ -183,10 +189,19 @@ class Online:
         if pinned:
             able = able[~np.isin(able, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))]
         room = ledger.sizes(able) * near[able]
+        if len(self._repeat) < len(ledger.size):
+            self._repeat = np.concatenate([self._repeat, np.zeros(len(ledger.size) + 64)])
+        repeat = self._repeat
         while short > 0 and len(able):
-            scores = (ledger.prices(able) + _TICK_SECONDS) / room
-            at = int(scores.argmin())
-            s = int(able[at])
+            scores = (ledger.prices(able) + repeat[able] + _TICK_SECONDS) / room
+            while True:
+                at = int(scores.argmin())
+                s = int(able[at])
+                again = ledger.repeat_seconds(s, _SEGMENT * self.budget_bytes)
+                if again <= repeat[s]:
+                    break
+                scores[at] += (again - repeat[s]) / room[at]
+                repeat[s] = again
             victims.append((float(scores[at] * room[at]), s))
             self._evict(s)
             short -= ledger.size[s]
@@ -218,25 +233,25 @@ class Online:
         """Makes all of `targets` resident."""
         if all(self.ledger.resident[s] for s in targets):
             return
+        self._repeat[:] = 0.0
         try:
             self._in_order(targets)
         except OverBudget:
             _Frugal(self).gather(targets)
 
     def _in_order(self, targets: Sequence[int]) -> None:
-        """Everything that is missing, in the order of the program, with all that the rest needs pinned."""
+        """Everything that is missing, with all that the rest needs pinned: in the order of the program where that fits, else
+        what is needed together together."""
         ledger = self.ledger
-        missing: set[int] = set()
-        todo = [ledger.maker[s] for s in targets if not ledger.resident[s]]
-        while todo:
-            k = todo.pop()
-            if k not in missing:
-                missing.add(k)
-                todo += [ledger.maker[i] for i in ledger.inputs[k] if not ledger.resident[i]]
-        order = sorted(missing)
-        pins = Counter(targets)
-        for k in order:
-            pins.update(ledger.inputs[k])
+        missing = self._missing(targets)
+        for order in (sorted(missing), missing):
+            pins = Counter(targets)
+            for k in order:
+                pins.update(ledger.inputs[k])
+            if self._most_bytes(order, pins) <= self.budget_bytes:
+                break
+        else:
+            raise OverBudget(f"{len(missing)} ops cannot run again side by side")
         self._pins.update(pins)
         try:
             for k in order:
@@ -245,6 +260,42 @@ class Online:
                 pins.subtract(ledger.inputs[k])
         finally:
             self._unpin(pins.elements())
+
+
+    def _missing(self, targets: Sequence[int]) -> list[int]:
+        """The ops that have to run again, each after those that it needs, as late as possible."""
+        ledger = self.ledger
+        order: list[int] = []
+        seen: set[int] = set()
+        todo = [(ledger.maker[s], False) for s in targets if not ledger.resident[s]]
+        while todo:
+            k, ready = todo.pop()
+            if ready:
+                order.append(k)
+            elif k not in seen:
+                seen.add(k)
+                todo.append((k, True))
+                todo += [(ledger.maker[i], False) for i in ledger.inputs[k] if not ledger.resident[i]]
+        return order
+
+    def _most_bytes(self, order: Sequence[int], pins: Counter[int]) -> int:
+        """The most that has to be resident at once when `order` runs and `pins` (how often each is read) stay meanwhile."""
+        ledger = self.ledger
+        here = {s for s in (*pins, *self._pins, *ledger.fixtures) if ledger.resident[s]}
+        left, used = pins.copy(), sum(ledger.size[s] for s in here)
+        most = used
+        for k in order:
+            fresh = [s for s in ledger.outputs[k] if s not in here]
+            most = max(most, used + sum(ledger.size[s] for s in fresh))
+            kept = [s for s in fresh if left[s] > 0]
+            here.update(kept)
+            used += sum(ledger.size[s] for s in kept)
+            for s in ledger.inputs[k]:
+                left[s] -= 1
+                if not left[s] and s in here and s not in self._pins and not ledger.fixed[s]:
+                    here.remove(s)
+                    used -= ledger.size[s]
+        return most
 
 
 class _Frugal:
