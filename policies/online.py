@@ -1,6 +1,6 @@
 """The online policy for recompute-only runs: it sees the program op by op, never what comes next.
 
-Three things set it apart from DTR (its interface is the same: ops run, tensors are released):
+Four things set it apart from DTR (its interface is the same: ops run, tensors are released):
 
 1. **Exact prices** (online_ledger.py): what one more eviction adds to the work that will be done again *at all*.
 2. **What is held is not what is needed** (online_saved.py): a tensor that no derivative reads is dropped first.
@@ -10,10 +10,13 @@ Three things set it apart from DTR (its interface is the same: ops run, tensors 
    w, later is not better, since memory is scarcest at the turn, and everything evicted before is away by then. DTR's
    1 / staleness prefers old to cheap, however old.
 
+4. **What is evicted together has to find room together.** A segment that does not is made again in parts, each time from
+   its beginning; the price of making one larger says so (online_ledger.py: `repeat_seconds`).
+
 Evictions are revised before they take effect: what the last, large victim made superfluous stays.
 
-A recompute runs the missing ops in the order of the program, with all that the rest of it needs pinned. Where that does not
-fit, it goes depth first, pinning the inputs of one op at a time, and making others again if it must (`_Frugal`).
+A recompute runs the missing ops in the order of the program, with all that the rest of it needs pinned, or, where that does not
+fit, depth first. Where neither does, it pins the inputs of one op at a time, and makes others again if it must (`_Frugal`).
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ from .types import Floats
 
 _NEAR = 0.1
 """w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
-hardly depends on it (docs/simulate.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
+hardly depends on it (docs/planner.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
 
-_SEGMENT = 0.3
+_ROOM = 0.25
+"""What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
+other out. Between half and twice as much the overhead moves by a few percent (docs/planner.md)."""
+
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
@@ -70,7 +76,7 @@ class Online:
     _saved: list[bool] = field(default_factory=list)
     _unread: list[bool] = field(default_factory=list)
     _pins: Counter[int] = field(default_factory=Counter)
-    _repeat: Floats = field(default_factory=lambda: np.zeros(64))
+    _repeat: Floats = field(default_factory=lambda: np.zeros(64))  # per storage: `repeat_seconds` when last looked at
 
     # ---- what the program does
 
@@ -194,10 +200,10 @@ class Online:
         repeat = self._repeat
         while short > 0 and len(able):
             scores = (ledger.prices(able) + repeat[able] + _TICK_SECONDS) / room
-            while True:
+            while True:  # segments grow until something is made again: what was looked at before is too low, or right
                 at = int(scores.argmin())
                 s = int(able[at])
-                again = ledger.repeat_seconds(s, _SEGMENT * self.budget_bytes)
+                again = ledger.repeat_seconds(s, _ROOM * self.budget_bytes)
                 if again <= repeat[s]:
                     break
                 scores[at] += (again - repeat[s]) / room[at]
@@ -260,7 +266,6 @@ class Online:
                 pins.subtract(ledger.inputs[k])
         finally:
             self._unpin(pins.elements())
-
 
     def _missing(self, targets: Sequence[int]) -> list[int]:
         """The ops that have to run again, each after those that it needs, as late as possible."""

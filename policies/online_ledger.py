@@ -14,6 +14,10 @@ start from. DTR's e* and its union-find form h_eq count the chain again for ever
 evicting whole segments, the cheapest thing there is to do.
 
 `again` is kept by counting references, as ops only ever depend on older ones.
+
+Two things are not seen by that: *each once* holds only for what finds room together when it is made again (`repeat_seconds`),
+and what backward makes can only be made again from what backward lets go of, so that its price is not that of its op but of
+the whole way to it (`way_seconds`).
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ _UNWANTED = 1e-4
 """The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small
 enough that everything unwanted goes before anything wanted; it orders the unwanted among themselves."""
 
-HALF = 1.0
 _DOUBT = 0.001
 """The price of what the program holds but is not expected to read: it may do so all the same (a loss that is printed)."""
 
@@ -80,14 +83,20 @@ class Ledger:
     later_bytes: Floats = field(default_factory=lambda: np.zeros(64))
     _node: dict[int, int] = field(default_factory=dict)  # evicted storage: its node in the union-find of segments
     _parent: list[int] = field(default_factory=list)
-    _segment_seconds: list[float] = field(default_factory=list)
-    _segment_bytes: list[int] = field(default_factory=list)
-    _segment_count: list[int] = field(default_factory=list)
+    _segment_seconds: list[float] = field(default_factory=list)  # of roots
+    _segment_bytes: list[int] = field(default_factory=list)  # of what the program holds of it
+    _segment_count: list[int] = field(default_factory=list)  # of the same
 
     # ---- what the program does
 
     def new_op(
-        self, seconds: float, inputs: tuple[int, ...], sizes: Sequence[int], *, fixed: bool = False, passing: bool = False
+        self,
+        seconds: float,
+        inputs: tuple[int, ...],
+        sizes: Sequence[int],
+        *,
+        fixed: bool = False,
+        passing: bool = False,
     ) -> int:
         """One more op, and the storages that it will make; none is resident yet. Returns its number."""
         k = len(self.seconds)
@@ -233,7 +242,7 @@ class Ledger:
                         todo.append(m)
         return share * max(total, self.way_seconds[maker])
 
-    # ---- segments: what is evicted and hangs together
+    # ---- segments: what is evicted and hangs together, by union-find; what comes back leaves its sums, not its links
 
     def _share_seconds(self, s: int) -> float:
         k = self.maker[s]
@@ -247,6 +256,7 @@ class Ledger:
         return x
 
     def _around(self, s: int) -> set[int]:
+        """The segments that evicting s would join."""
         node = self._node
         roots = {self._find(node[i]) for i in self.inputs[self.maker[s]] if i in node}
         for k in self.readers[s]:
@@ -270,6 +280,13 @@ class Ledger:
             self._segment_count[x] += self._segment_count[root]
 
     def repeat_seconds(self, s: int, room_bytes: float) -> float:
+        """Seconds that evicting s (resident) adds because its segment would not find room when it is made again.
+
+        A segment that is larger than `room_bytes` is made in as many parts as there is room for (as many as it has members
+        at most), and each time from its beginning: half of it, on average.
+        """
+        if not (self.wanted[s] or self._asked[s]):
+            return 0.0
         held = int(self.held[s])
         seconds, size, count, before = self._share_seconds(s), float(self.size[s] * held), held, 0.0
         for root in self._around(s):
@@ -278,7 +295,7 @@ class Ledger:
             size += b
             count += n
             before += c * max(0.0, min(b / room_bytes, n) - 1.0)
-        return HALF * max(0.0, seconds * max(0.0, min(size / room_bytes, count) - 1.0) - before)
+        return 0.5 * max(0.0, seconds * max(0.0, min(size / room_bytes, count) - 1.0) - before)
 
     # ---- bookkeeping
 
@@ -355,6 +372,13 @@ class Ledger:
             for i in self.inputs[k]:
                 asked[i] += 1
         assert asked == self._asked
+        held = [s for s in self._node if self.held[s]]
+        roots = {self._find(x) for x in self._node.values()}
+        assert not any(self.resident[s] for s in self._node)
+        assert sum(self._segment_bytes[x] for x in roots) == sum(self.size[s] for s in held)
+        assert sum(self._segment_count[x] for x in roots) == len(held)
+        seconds = sum(self._share_seconds(s) for s in self._node)
+        assert abs(sum(self._segment_seconds[x] for x in roots) - seconds) <= 1e-9 * (1.0 + seconds)
 
     def _made(self, s: int) -> bool:
         return not self.fixed[s]
