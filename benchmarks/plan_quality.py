@@ -41,9 +41,9 @@ from _passes import SHAPES
 
 from memmgr.policies import online, online_saved
 from memmgr.policies.bound import lower_bound_seconds
+from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
 from memmgr.policies.online import run_online
 from memmgr.policies.planner import plan
-from memmgr.policies.planner_recompute import least_bytes
 from memmgr.policies.planner_timeline import Problem
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Step, judge_records, replay
@@ -226,8 +226,8 @@ def _two(x: float | None) -> str:
 
 
 def floor(args: argparse.Namespace) -> dict[str, Any]:
-    """Scans budgets in steps of 1 % of the peak downwards, and finer around where it ends."""
-    _header("pass", "largest op needs", "online fits from", "plan from", "holes")
+    """Budgets from what the largest op needs, in steps of half a percent of the peak, then of five percent."""
+    _header("pass", "largest op needs", "provably none below", "online fits from", "plan from", "holes")
     found = {}
     passes = [(name, read_dtr_log(args.logs / f"{name}.log")) for name in _names(args)]
     passes += [(name, make(150, 0)) for name, make in SHAPES.items()]
@@ -235,8 +235,9 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
         peak = trace.unmanaged_peak[0]
         least = least_bytes(Problem.of(trace)) / peak
         step = 0.02 if args.quick else 0.005
-        ratios = [least + i * step for i in range(-1, int(0.25 / step))]
-        online_fits = [run_online(trace, int(peak * r))[0] for r in ratios] if len(trace.ops) < 3000 else []
+        ratios = [least + i * step for i in range(-1, int(0.06 / step))]
+        ratios += list(np.arange(least + 0.06, 1.0, 0.05))
+        online_fits = [run_online(trace, math.ceil(peak * r))[0] for r in ratios]
         plan_fits = [plan(trace, math.ceil(peak * r), effort=30_000).feasible for r in ratios]
         holes = [
             sum(late < early for early, late in zip(fits, fits[1:], strict=False)) for fits in (online_fits, plan_fits)
@@ -244,8 +245,9 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
         first = [
             next((r for r, fit in zip(ratios, fits, strict=False) if fit), None) for fits in (online_fits, plan_fits)
         ]
-        _row(name, f"{least:.3f}", _first(first[0]), _first(first[1]), f"{holes[0]}, {holes[1]}")
-        found[name] = {"least": least, "online": first[0], "plan": first[1], "holes": holes}
+        proved = smallest_budget_bytes(trace) / peak
+        _row(name, f"{least:.3f}", f"{proved:.3f}", _first(first[0]), _first(first[1]), f"{holes[0]}, {holes[1]}")
+        found[name] = {"least": least, "proved": proved, "online": first[0], "plan": first[1], "holes": holes}
     return found
 
 

@@ -36,7 +36,7 @@ class Unsolved(Exception):
 
 
 @dataclass
-class _Rows:
+class Rows:
     """A linear program being written: variables in [low, high], rows `sum <= right`."""
 
     cost: list[float] = field(default_factory=list)
@@ -147,7 +147,7 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     unit = max(max(problem.cost), 1e-30)
     uses = _uses(problem)
     last_use = [u[-1] if u else -1 for u in uses]
-    rows = _Rows()
+    rows = Rows()
     seen = [_moment(problem, t, last_use) for t in at]
     kept: list[dict[int, int]] = []
     again: list[dict[int, int]] = []
@@ -166,14 +166,14 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
                     rows.at_most(0.0, (x, 1.0), *((again[q][k], -1.0) for q in range(j, e + 1) if k in again[q]))
             until = at[e + 1] if e + 1 < len(at) else problem.n_ops
             for s in m.relevant:
-                made = ((kept[j][s], -1.0), *_if(ran, problem.maker[s], -1.0))
+                made = ((kept[j][s], -1.0), *optional(ran, problem.maker[s], -1.0))
                 if any(m.at < u <= until for u in uses[s]):
                     rows.at_most(-1.0, *made)
                 if e + 1 < len(seen) and s in kept[e + 1]:
                     rows.at_most(0.0, (kept[e + 1][s], 1.0), *made)
             for k, x in ran.items():
                 for s in problem.inputs[k]:
-                    rows.at_most(0.0, (x, 1.0), (kept[j][s], -1.0), *_if(ran, problem.maker[s], -1.0))
+                    rows.at_most(0.0, (x, 1.0), (kept[j][s], -1.0), *optional(ran, problem.maker[s], -1.0))
     try:
         found = rows.solve()
     except Unsolved:
@@ -200,11 +200,11 @@ def _knapsack(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[in
     return seconds if excess <= 0 else INFEASIBLE
 
 
-def _if(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:
+def optional(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:
     return ((variables[key], value),) if key in variables else ()
 
 
-def _kept(rows: _Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[int, int]:
+def _kept(rows: Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[int, int]:
     """K of a moment, and its room."""
     kept = {s: rows.variable(0.0, float(s in m.there and s not in m.lost), float(s not in m.lost)) for s in m.relevant}
     room = [(x, problem.size[s] / max(budget_bytes, 1)) for s, x in kept.items() if s not in m.there]
@@ -234,7 +234,7 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     if m.forced_bytes > budget_bytes:
         return Share(INFEASIBLE, {}, {})
     unit = max(max(problem.cost), 1e-30)
-    rows = _Rows()
+    rows = Rows()
     kept = _kept(rows, problem, m, budget_bytes)
     makers = sorted({problem.maker[s] for s in m.relevant if problem.again[s]})
     again = {k: rows.variable(problem.cost[k] / unit) for k in makers}
@@ -243,10 +243,12 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     waits = [rows.variable(1.0, 0.0, float("inf")) for _ in range(2)]
     for s in m.relevant:
         if uses[s] and uses[s][-1] > at:
-            rows.at_most(-1.0, (kept[s], -1.0), *_if(again, problem.maker[s], -1.0), *_if(read, s, -1.0))
+            rows.at_most(-1.0, (kept[s], -1.0), *optional(again, problem.maker[s], -1.0), *optional(read, s, -1.0))
     for k, x in again.items():
         for s in problem.inputs[k]:
-            rows.at_most(0.0, (x, 1.0), (kept[s], -1.0), *_if(again, problem.maker[s], -1.0), *_if(read, s, -1.0))
+            rows.at_most(
+                0.0, (x, 1.0), (kept[s], -1.0), *optional(again, problem.maker[s], -1.0), *optional(read, s, -1.0)
+            )
     passed = np.concatenate(([0.0], np.cumsum(problem.cost))) / unit
     before, after = float(passed[at + 1]), float(passed[-1] - passed[at])
     reading = {s: problem.size[s] / unit / link.read_bytes_per_second for s in read}

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .bound import INFEASIBLE, with_link
+from .bound_room import least_bytes
 from .planner_offload import offloading
-from .planner_recompute import least_bytes, recompute_only
+from .planner_recompute import recompute_only
 from .planner_timeline import Problem, Timeline
 from .schedule import Do, Step
 from .trace import TierLink, Trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .bound import INFEASIBLE, relaxation
+from .bound_room import least_bytes
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
 
@@ -16,23 +17,6 @@ _LADDERS = (1.0, 0.0, 3.0)
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
-
-
-def least_bytes(problem: Problem) -> int:
-    """No schedule needs less: the op that takes most, beside what the program holds and cannot be let go of."""
-    held = [0] * (problem.n_ops + 1)
-    for s, k in enumerate(problem.maker):
-        if problem.pinned[s] >= k:
-            held[k] += problem.size[s]
-            if problem.pinned[s] + 1 <= problem.n_ops:
-                held[problem.pinned[s] + 1] -= problem.size[s]
-    most = level = 0
-    for k in range(problem.n_ops):
-        level += held[k]
-        there = set(problem.wanted[k]) | set(problem.outputs[k])
-        loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
-        most = max(most, level + loose - problem.handed[k])
-    return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
 
 
 def _hold(timeline: Timeline, moment: int, kept: dict[int, float]) -> list[tuple[int, int]]:
@@ -101,11 +85,11 @@ def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None
             return search
     excess = 1.0
     while excess:
-        excess = excess / 2 if excess > 0.002 else 0.0
+        excess = excess / 2 if excess > 0.01 else 0.0
         level = int(least * (1 + excess))
-        for sharpness in _LADDERS if level <= budget_bytes else ():
+        if level <= budget_bytes:
             search = Search(Timeline(problem, prices), level)
-            if search.squeeze(sharpness=sharpness, limit_work=4 * work):
+            if search.squeeze(sharpness=1.0, limit_work=3 * work):
                 return search
     return None
 

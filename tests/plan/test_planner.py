@@ -22,9 +22,10 @@ from .judge import needs_judge, verdict
 from .operator_logs import log, needs_logs
 from .synthetic import LogWriter, network, tangle
 
-SHAPES = [
-    pytest.param({"depth": 8, "skips": True, "inplace": True}, id="skips"),
-    pytest.param({"depth": 14, "skips": False, "inplace": False}, id="chain"),
+PASSES = [
+    pytest.param(network(0, depth=6), id="skips"),
+    pytest.param(network(1, depth=8, skips=False, inplace=False), id="chain"),
+    pytest.param(tangle(2, ops=14), id="tangle"),
 ]
 
 
@@ -93,41 +94,53 @@ def verdict_of(writer: LogWriter, trace: Trace, made: Plan) -> dict[str, object]
 # ---- beside the optimum
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.floats(0.3, 0.95))
-def test_within_three_percent_of_the_optimum(seed: int, ratio: float) -> None:
-    """Where HiGHS proves the optimum."""
-    trace = trace_of(tangle(seed, ops=6))
-    budget = int(trace.unmanaged_peak[0] * ratio)
-    optimum = exact(trace, budget)
-    assert optimum.solved
-    made = plan(trace, budget)
-    assert made.feasible or not optimum.feasible
-    if optimum.feasible:
-        holds(trace, made)
-        assert made.seconds <= 1.03 * (trace.seconds + optimum.extra_seconds)
-        assert made.bound_seconds <= trace.seconds + optimum.extra_seconds + 1e-6 * trace.seconds
+def test_within_three_percent_of_the_optimum() -> None:
+    """Where HiGHS proves the optimum, which it does for nearly all passes of this size."""
+    solved = extra = 0
+    for seed in range(8):
+        trace = trace_of(tangle(seed, ops=8) if seed % 2 else network(seed, depth=2))
+        for ratio in (0.85, 0.7, 0.5):
+            budget = int(trace.unmanaged_peak[0] * ratio)
+            optimum = exact(trace, budget, limit_seconds=2.0)
+            if not (optimum.solved and optimum.feasible):
+                continue
+            made = plan(trace, budget)
+            holds(trace, made)
+            assert made.seconds <= 1.03 * (trace.seconds + optimum.extra_seconds)
+            assert made.bound_seconds <= trace.seconds + optimum.extra_seconds + 1e-6 * trace.seconds
+            solved += 1
+            extra += optimum.extra_seconds > 0
+    assert solved >= 10 and extra >= 8
 
 
 # ---- no holes
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(2))
-def test_no_holes(shape: dict[str, bool], seed: int) -> None:
-    """What fits a budget fits every larger one."""
-    trace = trace_of(network(seed, **shape))  # type: ignore[arg-type]
-    plans = [plan(trace, trace.unmanaged_peak[0] * percent // 100, effort=20_000) for percent in range(4, 104, 3)]
-    fits = [made.feasible for made in plans]
-    assert fits == sorted(fits)
-    assert fits[-1] and not fits[0]
+@pytest.mark.parametrize("writer", PASSES)
+@pytest.mark.parametrize("rate", [None, 1e8])
+def test_no_holes(writer: LogWriter, rate: float | None) -> None:
+    """What fits a budget fits every larger one, around the smallest that does byte by byte, with a link and without."""
+    trace = trace_of(writer)
+    peak = trace.unmanaged_peak[0]
+    link = TierLink("host", rate, rate) if rate else None
+
+    def fits(budget: int) -> bool:
+        return plan(trace, budget, link=link, effort=2_000).feasible
+
+    low, high = 0, peak
+    assert fits(high) and not fits(low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    assert not any(fits(budget) for budget in range(high - 3, high))
+    assert all(fits(budget) for budget in (*range(high, high + 3), *range(high + 3, peak, peak // 25)))
 
 
 # ---- with a link
 
 
 @pytest.mark.parametrize("passes", [0.3, 2.0, 30.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_never_worse_with_a_link(seed: int, passes: float) -> None:
     """On links that carry the peak so many times during a pass; rules and clock are the simulator's."""
     trace = trace_of(network(seed, depth=12))
@@ -135,8 +148,9 @@ def test_never_worse_with_a_link(seed: int, passes: float) -> None:
     link = TierLink("host", rate, rate, trace.seconds / 1000)
     for ratio in (0.8, 0.5, 0.35):
         budget = int(trace.unmanaged_peak[0] * ratio)
-        alone, swapped = plan(trace, budget), plan(trace, budget, link=link, recompute=False)
-        both = plan(trace, budget, link=link)
+        alone = plan(trace, budget, effort=60_000)
+        swapped = plan(trace, budget, link=link, recompute=False, effort=60_000)
+        both = plan(trace, budget, link=link, effort=60_000)
         assert both.feasible
         holds(trace, both, link)
         assert both.seconds <= min(alone.seconds, swapped.seconds)
