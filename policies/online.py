@@ -41,6 +41,7 @@ _ROOM = 0.25
 """What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
 other out. Between half and twice as much the overhead moves by a few percent (docs/planner.md)."""
 
+_CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if nothing else can
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
@@ -173,8 +174,10 @@ class Online:
             return
         near = self._nearness()
         victims: list[tuple[float, int]] = []
-        for pinned in (set(self._pins), set(self._pins).difference(spare)):
-            short = self._pick(victims, short, near, pinned)
+        pins = set(self._pins)
+        # Small ones would be picked first by the hundred, to stay after all once a large one has left.
+        for pinned, least in ((pins, short * _CRUMB), (pins, 0.0), (pins.difference(spare), 0.0)):
+            short = self._pick(victims, short, near, pinned, least)
             if short <= 0:
                 break
         if short > 0:
@@ -188,12 +191,13 @@ class Online:
             else:
                 self.steps.append(Step(Do.FREE, s))
 
-    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int]) -> int:
-        """Evicts the cheapest until `short` bytes are free, or nothing is left; what then is still short."""
+    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int], least: float) -> int:
+        """Evicts the cheapest of `least` bytes and more until `short` are free, or nothing is left; what then is short."""
         ledger = self.ledger
         able = ledger.victims()
         if pinned:
             able = able[~np.isin(able, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))]
+        able = able[ledger.sizes(able) >= least]
         room = ledger.sizes(able) * near[able]
         if len(self._repeat) < len(ledger.size):
             self._repeat = np.concatenate([self._repeat, np.zeros(len(ledger.size) + 64)])
