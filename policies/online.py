@@ -62,6 +62,7 @@ class Online:
         seconds: time of all ops that ran.
         at_end: how many steps there were when the program ended; those after it bring back what it holds.
         why: what did not fit; empty as long as all did.
+        most_again: gives up when so many times the program's time has been recomputed.
     """
 
     budget_bytes: int
@@ -70,6 +71,7 @@ class Online:
     seconds: float = 0.0
     at_end: int = 0
     why: str = ""
+    most_again: float = _MOST_AGAIN
     ledger: Ledger = field(default_factory=Ledger)
     _program_seconds: float = 0.0
     _backward: bool = False
@@ -236,7 +238,7 @@ class Online:
         self.steps.append(Step(do, k))
         if do is Do.RECOMPUTE:
             ledger.settle(k)
-            if self.seconds > (1.0 + _MOST_AGAIN) * self._program_seconds:
+            if self.seconds > (1.0 + self.most_again) * self._program_seconds:
                 raise OverBudget("recomputing does not end")
 
     def _gather(self, targets: Sequence[int]) -> None:
@@ -350,9 +352,9 @@ class _Frugal:
                 online._unpin(inputs)
 
 
-def run_online(trace: Trace, budget_bytes: int) -> tuple[bool, Online]:
+def run_online(trace: Trace, budget_bytes: int, *, most_again: float = _MOST_AGAIN) -> tuple[bool, Online]:
     """Feeds a trace to the policy, event by event. Returns whether it fits, and the machine as it is then."""
-    online = Online(budget_bytes)
+    online = Online(budget_bytes, most_again=most_again)
     try:
         for k, op in enumerate(trace.ops):
             if k == trace.backward_at:

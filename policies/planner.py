@@ -116,7 +116,7 @@ def plan(
         best, seconds, bound = idle, unmanaged, 0.0
     else:
         if recompute:
-            best, bound = recompute_only(problem, budget_bytes, moment=at, effort=effort)
+            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort)
             seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
         if link is not None:
             bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .bound import INFEASIBLE, relaxation
 from .bound_room import least_bytes
+from .online import run_online
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
+from .schedule import Do, Step
+from .trace import Trace
 
 _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
 """(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
 
 _LADDERS = (1.0, 0.0, 3.0)
 """Sharpness on the way down to a budget that is hard to meet, in turn."""
+
+_MOST_AGAIN = 3.0
+"""A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
@@ -56,7 +62,9 @@ def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, flo
             return
 
 
-def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None = None) -> Search | None:
+def descend(
+    problem: Problem, budget_bytes: int, prices: dict[int, float] | None = None, trace: Trace | None = None
+) -> Search | None:
     """A timeline that fits, whatever it costs; None: no plan. What fits a budget fits every larger one.
 
     That is so because nothing here depends on the budget but where to stop: the same ladders are climbed down, the same
@@ -66,6 +74,7 @@ def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None
         problem: the pass.
         budget_bytes: most bytes resident.
         prices: what may be read back, see `Timeline`.
+        trace: of the problem; where all else fails the online policy has its turn at the same levels.
     """
     least = least_bytes(problem)
     work = 10_000 + 20 * len(problem.size)  # steps of one level that may be in vain
@@ -91,22 +100,48 @@ def descend(problem: Problem, budget_bytes: int, prices: dict[int, float] | None
             search = Search(Timeline(problem, prices), level)
             if search.squeeze(sharpness=1.0, limit_work=3 * work):
                 return search
+            if trace is not None:
+                fits, machine = run_online(trace, level, most_again=_MOST_AGAIN)
+                timeline = _replayed(problem, machine.steps) if fits else None
+                if timeline is not None and timeline.peak <= level:
+                    return Search(timeline, level)
     return None
 
 
-def recompute_only(problem: Problem, budget_bytes: int, *, moment: int, effort: int) -> tuple[Timeline | None, float]:
-    """(the cheapest timeline found, the bound in extra seconds over the relaxation at op `moment`).
+def _replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
+    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows."""
+    timeline = Timeline(problem)
+    stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
+    for step in steps:
+        if step.do is Do.COMPUTE:
+            stages.append([[]])
+        elif step.do is Do.RECOMPUTE:
+            if stages[-1][-1] and stages[-1][-1][-1] >= step.target:
+                stages[-1].append([])
+            stages[-1][-1].append(step.target)
+    for stage, rows in enumerate(stages):
+        if len(rows) > timeline.rows:
+            return None
+        for back, ops in enumerate(reversed(rows)):
+            for op in ops:
+                timeline.add(timeline.key(stage, op) - back * timeline.stride)
+    return timeline
+
+
+def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort: int) -> tuple[Timeline | None, float]:
+    """(the cheapest timeline found, the bound in extra seconds over the relaxation at the unmanaged peak).
 
     Args:
         problem: the pass.
+        trace: the same.
         budget_bytes: most bytes resident.
-        moment: op of the unmanaged peak.
         effort: steps of search; one is about 3 us.
     """
+    moment = trace.unmanaged_peak[1]
     bound, kept = relaxation(problem, budget_bytes, [moment])
     if bound == INFEASIBLE:
         return None, bound
-    fits = descend(problem, budget_bytes)
+    fits = descend(problem, budget_bytes, trace=trace if trace.copy_on_write else None)
     if fits is None:
         return None, bound
     found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
