@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   which Python makes the .venv (3.11 or newer; the first that works otherwise)
 #   TORCH=torch==2.12   which torch goes into it (no GPU: 2.13.0; GPU: whatever torch that Python already has, else the newest)
 #   PYTEST_ARGS="-k x"  handed on to pytest
+#   WORKERS=4           so many processes test at once (default 2)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
+# Each test process computes with one thread.
+WORKERS ?= 2
 
 # A name on the PATH proves nothing (version managers leave shims that only print an error), so each is tried.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
@@ -58,7 +61,7 @@ demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the
 	$(PY) -P -m memmgr.tools.cli demo $(DEMO_ARGS)
 
 test: setup ## the test suite (a fixed share of the operator database included)
-	$(VENV)/bin/pytest -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-ops: setup ## all of PyTorch's operator database
 	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)

@@ -5,11 +5,12 @@
 Sections:
   ops       microseconds per recorded op and per saved tensor, over plain torch: median and p99. An empty dispatch mode
             and identity hooks stand beside them.
-  full      a step at 100 % of what it needs, the recorder on: a model whose ops take 100 us and more, and a
-            launch-bound one.
-  asleep    the same two with 10 % to spare and more, after the recorder has gone to sleep.
+  full      a step at 100 % of what it needs, the recorder on: a model whose ops take 100 us and more, one whose ops take
+            about 10 us, and a launch-bound one whose ops take 1 to 2. An empty dispatch mode stands beside them.
+  asleep    the same three with 10 % to spare and more, after the recorder has gone to sleep.
   half      the demo's GPT in 50 % of what it needs: auto, evict, offload; full activation checkpointing beside them.
-  prefetch  offload at 50 % with the prefetcher and without it, and the share of reloads that were hits.
+  prefetch  offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
+            of reloads that were hits.
   link      auto at 50 % beside evict and offload, on the tier as it is and throttled.
 
 Each ratio is of two runs that take turns, step by step or block by block, so that what else the machine does falls on
@@ -26,7 +27,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,17 @@ def launch_bound(quick: bool) -> Run:
         return F.cross_entropy(head(h), y)
 
     return _run(model, loss)
+
+
+def small_ops(quick: bool) -> Run:
+    """A GPT so narrow that its ops take about ten microseconds, which is what launching one on a GPU takes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2 if quick else 4, heads=2, width=96, context=64))
+    tokens, targets = (torch.randint(256, (4, 64)) for _ in range(2))
+    return _run(model, lambda: model(tokens, targets))
+
+
+MODELS = {"100 us ops": heavy, "10 us ops": small_ops, "launch-bound": launch_bound}
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -214,6 +226,36 @@ def ratio_rows(section: str, series: dict[str, Series], of: str = "plain") -> li
     return rows
 
 
+class _Counting(TorchDispatchMode):
+    """How many ops a step dispatches, the optimizer's included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def op_row(section: str, build: Callable[[], Run], seconds: list[float]) -> Row:
+    """Ops of a step, and what one takes on average without memmgr, torch's own overhead included."""
+    run = build()
+    for _ in range(WARM_STEPS):
+        run.step()
+    with _Counting() as counting:
+        run.step()
+    us = 1e6 * statistics.median(seconds) / counting.ops
+    return {"section": section, "what": "an op, on average", "ops_a_step": counting.ops, "us_an_op": us}
+
+
+@contextlib.contextmanager
+def empty_mode() -> Iterator[None]:
+    """A dispatch mode that does nothing, without memmgr: what watching ops from Python costs at the least."""
+    with _Empty():
+        yield
+
+
 class _Empty(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -311,7 +353,7 @@ def ops(quick: bool, rounds: int) -> list[Row]:
 def full(quick: bool, rounds: int) -> list[Row]:
     """At exactly what it needs, recorder on."""
     rows: list[Row] = []
-    for name, model in (("100 us ops", heavy), ("launch-bound", launch_bound)):
+    for name, model in MODELS.items():
 
         def build(model: Callable[[bool], Run] = model) -> Run:
             return model(quick)
@@ -322,18 +364,20 @@ def full(quick: bool, rounds: int) -> list[Row]:
                 "plain": (build, plain),
                 "at 100 %": (build, budget(limit, _sleep=False)),
                 "no limit": (build, budget(None)),
+                "an empty dispatch mode": (build, empty_mode),
             },
             rounds,
             3 if quick else 20,
         )
         rows += ratio_rows(f"full, {name}", series)
+        rows.append(op_row(f"full, {name}", build, series["plain"].seconds))
     return rows
 
 
 def asleep(quick: bool, rounds: int) -> list[Row]:
     """With a quarter to spare: the recorder sleeps after a few passes."""
     rows: list[Row] = []
-    for name, model in (("100 us ops", heavy), ("launch-bound", launch_bound)):
+    for name, model in MODELS.items():
 
         def build(model: Callable[[bool], Run] = model) -> Run:
             return model(quick)
@@ -378,27 +422,29 @@ def prefetch(quick: bool, rounds: int) -> list[Row]:
         return demo_gpt(quick)
 
     limit = needs(build) // 2
-    series = interleaved(
-        {
-            "plain": (build, plain),
-            "offload": (build, budget(limit, policy="lru+offload+bandwidth")),
-            "offload, no prefetch": (build, budget(limit, policy="lru+offload+off")),
-        },
-        rounds,
-        2 if quick else 5,
-    )
-    rows = ratio_rows("prefetch", series)
-    stats = series["offload"].stats
-    if stats:
-        with_it, without = (statistics.median(series[n].seconds) for n in ("offload", "offload, no prefetch"))
-        rows.append(
+    rows: list[Row] = []
+    for speed, throttle in (("the tier as it is", 0), ("1 GB/s", 1_000_000_000)):
+        series = interleaved(
             {
-                "section": "prefetch",
-                "what": "hits",
-                "hit_share": stats["prefetch_hits"] / max(1, stats["reloads"]),
-                "step_without_over_with": without / with_it,
-            }
+                "plain": (build, plain),
+                "offload": (build, budget(limit, policy="lru+offload+bandwidth", _throttle=throttle)),
+                "offload, no prefetch": (build, budget(limit, policy="lru+offload+off", _throttle=throttle)),
+            },
+            rounds,
+            2 if quick else 5,
         )
+        rows += ratio_rows(f"prefetch, {speed}", series)
+        stats = series["offload"].stats
+        if stats:
+            with_it, without = (statistics.median(series[n].seconds) for n in ("offload", "offload, no prefetch"))
+            rows.append(
+                {
+                    "section": f"prefetch, {speed}",
+                    "what": "hits",
+                    "hit_share": stats["prefetch_hits"] / max(1, stats["reloads"]),
+                    "step_without_over_with": without / with_it,
+                }
+            )
     return rows
 
 

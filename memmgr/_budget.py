@@ -47,15 +47,17 @@ if hasattr(os, "register_at_fork"):
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator if accelerator is not None else torch.device("cpu")
-
-
-def _device_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
+        chosen = torch.device(device)
+    else:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        chosen = accelerator if accelerator is not None else torch.device("cpu")
+    if chosen.type != "cpu":
+        # A budget that is not kept would be worse than none.
+        raise NotImplementedError(
+            f"memmgr: a budget on {chosen.type!r} cannot be kept yet: there is no allocator for it in this version; "
+            "device='cpu' manages host memory"
+        )
+    return chosen
 
 
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
@@ -91,7 +93,8 @@ class budget:
     Args:
         limit: bytes as an int, or `"12GB"` (10^9), `"12GiB"` (2^30), `"80%"` of the device; `None` for no limit, which
             only measures.
-        device: what the budget is about; default the accelerator if there is one, else the CPU.
+        device: what the budget is about; default the accelerator if there is one, else the CPU. In this version only
+            the CPU device works.
         host: bytes of host memory that offloading from an accelerator may use; default half of what is free.
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
             file has mode 0600 and is unlinked as soon as it is open.
@@ -106,6 +109,7 @@ class budget:
 
     Raises:
         ValueError: a size, policy or folder that is not one.
+        NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
         RuntimeError: a budget is open already. Budgets do not nest and are not concurrent: the limit belongs to the
             device, not to a block of code, so a second one has no meaning. Threads started inside are managed with it;
@@ -131,7 +135,7 @@ class budget:
         _placement: str = DEFAULT_PLACEMENT,
     ) -> None:
         self._device = _device(device)
-        whole = _device_bytes(self._device)
+        whole = int(psutil.virtual_memory().total)
         folder, disk_bytes = _disk(disk)
         self._config = Config(
             limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ UNLIMITED = 2**64 - 1
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
 KEPT_SHARE = 0.01
+# What the mode costs in backward, where it only watches writes: about two ops a saved tensor, at what an empty mode costs an
+# op (benchmarks/step_cost.py, section ops).
+MODE_SECONDS = 5e-6
 SAMPLE = 64  # one drop in so many keeps a checksum (rule 7)
 
 
@@ -144,8 +149,11 @@ class Manager:
                 out_of_memory_type=torch.OutOfMemoryError,
             )
             native.open_arena(config.limit_bytes, stock.bytes)
-            self._searches = config.placement.search >= 0 and config.limit_bytes < UNLIMITED
-            if config.limit_bytes < UNLIMITED and hasattr(native, "set_placement"):  # not without the shim
+            places = hasattr(native, "set_placement")  # an arena; not without the shim
+            if config.placement != REMAP and not places:
+                warnings.warn("memmgr: placement is not available without a C++ compiler and is ignored", stacklevel=5)
+            self._searches = places and config.placement.search >= 0 and config.limit_bytes < UNLIMITED
+            if config.limit_bytes < UNLIMITED and places:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
             wants_tier = config.folder is not None and self._director() != "evict"
             self._settle_doomed_tier()
@@ -311,6 +319,8 @@ class Manager:
         state = getattr(self._tls, "state", None)
         if state is None or state.mode_in or state.hooks_in:
             return False
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            return False  # inside a transform of torch.func, say
         depth, top = self._under
         now = hooks_on_top()
         same = now is None if top is None else now is not None and now[0] is top[0]
@@ -319,8 +329,8 @@ class Manager:
     def step_in(self) -> None:
         """Puts them back."""
         state = self._tls.state
+        state.hooks.__enter__()  # may be refused
         state.mode.__enter__()
-        state.hooks.__enter__()
         state.hooks_in = state.mode_in = True
 
     @contextmanager
@@ -411,22 +421,39 @@ class Manager:
                 self._end_of_pass()
 
     def _pop_for_backward(self, create_graph: bool) -> bool:
-        """Takes the mode off for a backward in which nothing is gone and nothing will have to go.
+        """Takes the mode off for a backward in which nothing is gone and little or nothing will have to go.
 
         Then no recipe is needed, so nobody's writes need watching; should room run out all the same, cells are
-        offloaded, never dropped. Grad mode switched on inside puts the mode back (see Guards).
+        offloaded, never dropped: worth it as long as that takes less time than the mode. Grad mode switched on inside
+        puts the mode back (see Guards).
         """
         native = self.native
-        resident, budget, _, gone, *_ = native.pressure()
+        resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
             return False
-        if resident + self.last.backward_growth * 1.1 + budget // 50 > budget or not self.passes:
+        last = self.last
+        beyond = resident + last.backward_growth - budget  # as in the last pass
+        if self.config.disk_bytes:
+            beyond += last.backward_growth * 0.1 + budget // 50  # a tier that may be full is no net to fall into
+        if not self.passes or (beyond > 0 and self._offload_seconds(beyond, saved) > last.uses * MODE_SECONDS):
             return False
         state = self._tls.state
         native.set_options(False, True, self.config.verify, 0)
         self.pop_mode()
         state.popped = True
         return True
+
+    def _offload_seconds(self, nbytes: float, saved_bytes: int) -> float:
+        """To write so many of the saved bytes and to read them back, in cells of the size that they have in this pass."""
+        link = self.link()
+        if not link.write_bytes_per_second or not link.read_bytes_per_second:
+            return math.inf
+        cells = nbytes * max(1, self.last.uses) / max(1, saved_bytes)
+        return (
+            nbytes / link.write_bytes_per_second
+            + nbytes / link.read_bytes_per_second
+            + 2 * cells * link.latency_seconds
+        )
 
     def _push_after_backward(self) -> None:
         state = getattr(self._tls, "state", None)

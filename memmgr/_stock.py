@@ -142,25 +142,22 @@ def missing_states(device_type: str) -> int:
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
-        made = made_for = still = 0
+        made: list[tuple[int, int]] = []  # of each parameter: its bytes, its state's
         for group in getattr(thing, "param_groups", []):
             for parameter in group["params"]:
                 if not parameter.requires_grad or parameter.device.type != device_type:
                     continue
                 wanted[id(parameter)] = parameter
-                state = thing.state.get(parameter)
-                if state:
-                    made_for += parameter.nbytes
-                    made += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
-                else:
-                    still += parameter.nbytes
-        if made_for:
-            missing += still * made // made_for
-        else:
-            units = _MOMENTS.get(type(thing).__name__, 0)
-            if any(group.get("amsgrad") for group in thing.param_groups):
-                units += 1
-            if any(group.get("momentum") for group in thing.param_groups):
-                units += 1
-            missing += still * units
+                state = thing.state.get(parameter) or {}
+                there = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+                made.append((parameter.nbytes, there))
+        units = float(_MOMENTS.get(type(thing).__name__, 0))
+        if any(group.get("amsgrad") for group in thing.param_groups):
+            units += 1
+        if any(group.get("momentum") for group in thing.param_groups):
+            units += 1
+        seen = [there / nbytes for nbytes, there in made if nbytes and there]
+        if seen and (len(seen) > 1 or units == 0):
+            units = max(seen)  # what some have shows what all will have; the last one may be half made
+        missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)
     return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)

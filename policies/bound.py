@@ -15,6 +15,7 @@ what ran before it, or the difference is waited for. That is a bound on time for
 
 *Known limitations*: an op that runs more than once between two moments is counted once; with a link only the single moments
 count. Views cost nothing again. HiGHS is called with its defaults, so the bound is good to its feasibility tolerance (1e-7).
+Without scipy (an extra) the bound is the weaker knapsack of one moment, and 0 with a link.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from .trace import TierLink, Trace
 INFEASIBLE = float("inf")
 
 
+class Unsolved(Exception):
+    """There is no answer of the linear program: no solver, or it gave up."""
+
+
 @dataclass
-class _Rows:
+class Rows:
     """A linear program being written: variables in [low, high], rows `sum <= right`."""
 
     cost: list[float] = field(default_factory=list)
@@ -57,15 +62,22 @@ class _Rows:
         self.right.append(right)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The optimum and where it is; None if there is no solution."""
-        # Imported here: seconds of planning are counted, and a plan without a bound needs no scipy.
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
+        """The optimum and where it is; None if there is no solution.
 
+        Raises:
+            Unsolved: no solver is installed, or it came to no answer.
+        """
         if not self.cost:
             return 0.0, []
+        try:  # imported here: scipy is an extra, and a budget with room for all never gets here
+            from scipy.optimize import linprog
+            from scipy.sparse import csr_array
+        except ImportError as error:
+            raise Unsolved(str(error)) from None
         matrix = csr_array((self.value, (self.row, self.column)), shape=(len(self.right), len(self.cost)))
         result = linprog(self.cost, A_ub=matrix, b_ub=self.right, bounds=np.array([self.low, self.high]).T)
+        if result.status not in (0, 2):
+            raise Unsolved(result.message)
         return None if result.status == 2 else (float(result.fun), list(result.x))
 
 
@@ -135,7 +147,7 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     unit = max(max(problem.cost), 1e-30)
     uses = _uses(problem)
     last_use = [u[-1] if u else -1 for u in uses]
-    rows = _Rows()
+    rows = Rows()
     seen = [_moment(problem, t, last_use) for t in at]
     kept: list[dict[int, int]] = []
     again: list[dict[int, int]] = []
@@ -154,25 +166,45 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
                     rows.at_most(0.0, (x, 1.0), *((again[q][k], -1.0) for q in range(j, e + 1) if k in again[q]))
             until = at[e + 1] if e + 1 < len(at) else problem.n_ops
             for s in m.relevant:
-                made = ((kept[j][s], -1.0), *_if(ran, problem.maker[s], -1.0))
+                made = ((kept[j][s], -1.0), *optional(ran, problem.maker[s], -1.0))
                 if any(m.at < u <= until for u in uses[s]):
                     rows.at_most(-1.0, *made)
                 if e + 1 < len(seen) and s in kept[e + 1]:
                     rows.at_most(0.0, (kept[e + 1][s], 1.0), *made)
             for k, x in ran.items():
                 for s in problem.inputs[k]:
-                    rows.at_most(0.0, (x, 1.0), (kept[j][s], -1.0), *_if(ran, problem.maker[s], -1.0))
-    found = rows.solve()
+                    rows.at_most(0.0, (x, 1.0), (kept[j][s], -1.0), *optional(ran, problem.maker[s], -1.0))
+    try:
+        found = rows.solve()
+    except Unsolved:
+        return max(_knapsack(problem, budget_bytes, m, last_use) for m in seen), {}
     if found is None:
         return INFEASIBLE, {}
     return max(0.0, found[0] * unit), {s: found[1][x] for s, x in kept[0].items()}
 
 
-def _if(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:
+def _knapsack(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[int]) -> float:
+    """What is needed after the moment and finds no room is made again at the cost of its own op, in fractions."""
+    later = [s for s in m.relevant if last_use[s] > m.at and s not in m.there]
+    excess = m.forced_bytes + sum(problem.size[s] for s in later) - budget_bytes
+    made: dict[int, int] = {}  # an op makes all its outputs at once
+    for s in later:
+        if problem.again[s]:
+            made[problem.maker[s]] = made.get(problem.maker[s], 0) + problem.size[s]
+    seconds = 0.0
+    for k, size in sorted(made.items(), key=lambda item: problem.cost[item[0]] / max(item[1], 1)):
+        if excess <= 0:
+            break
+        seconds += problem.cost[k] * min(1.0, excess / max(size, 1))
+        excess -= size
+    return seconds if excess <= 0 else INFEASIBLE
+
+
+def optional(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:
     return ((variables[key], value),) if key in variables else ()
 
 
-def _kept(rows: _Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[int, int]:
+def _kept(rows: Rows, problem: Problem, m: _Moment, budget_bytes: int) -> dict[int, int]:
     """K of a moment, and its room."""
     kept = {s: rows.variable(0.0, float(s in m.there and s not in m.lost), float(s not in m.lost)) for s in m.relevant}
     room = [(x, problem.size[s] / max(budget_bytes, 1)) for s, x in kept.items() if s not in m.there]
@@ -202,7 +234,7 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     if m.forced_bytes > budget_bytes:
         return Share(INFEASIBLE, {}, {})
     unit = max(max(problem.cost), 1e-30)
-    rows = _Rows()
+    rows = Rows()
     kept = _kept(rows, problem, m, budget_bytes)
     makers = sorted({problem.maker[s] for s in m.relevant if problem.again[s]})
     again = {k: rows.variable(problem.cost[k] / unit) for k in makers}
@@ -211,10 +243,12 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     waits = [rows.variable(1.0, 0.0, float("inf")) for _ in range(2)]
     for s in m.relevant:
         if uses[s] and uses[s][-1] > at:
-            rows.at_most(-1.0, (kept[s], -1.0), *_if(again, problem.maker[s], -1.0), *_if(read, s, -1.0))
+            rows.at_most(-1.0, (kept[s], -1.0), *optional(again, problem.maker[s], -1.0), *optional(read, s, -1.0))
     for k, x in again.items():
         for s in problem.inputs[k]:
-            rows.at_most(0.0, (x, 1.0), (kept[s], -1.0), *_if(again, problem.maker[s], -1.0), *_if(read, s, -1.0))
+            rows.at_most(
+                0.0, (x, 1.0), (kept[s], -1.0), *optional(again, problem.maker[s], -1.0), *optional(read, s, -1.0)
+            )
     passed = np.concatenate(([0.0], np.cumsum(problem.cost))) / unit
     before, after = float(passed[at + 1]), float(passed[-1] - passed[at])
     reading = {s: problem.size[s] / unit / link.read_bytes_per_second for s in read}
@@ -237,7 +271,10 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
                 late = [(x, writing[s]) for s, x in read.items() if limit <= problem.maker[s] <= end]
                 if late:
                     rows.at_most(float(passed[end + 1] - passed[limit]), *late, (waits[1], -1.0))
-    found = rows.solve()
+    try:
+        found = rows.solve()
+    except Unsolved:
+        return Share(0.0, {}, {})
     if found is None:
         return Share(INFEASIBLE, {}, {})
     values = found[1]

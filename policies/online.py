@@ -1,6 +1,6 @@
 """The online policy for recompute-only runs: it sees the program op by op, never what comes next.
 
-Three things set it apart from DTR (its interface is the same: ops run, tensors are released):
+Four things set it apart from DTR (its interface is the same: ops run, tensors are released):
 
 1. **Exact prices** (online_ledger.py): what one more eviction adds to the work that will be done again *at all*.
 2. **What is held is not what is needed** (online_saved.py): a tensor that no derivative reads is dropped first.
@@ -10,10 +10,13 @@ Three things set it apart from DTR (its interface is the same: ops run, tensors 
    w, later is not better, since memory is scarcest at the turn, and everything evicted before is away by then. DTR's
    1 / staleness prefers old to cheap, however old.
 
+4. **What is evicted together has to find room together.** A segment that does not is made again in parts, each time from
+   its beginning; the price of making one larger says so (online_ledger.py: `repeat_seconds`).
+
 Evictions are revised before they take effect: what the last, large victim made superfluous stays.
 
-A recompute runs the missing ops in the order of the program, with all that the rest of it needs pinned. Where that does not
-fit, it goes depth first, pinning the inputs of one op at a time, and making others again if it must (`_Frugal`).
+A recompute runs the missing ops in the order of the program, with all that the rest of it needs pinned, or, where that does not
+fit, depth first. Where neither does, it pins the inputs of one op at a time, and makes others again if it must (`_Frugal`).
 """
 
 from __future__ import annotations
@@ -32,8 +35,13 @@ from .types import Floats
 
 _NEAR = 0.1
 """w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
-hardly depends on it (docs/simulate.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
+hardly depends on it (docs/planner.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
 
+_ROOM = 0.25
+"""What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
+other out. Between half and twice as much the overhead moves by a few percent (docs/planner.md)."""
+
+_CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if nothing else can
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
@@ -54,6 +62,7 @@ class Online:
         seconds: time of all ops that ran.
         at_end: how many steps there were when the program ended; those after it bring back what it holds.
         why: what did not fit; empty as long as all did.
+        most_again: gives up when so many times the program's time has been recomputed.
     """
 
     budget_bytes: int
@@ -62,6 +71,7 @@ class Online:
     seconds: float = 0.0
     at_end: int = 0
     why: str = ""
+    most_again: float = _MOST_AGAIN
     ledger: Ledger = field(default_factory=Ledger)
     _program_seconds: float = 0.0
     _backward: bool = False
@@ -69,6 +79,7 @@ class Online:
     _saved: list[bool] = field(default_factory=list)
     _unread: list[bool] = field(default_factory=list)
     _pins: Counter[int] = field(default_factory=Counter)
+    _repeat: Floats = field(default_factory=lambda: np.zeros(64))  # per storage: `repeat_seconds` when last looked at
 
     # ---- what the program does
 
@@ -92,19 +103,19 @@ class Online:
         ledger = self.ledger
         once = op.kind in (OpKind.CONSTANT, OpKind.ONCE)
         self._note_surprises(op)
-        k = ledger.new_op(op.seconds, op.inputs, sizes, fixed=once)
+        k = ledger.new_op(op.seconds, op.inputs, sizes, fixed=once, passing=self._certain)
         if ledger.outputs[k] != op.outputs:
             raise ValueError(f"op {k} makes storages {op.outputs}, the next are {ledger.outputs[k]}")
         self._saved += [False] * len(sizes)
         self._unread += [True] * len(sizes)
         self._program_seconds += op.seconds
-        self._gather(op.inputs)
-        for s in op.inputs:
+        self._gather(op.wanted)
+        for s in op.wanted:
             self._pins[s] += 1
         try:
             self._make(k, Do.COMPUTE)
         finally:
-            self._unpin(op.inputs)
+            self._unpin(op.wanted)
         if op.kind != OpKind.CONSTANT:
             self._learn(k, op)
 
@@ -121,7 +132,7 @@ class Online:
 
     def _learn(self, k: int, op: Op) -> None:
         ledger = self.ledger
-        certain = self._backward or self._surprises >= _SURPRISES
+        certain = self._certain
         saved = saved_by(op.name, [ledger.size[s] for s in op.inputs])
         for j, s in enumerate(op.outputs):
             self._saved[s] = certain or saved.output or j > 0
@@ -132,6 +143,10 @@ class Online:
             self._unread[s] = False
             self._saved[s] = self._saved[s] or certain or saved.inputs
             ledger.want(s, ledger.held[s] and self._saved[s])
+
+    @property
+    def _certain(self) -> bool:
+        return self._backward or self._surprises >= _SURPRISES
 
     def _note_surprises(self, op: Op) -> None:
         self._surprises += sum(not self.ledger.wanted[s] and not self.ledger.resident[s] for s in op.inputs)
@@ -161,8 +176,10 @@ class Online:
             return
         near = self._nearness()
         victims: list[tuple[float, int]] = []
-        for pinned in (set(self._pins), set(self._pins).difference(spare)):
-            short = self._pick(victims, short, near, pinned)
+        pins = set(self._pins)
+        # Small ones would be picked first by the hundred, to stay after all once a large one has left.
+        for pinned, least in ((pins, short * _CRUMB), (pins, 0.0), (pins.difference(spare), 0.0)):
+            short = self._pick(victims, short, near, pinned, least)
             if short <= 0:
                 break
         if short > 0:
@@ -176,17 +193,27 @@ class Online:
             else:
                 self.steps.append(Step(Do.FREE, s))
 
-    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int]) -> int:
-        """Evicts the cheapest until `short` bytes are free, or nothing is left; what then is still short."""
+    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int], least: float) -> int:
+        """Evicts the cheapest of `least` bytes and more until `short` are free, or nothing is left; what then is short."""
         ledger = self.ledger
         able = ledger.victims()
         if pinned:
             able = able[~np.isin(able, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))]
+        able = able[ledger.sizes(able) >= least]
         room = ledger.sizes(able) * near[able]
+        if len(self._repeat) < len(ledger.size):
+            self._repeat = np.concatenate([self._repeat, np.zeros(len(ledger.size) + 64)])
+        repeat = self._repeat
         while short > 0 and len(able):
-            scores = (ledger.prices(able) + _TICK_SECONDS) / room
-            at = int(scores.argmin())
-            s = int(able[at])
+            scores = (ledger.prices(able) + repeat[able] + _TICK_SECONDS) / room
+            while True:  # segments grow until something is made again: what was looked at before is too low, or right
+                at = int(scores.argmin())
+                s = int(able[at])
+                again = ledger.repeat_seconds(s, _ROOM * self.budget_bytes)
+                if again <= repeat[s]:
+                    break
+                scores[at] += (again - repeat[s]) / room[at]
+                repeat[s] = again
             victims.append((float(scores[at] * room[at]), s))
             self._evict(s)
             short -= ledger.size[s]
@@ -211,32 +238,32 @@ class Online:
         self.steps.append(Step(do, k))
         if do is Do.RECOMPUTE:
             ledger.settle(k)
-            if self.seconds > (1.0 + _MOST_AGAIN) * self._program_seconds:
+            if self.seconds > (1.0 + self.most_again) * self._program_seconds:
                 raise OverBudget("recomputing does not end")
 
     def _gather(self, targets: Sequence[int]) -> None:
         """Makes all of `targets` resident."""
         if all(self.ledger.resident[s] for s in targets):
             return
+        self._repeat[:] = 0.0
         try:
             self._in_order(targets)
         except OverBudget:
             _Frugal(self).gather(targets)
 
     def _in_order(self, targets: Sequence[int]) -> None:
-        """Everything that is missing, in the order of the program, with all that the rest needs pinned."""
+        """Everything that is missing, with all that the rest needs pinned: in the order of the program where that fits, else
+        what is needed together together."""
         ledger = self.ledger
-        missing: set[int] = set()
-        todo = [ledger.maker[s] for s in targets if not ledger.resident[s]]
-        while todo:
-            k = todo.pop()
-            if k not in missing:
-                missing.add(k)
-                todo += [ledger.maker[i] for i in ledger.inputs[k] if not ledger.resident[i]]
-        order = sorted(missing)
-        pins = Counter(targets)
-        for k in order:
-            pins.update(ledger.inputs[k])
+        missing = self._missing(targets)
+        for order in (sorted(missing), missing):
+            pins = Counter(targets)
+            for k in order:
+                pins.update(ledger.inputs[k])
+            if self._most_bytes(order, pins) <= self.budget_bytes:
+                break
+        else:
+            raise OverBudget(f"{len(missing)} ops cannot run again side by side")
         self._pins.update(pins)
         try:
             for k in order:
@@ -245,6 +272,41 @@ class Online:
                 pins.subtract(ledger.inputs[k])
         finally:
             self._unpin(pins.elements())
+
+    def _missing(self, targets: Sequence[int]) -> list[int]:
+        """The ops that have to run again, each after those that it needs, as late as possible."""
+        ledger = self.ledger
+        order: list[int] = []
+        seen: set[int] = set()
+        todo = [(ledger.maker[s], False) for s in targets if not ledger.resident[s]]
+        while todo:
+            k, ready = todo.pop()
+            if ready:
+                order.append(k)
+            elif k not in seen:
+                seen.add(k)
+                todo.append((k, True))
+                todo += [(ledger.maker[i], False) for i in ledger.inputs[k] if not ledger.resident[i]]
+        return order
+
+    def _most_bytes(self, order: Sequence[int], pins: Counter[int]) -> int:
+        """The most that has to be resident at once when `order` runs and `pins` (how often each is read) stay meanwhile."""
+        ledger = self.ledger
+        here = {s for s in (*pins, *self._pins, *ledger.fixtures) if ledger.resident[s]}
+        left, used = pins.copy(), sum(ledger.size[s] for s in here)
+        most = used
+        for k in order:
+            fresh = [s for s in ledger.outputs[k] if s not in here]
+            most = max(most, used + sum(ledger.size[s] for s in fresh))
+            kept = [s for s in fresh if left[s] > 0]
+            here.update(kept)
+            used += sum(ledger.size[s] for s in kept)
+            for s in ledger.inputs[k]:
+                left[s] -= 1
+                if not left[s] and s in here and s not in self._pins and not ledger.fixed[s]:
+                    here.remove(s)
+                    used -= ledger.size[s]
+        return most
 
 
 class _Frugal:
@@ -290,9 +352,9 @@ class _Frugal:
                 online._unpin(inputs)
 
 
-def run_online(trace: Trace, budget_bytes: int) -> tuple[bool, Online]:
+def run_online(trace: Trace, budget_bytes: int, *, most_again: float = _MOST_AGAIN) -> tuple[bool, Online]:
     """Feeds a trace to the policy, event by event. Returns whether it fits, and the machine as it is then."""
-    online = Online(budget_bytes)
+    online = Online(budget_bytes, most_again=most_again)
     try:
         for k, op in enumerate(trace.ops):
             if k == trace.backward_at:

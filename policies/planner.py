@@ -7,32 +7,14 @@ go below, and the gap between the two. What is behind it: docs/planner.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from .bound import INFEASIBLE, with_link
-from .planner_link import hide
-from .planner_recompute import least_bytes, recompute_only, smaller_budgets
-from .planner_search import Search
+from .bound_room import least_bytes
+from .planner_offload import offloading
+from .planner_recompute import recompute_only
 from .planner_timeline import Problem, Timeline
+from .schedule import Do, Step
 from .trace import TierLink, Trace
-
-
-class Do(Enum):
-    """What a step does. Values are the judge's words where it has one."""
-
-    COMPUTE = "compute"  # target: op, for the first time
-    RECOMPUTE = "recompute"  # target: op, again: makes those of its storages that are not resident
-    FREE = "free"  # target: storage; if a write of it is under way, waits for its end
-    OFFLOAD = "offload"  # target: storage; starts its copy to the tier once what was asked of the link before is done
-    RELOAD = "reload"  # target: storage; its room is taken now, the read starts when the link is free; its users wait
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step; see `Do`."""
-
-    do: Do
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +79,6 @@ class Plan:
 EFFORT = 300_000
 """Steps of search of a plan by default: about a second."""
 
-_PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Seconds of recompute that a second of the link is worth, tried in turn; 0: all that leaves is offloaded."""
-
 
 def plan(
     trace: Trace,
@@ -125,8 +104,7 @@ def plan(
     not `copy_on_write`, recomputing an in-place op is taken to need a private copy (design rule 2).
     """
     problem = Problem.of(trace)
-    if not recompute:
-        problem = replace(problem, again=[False] * len(problem.size))
+    swapping = replace(problem, again=[False] * len(problem.size))
     at = trace.unmanaged_peak[1]
     unmanaged = sum(problem.cost)
     idle = Timeline(problem)
@@ -136,105 +114,32 @@ def plan(
         pass
     elif idle.peak <= budget_bytes:
         best, seconds, bound = idle, unmanaged, 0.0
-    elif recompute:
-        best, bound = recompute_only(problem, budget_bytes, moment=at, effort=effort)
-        if best is None and bound < INFEASIBLE:
-            for smaller in smaller_budgets(problem, budget_bytes, trace.unmanaged_peak[0]):
-                best, _ = recompute_only(problem, smaller, moment=at, effort=effort // 4, lower=bound)
-                if best is not None:
-                    break
-        seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
-    if link is not None and idle.peak > budget_bytes >= least_bytes(problem):
-        bound = with_link(problem, budget_bytes, at, link).seconds
-        full = int((idle.profile > budget_bytes).argmax())
-        candidates = [
-            _advised(problem, budget_bytes, link, at, share, full if early else at, effort) for share, early in _SHARES
-        ]
-        candidates += [_mixed(problem, budget_bytes, link, x, effort) for x in (_PRICES if recompute else _PRICES[:1])]
-        for other in candidates:
-            if other is not None and other[1] < seconds:
-                best, seconds = other
+    else:
+        if recompute:
+            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort)
+            seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
+        if link is not None:
+            bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds
+            # The link alone has its turn too, so that nobody does better with less.
+            for p in (swapping, problem) if recompute else (swapping,):
+                gate = best is None or p is swapping  # alone it has the same turn
+                for other, takes in offloading(p, budget_bytes, link, at, effort, gate=gate):
+                    if takes < seconds:
+                        best, seconds = other, takes
+                    if seconds <= (unmanaged + bound) * (1 + 1e-9):
+                        break
     if best is None:
         return Plan(budget_bytes, False, (), (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
     steps = _steps(best)
     return Plan(budget_bytes, True, steps, _absences(best), best.peak, seconds, unmanaged, unmanaged + bound)
 
 
-_SHARES = ((1.0, False), (0.85, False), (1.0, True), (0.8, True), (0.5, True), (0.25, True))
-"""What share of the bandwidth the advice may count on, and whether writes have to be done when memory fills up first."""
-
-
-def _advised(
-    problem: Problem, budget_bytes: int, link: TierLink, at: int, share: float, due: int, effort: int
-) -> tuple[Timeline, float] | None:
-    """(timeline, seconds) where what the relaxation reads back is offloaded over the moment `at`, the rest shaved."""
-    slower = replace(
-        link,
-        read_bytes_per_second=share * link.read_bytes_per_second,
-        write_bytes_per_second=share * link.write_bytes_per_second,
-    )
-    advice = with_link(problem, budget_bytes, at, slower, due=due)
-    chosen = {s for s, x in advice.read.items() if x > 0.5}
-    if not chosen:
-        return None
-    best: tuple[Timeline, float] | None = None
-    prices = {s: 1e-3 * problem.size[s] / link.read_bytes_per_second for s in chosen}
-    if not any(problem.again):  # what the advice keeps may have to go as well
-        prices = {s: prices.get(s, size / link.read_bytes_per_second) for s, size in enumerate(problem.size) if size}
-    bias = {s: 0.1 + k for s, k in advice.kept.items()}
-    for sharpness in (1.0, 3.0):
-        timeline = Timeline(problem, prices)
-        moment = timeline.own[at]
-        for s in chosen:
-            uses = [q for q in timeline.uses[s] if q > moment]
-            if uses and timeline.pin[s] < moment:
-                timeline.add(timeline.restore(s, uses[0]))
-        search = Search(timeline, budget_bytes, bias=bias)
-        if not search.shave(sharpness=sharpness, limit_work=effort // 8):
-            continue
-        search.settle()
-        seconds = hide(timeline, link, budget_bytes).seconds
-        if best is None or seconds < best[1]:
-            best = timeline, seconds
-    return best
-
-
-def _mixed(
-    problem: Problem, budget_bytes: int, link: TierLink, price: float, effort: int
-) -> tuple[Timeline, float] | None:
-    """(timeline, seconds) where what costs less over the link than running again, at this price, is offloaded."""
-    prices = {}
-    room = link.capacity_bytes
-    for s in sorted(range(len(problem.size)), key=lambda s: -problem.cost[problem.maker[s]] / max(problem.size[s], 1)):
-        size = problem.size[s]
-        moving = size / link.read_bytes_per_second + size / link.write_bytes_per_second + 2 * link.latency_seconds
-        if size and (price * moving < problem.cost[problem.maker[s]] or not problem.again[s]):
-            if room is not None:
-                if size > room:
-                    continue
-                room -= size
-            # Never nothing: what moves fewer bytes is better even where the link is free.
-            prices[s] = max(price, 0.02) * moving
-    best: tuple[Timeline, float] | None = None
-    for sharpness in (1.0, 3.0):
-        search = Search(Timeline(problem, prices), budget_bytes)
-        if not search.shave(sharpness=sharpness, limit_work=effort // 4):
-            search = Search(Timeline(problem, prices), budget_bytes)
-            if not search.squeeze(sharpness=sharpness, limit_work=effort // 4):
-                continue
-        search.settle()
-        if not any(search.timeline.op(q) < 0 for q in search.timeline.extras()):
-            continue
-        seconds = hide(search.timeline, link, budget_bytes).seconds
-        if best is None or seconds < best[1]:
-            best = search.timeline, seconds
-    return best
-
-
 def _steps(timeline: Timeline) -> tuple[Step, ...]:
     ends: dict[int, list[int]] = {}
+    written = timeline.problem.written
     for s, _, end in timeline.intervals():
-        ends.setdefault(end, []).append(s)
+        if written[s] < 0 or end != timeline.own[written[s]]:  # else its block went to the new version
+            ends.setdefault(end, []).append(s)
     back = {q % timeline.stride for q in timeline.keys if timeline.op(q) < 0}
     steps = []
     for key in timeline.keys:

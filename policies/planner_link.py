@@ -60,6 +60,8 @@ def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
             for s in wanted:
                 if s in ready:
                     now = max(now, ready.pop(s)) if waiting else now
+                if own and op < p.n_ops and p.written[s] == op and waiting:  # its block cannot be handed on before
+                    now = max(now, written.get(s, 0.0))
             begins[q] = now
             if op < p.n_ops:
                 now += p.cost[op]

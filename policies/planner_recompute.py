@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .bound import INFEASIBLE, relaxation
+from .bound_room import least_bytes
+from .online import run_online
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
+from .schedule import Do, Step
+from .trace import Trace
 
 _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
 """(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
+
+_LADDERS = (1.0, 0.0, 3.0)
+"""Sharpness on the way down to a budget that is hard to meet, in turn."""
+
+_MOST_AGAIN = 3.0
+"""A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
 
 
-def least_bytes(problem: Problem) -> int:
-    """No schedule needs less: the op that takes most, beside what the program holds and cannot be let go of."""
-    held = [0] * (problem.n_ops + 1)
-    for s, k in enumerate(problem.maker):
-        if problem.pinned[s] >= k:
-            held[k] += problem.size[s]
-            if problem.pinned[s] + 1 <= problem.n_ops:
-                held[problem.pinned[s] + 1] -= problem.size[s]
-    most = level = 0
-    for k in range(problem.n_ops):
-        level += held[k]
-        there = set(problem.wanted[k]) | set(problem.outputs[k])
-        loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
-        most = max(most, level + loose - problem.handed[k])
-    return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
+def _hold(timeline: Timeline, moment: int, kept: dict[int, float]) -> list[tuple[int, int]]:
+    """Keeps what K keeps for what K drops, until the last of that is wanted. Returns (storage, event) of each hold."""
+    p, now = timeline.problem, timeline.own[moment]
+    until = [timeline.stage(uses[-1]) if uses else 0 for uses in timeline.uses]
+    for s in sorted(kept, key=lambda s: -p.maker[s]):
+        if kept[s] < 0.5:
+            for i in p.inputs[p.maker[s]]:
+                until[i] = max(until[i], until[s])
+    held = []
+    for s, share in kept.items():
+        if share >= 0.5 and until[s] > moment and timeline.gone[s] > now and timeline.reach(s, now + 1) < now:
+            held.append((s, timeline.own[until[s]]))
+            timeline.hold(*held[-1])
+    return held
 
 
-def shaved(problem: Problem, budget_bytes: int, kept: dict[int, float], effort: int) -> Iterator[Search]:
+def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, float], effort: int) -> Iterator[Search]:
     """Searches whose timelines meet the budget, one for each way that got there, while `effort` lasts."""
     best = INFEASIBLE
     for share, sharpness in _WAYS:
         bias = {s: share + k for s, k in kept.items()} if share is not None else {}
         search = Search(Timeline(problem), budget_bytes, bias=bias)
+        # What K keeps although the program has done with it (small tensors that large ones are cheaply made from) is worth
+        # its room only once much is made from it: it stays from the start, and what nobody came for goes afterwards.
+        held = _hold(search.timeline, moment, kept) if share is not None else []
         # Pruning takes back half at most of what shaving drops too much.
         if search.shave(sharpness=sharpness, limit_seconds=2.2 * best, limit_work=effort):
+            for s, key in held:
+                search.timeline.release(s, key)
             search.settle()
             best = min(best, search.timeline.extra_seconds)
             yield search
@@ -48,38 +62,93 @@ def shaved(problem: Problem, budget_bytes: int, kept: dict[int, float], effort: 
             return
 
 
-def squeezed(problem: Problem, budget_bytes: int, effort: int) -> Iterator[Search]:
-    """As `shaved`, for budgets near the floor."""
-    for sharpness in (1.0, 0.0, 3.0):
-        search = Search(Timeline(problem), budget_bytes)
-        if search.squeeze(sharpness=sharpness, limit_work=effort):
-            search.settle()
-            yield search
+def descend(
+    problem: Problem, budget_bytes: int, prices: dict[int, float] | None = None, trace: Trace | None = None
+) -> Search | None:
+    """A timeline that fits, whatever it costs; None: no plan. What fits a budget fits every larger one.
 
-
-def recompute_only(
-    problem: Problem, budget_bytes: int, *, moment: int, effort: int, lower: float | None = None
-) -> tuple[Timeline | None, float]:
-    """(the cheapest timeline found, the bound in extra seconds over the relaxation at op `moment`).
+    That is so because nothing here depends on the budget but where to stop: the same ladders are climbed down, the same
+    levels tried, and a timeline that fits a level fits every budget above it.
 
     Args:
         problem: the pass.
         budget_bytes: most bytes resident.
-        moment: op of the unmanaged peak.
-        effort: steps of search; one is about 3 us.
-        lower: bound and K are not asked for again (a plan for a smaller budget).
+        prices: what may be read back, see `Timeline`.
+        trace: of the problem; where all else fails the online policy has its turn at the same levels.
     """
     least = least_bytes(problem)
+    work = 10_000 + 20 * len(problem.size)  # steps of one level that may be in vain
     if budget_bytes < least:
-        return None, INFEASIBLE
-    bound, kept = relaxation(problem, budget_bytes, [moment]) if lower is None else (lower, {})
+        return None
+    for sharpness in _LADDERS:
+        search = Search(Timeline(problem, prices), 0)
+        timeline, step = search.timeline, 0.2
+        while timeline.peak > budget_bytes and step > 0.02:
+            search.budget, search.bias = least + int((timeline.peak - least) * (1 - step)), {}
+            timeline.mark()
+            if not search.squeeze(sharpness=sharpness, limit_work=work):
+                timeline.undo()
+                step /= 2
+            timeline.journal = None
+        if timeline.peak <= budget_bytes:
+            return search
+    excess = 1.0
+    while excess:
+        excess = excess / 2 if excess > 0.01 else 0.0
+        level = int(least * (1 + excess))
+        if level <= budget_bytes:
+            search = Search(Timeline(problem, prices), level)
+            if search.squeeze(sharpness=1.0, limit_work=3 * work):
+                return search
+            if trace is not None:
+                fits, machine = run_online(trace, level, most_again=_MOST_AGAIN)
+                replayed = _replayed(problem, machine.steps) if fits else None
+                if replayed is not None and replayed.peak <= level:
+                    return Search(replayed, level)
+    return None
+
+
+def _replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
+    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows."""
+    timeline = Timeline(problem)
+    stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
+    for step in steps:
+        if step.do is Do.COMPUTE:
+            stages.append([[]])
+        elif step.do is Do.RECOMPUTE:
+            if stages[-1][-1] and stages[-1][-1][-1] >= step.target:
+                stages[-1].append([])
+            stages[-1][-1].append(step.target)
+    for stage, rows in enumerate(stages):
+        if len(rows) > timeline.rows:
+            return None
+        for back, ops in enumerate(reversed(rows)):
+            for op in ops:
+                timeline.add(timeline.key(stage, op) - back * timeline.stride)
+    return timeline
+
+
+def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort: int) -> tuple[Timeline | None, float]:
+    """(the cheapest timeline found, the bound in extra seconds over the relaxation at the unmanaged peak).
+
+    Args:
+        problem: the pass.
+        trace: the same.
+        budget_bytes: most bytes resident.
+        effort: steps of search; one is about 3 us.
+    """
+    moment = trace.unmanaged_peak[1]
+    bound, kept = relaxation(problem, budget_bytes, [moment])
     if bound == INFEASIBLE:
         return None, bound
-    found = list(shaved(problem, budget_bytes, kept, effort // 2))
-    if not found or budget_bytes < 1.5 * least:
-        found += squeezed(problem, budget_bytes, effort // 2)
-    if not found:
+    fits = descend(problem, budget_bytes, trace=trace if trace.copy_on_write else None)
+    if fits is None:
         return None, bound
+    found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
+    if not found or budget_bytes < 1.5 * least_bytes(problem):
+        fits.budget, fits.bias = budget_bytes, {}
+        fits.settle()
+        found.append(fits)
     search = min(found, key=lambda search: search.timeline.extra_seconds)
     spent = sum(other.work for other in found)
     before = search.bias
@@ -89,12 +158,3 @@ def recompute_only(
         search.bias = before if turn % 2 else {}
         search.improve(max(effort - spent, effort // 4) // 8)
     return search.timeline, bound
-
-
-def smaller_budgets(problem: Problem, budget_bytes: int, peak_bytes: int) -> Iterator[int]:
-    """Budgets on a grid that does not depend on `budget_bytes`, below it: a plan for one of them is a plan for it too."""
-    grid, least = float(peak_bytes), least_bytes(problem)
-    while grid >= least:
-        if grid < budget_bytes:
-            yield int(grid)
-        grid *= 0.985

@@ -67,16 +67,16 @@ class Problem:
             pinned[s] = max(pinned[s], min(trace.storages[s].released, n + 1) - 1)
         if not trace.copy_on_write:
             for k, op in enumerate(trace.ops):
-                for old, _ in op.writes:
-                    if pinned[old] < k:
-                        written[old] = k
-                        handed[k] += size[old]
+                for old, _ in op.writes:  # whoever holds the old version holds the block, and so the new one
+                    pinned[old] = min(pinned[old], k)
+                    written[old] = k
+                    handed[k] += size[old]
         return cls(
             n,
             size,
             [op.seconds for op in trace.ops],
             [op.inputs for op in trace.ops],
-            [tuple(dict.fromkeys(op.inputs + op.uses)) for op in trace.ops],
+            [op.wanted for op in trace.ops],
             [op.outputs for op in trace.ops],
             [s.maker for s in trace.storages],
             pinned,

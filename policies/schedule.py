@@ -121,15 +121,16 @@ class Replay:
             raise Broken(f"op {k} {'again' if again else 'for the first time'} after {self.computed} ops")
         if again and op.kind in (OpKind.CONSTANT, OpKind.ONCE):
             raise Broken(f"op {k} ({op.name}) cannot run again")
-        missing = [self.trace.storages[s].name for s in op.inputs if s not in self.resident]
+        wanted = op.inputs if again else op.wanted
+        missing = [self.trace.storages[s].name for s in wanted if s not in self.resident]
         if missing:
             raise Broken(f"op {k} runs without its inputs {missing[:3]}")
-        for s in op.inputs:
+        for s in wanted:
             self._wait(self.ready_at.get(s, 0.0))
-        self._take([s for s in op.outputs if s not in self.resident], f"op {k}")
         if not self.trace.copy_on_write and not again:
-            for old, _ in op.writes:  # the new version took the old one's block
-                self._free(old)
+            for old, _ in op.writes:  # the new version takes the old one's block
+                self._leave(old)
+        self._take([s for s in op.outputs if s not in self.resident], f"op {k}")
         if again:
             self.recomputes += 1
         else:
@@ -146,6 +147,9 @@ class Replay:
             raise Broken(f"constant {name} freed while held")
         if held and self.computed < self.trace.storages[s].pinned_until:
             raise Broken(f"{name} freed while the program itself holds it")
+        self._leave(s)
+
+    def _leave(self, s: int) -> None:
         self._wait(self.copied_at.get(s, 0.0))
         self.resident.remove(s)
         self.ready_at.pop(s, None)
@@ -175,6 +179,8 @@ class Replay:
         lost = [self.trace.storages[s].name for s in self.trace.held_at_end if s not in self.resident]
         if lost:
             raise Broken(f"{len(lost)} storages held at the end are gone, {lost[:3]}")
+        for s in self.trace.held_at_end:
+            self._wait(self.ready_at.get(s, 0.0))
 
 
 def without_trailing_frees(steps: Sequence[Step]) -> Sequence[Step]:

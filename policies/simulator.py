@@ -142,10 +142,10 @@ class Simulation:
             for s in trace.released_before[k]:
                 self._release(s)
             self.before(k)
-            self.gather(op.inputs, k)
-            self.pins.update(op.inputs)
+            self.gather(op.wanted, k)
+            self.pins.update(op.wanted)
             self._run(k, Do.COMPUTE)
-            self.pins -= Counter(op.inputs)
+            self.pins -= Counter(op.wanted)
             self.program += op.seconds
             for s in op.outputs:
                 self.held[s] = True
@@ -156,6 +156,7 @@ class Simulation:
         for s in trace.released_before[len(trace.ops)]:
             self._release(s)
         self.gather(trace.held_at_end, len(trace.ops))
+        self.clock.end()
 
     def _release(self, s: int) -> None:
         self.held[s] = False

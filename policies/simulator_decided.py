@@ -54,7 +54,7 @@ class Accesses:
         live = 0
         for k, op in enumerate(trace.ops):
             start.append(start[-1] + op.seconds)
-            for s in op.inputs:
+            for s in op.wanted:
                 ops[s].append(k)
             live += sum(trace.storages[s].size_bytes for s in op.outputs)
             used.append(live)

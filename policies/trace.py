@@ -79,6 +79,11 @@ class Op:
     saves: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
 
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """What must be resident when the program runs it: inputs, and what autograd asks back. A recompute reads inputs."""
+        return tuple(dict.fromkeys(self.inputs + self.uses)) if self.uses else self.inputs
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -191,7 +196,7 @@ class Trace:
         for k, op in enumerate(self.ops):
             if not op.seconds >= 0:
                 raise TraceError(f"op {k} ({op.name}) takes {op.seconds!r} seconds")
-            for s in op.inputs:
+            for s in op.wanted:
                 if s not in made:
                     raise TraceError(f"op {k} ({op.name}) reads storage {s}, which nothing has made")
                 if self.storages[s].released <= k:

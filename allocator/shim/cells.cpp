@@ -346,6 +346,8 @@ void sweep() {
     if (it != g.table.end()) table_erase(it);
   }
   g.sweep_at = std::max<size_t>(4096, g.table.size() * 2);
+  // What a large pass left empty would keep the small sweeps from coming round.
+  if (g.table.bucket_count() > 8 * (g.table.size() + 512)) g.table.rehash(0);
   g.attached_bytes = 0;
 }
 

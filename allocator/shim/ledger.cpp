@@ -286,6 +286,7 @@ static PyObject* py_forget_all(PyObject*, PyObject*) {
   std::vector<Cell*> cells;
   for (auto& [s, c] : g.table) cells.push_back(c);
   g.table.clear();
+  g.table.rehash(0);  // a sweep a few buckets at a time must come round
   for (Cell* c : cells) {
     if (c->recipe && c->gone == PRESENT) drop_recipe(c);
     deferred_decref(reinterpret_cast<PyObject*>(c));

@@ -43,7 +43,6 @@ enum Gone : uint8_t { PRESENT = 0, EVICTED = 1, OFFLOADED = 2 };
 enum SlotState : uint8_t { NO_SLOT = 0, WRITING = 1, CLEAN = 2 };
 enum Action : uint8_t { KEEP = 0, EVICT = 1, OFFLOAD = 2 };
 enum OpClass : uint8_t { OP_VIEW = 0, OP_PURE = 1, OP_SLOW = 2, OP_OPAQUE = 3 };
-// A kind (rule 7) is NEW until its op was run twice and gave the same bits, then TRUSTED; REFUSED when it did not.
 // What the telemetry is told (watch.cpp). A stall is waiting for room; a reload says how long it was waited for.
 enum Happening : uint8_t {
   HAPPENED_EVICT = 0,
@@ -52,6 +51,7 @@ enum Happening : uint8_t {
   HAPPENED_RECOMPUTE = 3,
   HAPPENED_STALL = 4
 };
+// A kind (rule 7) is NEW until its op was run twice and gave the same bits, then TRUSTED; REFUSED when it did not.
 enum Trust : uint8_t { TRUST_NEW = 0, TRUST_YES = 1, TRUST_NO = 2 };
 
 struct Kind {

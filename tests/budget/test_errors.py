@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import memmgr
+
+from .there import bytes_already_there
 
 MB = 1_000_000
 
@@ -73,7 +76,8 @@ def test_what_is_there_already_does_not_fit() -> None:
 def test_model_states_alone_do_not_fit(share: float, inside: bool) -> None:
     """Parameters, gradients and two moments are 4x the parameters: any less fails at the first optimizer step."""
     model = None if inside else wide()
-    limit = int(bytes_of(wide()) * share)
+    there = bytes_already_there() - (0 if model is None else bytes_of(model))
+    limit = int(bytes_of(wide()) * share) + there
     gc.collect()
     done: list[str] = []
 
@@ -156,3 +160,27 @@ def test_held_tensors_are_named() -> None:
     check_error(caught.value, 20 * MB)
     assert "saved for backward" in str(caught.value) or "other tensors" in str(caught.value)
     assert 6 <= len(kept) <= 10
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("meta")])
+def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
+    """Rather than a budget that nobody keeps."""
+    with pytest.raises(NotImplementedError, match=r"cannot be kept yet.*device='cpu'"):
+        memmgr.budget("1GB", device=device)
+
+
+def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
+    """The optimizer ran out of memory in the middle of making them; the error says what all of them will take."""
+    from memmgr._stock import missing_states
+
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    first, second, *_ = parameters = list(model.parameters())
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    before = missing_states("cpu")
+    optimizer = torch.optim.AdamW(parameters)
+    assert missing_states("cpu") - before == 8 * bytes_of(model) // 4
+    moments = {"exp_avg": torch.zeros_like(first), "exp_avg_sq": torch.zeros_like(first)}
+    optimizer.state[first] = {"step": torch.zeros(()), **moments}
+    optimizer.state[second] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(second)}
+    assert missing_states("cpu") - before == 8 * bytes_of(model) // 4 - 3 * first.nbytes

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,7 +87,8 @@ def dictionaries_have_the_same_keys() -> None:
         assert {"resident_peak_bytes", "unmanaged_peak_bytes", "outside_bytes"} <= set(native.arena_stats())
         assert {"queued_write_bytes", "used_peak_bytes", "direct"} <= set(native.tier_stats())
         assert len(native.pressure()) == 7 and len(native.columns()) == 9
-        print(sorted(native.counters()), sorted(native.arena_stats()), sorted(native.tier_stats()))
+        print(sorted(native.counters()), sorted(native.tier_stats()))
+        print("arena", *sorted(native.arena_stats()))
     assert native.tier_stats() == {}
 
 
@@ -392,6 +394,17 @@ def a_record_that_fails_keeps_no_copy() -> None:
         before = native.resident(), len(native.table())
         assert native.record(torch.ops.aten.mm.default, (x, sparse), None) is None
         assert (native.resident(), len(native.table())) == before
+
+
+@py_check
+def placement_is_refused_and_said() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with memmgr.budget("1GB", quiet=True, _placement="window+apart"):
+            w = torch.ones(64, 64, requires_grad=True)
+            w.exp().sum().backward()
+    assert w.grad is not None
+    assert [str(w.message) for w in said if "placement" in str(w.message)], [str(w.message) for w in said]
 
 
 @py_check

@@ -42,15 +42,22 @@ def _said(*checks: str) -> list[list[str]]:
     return [run.stdout.splitlines() for run in runs]
 
 
+# Where blocks lie is the arena's affair, and there is none without the shim.
+PLACEMENT = {"set_placement", "price", "arena_address"}
+
+
 def test_the_same_figures_and_switches() -> None:
     """The keys of the dictionaries, and the numeric switches of this process in their order."""
     shim, py = _said("dictionaries_have_the_same_keys", "circumstances_are_interned")
-    assert shim == py
+    # Searches and fragmentation are an arena's; of the rest every figure is there.
+    there, here = (next(set(line.split()) for line in lines if line.startswith("arena ")) for lines in (shim, py))
+    assert here <= there and {"resident_peak_bytes", "live_bytes", "reclaims", "failures"} <= here
+    assert [x for x in shim if not x.startswith("arena ")] == [x for x in py if not x.startswith("arena ")]
 
 
 def test_the_same_names() -> None:
     """Every function of the shim is there and no other; the objects have its fields, and may have more."""
     shim, py = ({line.split()[0]: set(line.split()[1:]) for line in lines} for lines in _said("api_is_complete"))
-    assert shim["functions"] == py["functions"]
+    assert shim["functions"] - PLACEMENT == py["functions"]
     for kind in ("Cell", "Ref", "Recipe"):
         assert shim[kind] and not shim[kind] - py[kind], kind

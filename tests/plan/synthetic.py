@@ -121,3 +121,38 @@ def size_of(log: LogWriter, x: str) -> int:
     while x in source:
         x = source[x]
     return next(int(line["MEMORY"]) for line in log.lines if line["INSTRUCTION"] == "MEMORY" and line["NAME"] == x)
+
+
+def tangle(seed: int, *, ops: int = 8) -> LogWriter:
+    """A pass with no layers: each op reads one to three of the tensors before it, backward reads some of them in reverse.
+
+    Sizes and times have nothing to do with each other; some ops make two tensors, some are views, some write in place, some
+    tensors are let go of early, some gradients are held to the end.
+    """
+    log = LogWriter(seed)
+    r = log.random
+    live = [log.constant(r.randint(10, 200)) for _ in range(r.randint(1, 2))]
+    done: list[list[str]] = []  # what each op of forward leaves for backward
+    for _ in range(ops):
+        read = r.sample(live, min(len(live), r.choice((1, 1, 2, 3))))
+        kind = r.random()
+        if kind < 0.1:
+            made = log.call("view", 1, read[:1], 0, alias=0)
+        elif kind < 0.2 and done:
+            inner = r.choice(done)[0]
+            log.mutate("relu_", r.randint(5, 300), [inner])
+            continue
+        else:
+            sizes = [r.choice((100, 300, 1000, 3000)) for _ in range(r.choice((1, 1, 1, 2)))]
+            made = log.call("f", r.randint(5, 3000), read, *sizes)
+        live.append(made[0])
+        done.append([made[0], *made[1:]])
+    log.lines.append({"INSTRUCTION": "ANNOTATE", "ANNOTATION": "BACKWARD"})
+    [g] = log.call("loss", 10, [live[-1]], 8)
+    for made in reversed(done):
+        grads = log.call(
+            "b", r.randint(5, 4000), [g, *made], r.choice((8, 300, 1000)), *([50] if r.random() < 0.3 else [])
+        )
+        log.release(g, *(x for x in made if r.random() < 0.9))
+        g = grads[0]
+    return log

@@ -150,6 +150,21 @@ def test_it_does_not_know_the_future_of_operator_logs(share: float) -> None:
     prefix_holds(lines, int(share * len(lines)) + 1, parse_dtr_log(lines).unmanaged_peak[0] // 2)
 
 
+@needs_logs
+@pytest.mark.parametrize("name", ["inceptionv4", "transformer", "treelstm"])
+def test_the_beginning_of_an_operator_log_is_all_it_needs(name: str) -> None:
+    """As above, on the long logs: cut in forward, at its turn and in backward."""
+    lines = log(name).read_text().splitlines()
+    trace = parse_dtr_log(lines)
+    budget = int(trace.unmanaged_peak[0] * 0.4)
+    fits, whole = run_online(trace, budget)
+    assert fits
+    for share in (0.3, 0.52, 0.8):
+        _, part = run_online(parse_dtr_log(lines[: int(share * len(lines)) + 1]), budget)
+        assert 0 < part.at_end < whole.at_end
+        assert part.steps[: part.at_end] == whole.steps[: part.at_end]
+
+
 def test_the_books_are_right() -> None:
     """After each op, what will run again is what a recount says."""
     for seed in range(3):

@@ -32,7 +32,7 @@ def steps_of(path: Path) -> list[dict[str, object]]:
 
 
 @needs_judge
-@pytest.mark.parametrize("policy", ["auto", "dtr_eq", "capuchin"])
+@pytest.mark.parametrize("policy", ["auto", "plan", "dtr_eq", "capuchin"])
 def test_json_and_schedule(policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "schedule"
     words = ("--log", file, "--format", "dtr", "--policy", policy, "--ratio", 0.7, "--schedule-out", out, "--json")
@@ -46,6 +46,7 @@ def test_json_and_schedule(policy: str, file: Path, tmp_path: Path, capsys: pyte
     assert said["valid"], said
     assert said["time_ns"] / 1e9 / trace.seconds == pytest.approx(shown["overhead"], rel=1e-9)
     assert said["peak_bytes"] == shown["peak_bytes"] <= shown["budget_bytes"]
+    assert 1 < shown["lower_bound"] <= shown["overhead"] and shown["seconds"] > 0
 
 
 def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,11 +63,22 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
 def test_a_table_of_all(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--log", file, "--policy", "all", "--ratio", 0.8) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("auto", "capuchin", "delta_taco", "dtr_eq"))
+    assert all(name in shown for name in ("auto", "plan", "capuchin", "delta_taco", "dtr_eq"))
 
 
-def test_with_a_link_the_schedule_is_one_too(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--policy", "offload", "--ratio", 0.7, "--link", 0.05, "--schedule-out", tmp_path / "s", "--json")
+def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--policy", "all", "--ratio", 0.5, "--link", 0.05, "--json") == 0
+    results = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert {"auto", "plan", "offload", "dtr_eq"} <= set(results) and all(set(r) >= FIELDS for r in results.values())
+    feasible = [r["overhead"] for r in results.values() if r["feasible"]]
+    assert results["plan"]["lower_bound"] <= results["plan"]["overhead"] == min(feasible)
+
+
+@pytest.mark.parametrize("policy", ["offload", "plan"])
+def test_with_a_link_the_schedule_is_one_too(
+    policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--policy", policy, "--ratio", 0.7, "--link", 0.05, "--schedule-out", tmp_path / "s", "--json")
     assert simulate("--log", file, *words) == 0
     shown = json.loads(capsys.readouterr().out)
     trace = read_dtr_log(file)

@@ -1,0 +1,73 @@
+"""The recorder sleeps while passes fit with room to spare, and wakes where it may."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+import memmgr
+from memmgr import _budget
+from memmgr._sleep import CALM_PASSES, hooks_on_top
+
+SMALL, LARGE = 64, 1024
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
+
+
+def _pass(model: nn.Module, rows: int) -> None:
+    model(torch.randn(rows, 256)).square().mean().backward()
+    model.zero_grad()
+
+
+def _peak(rows: int) -> int:
+    gc.collect()
+    with memmgr.budget(None, quiet=True) as mm:
+        _pass(_model(), rows)
+    return int(mm.stats()["unmanaged_peak_bytes"])
+
+
+def _asleep() -> bool:
+    manager = _budget.current()
+    assert manager is not None
+    return bool(manager.sleeper.asleep)
+
+
+def _stacks() -> tuple[int, object]:
+    return torch._C._len_torch_dispatch_stack(), hooks_on_top()
+
+
+def test_sleeps_when_passes_fit_and_wakes_when_one_does_not() -> None:
+    limit = _peak(LARGE)
+    before = _stacks()
+    with memmgr.budget(limit, quiet=True) as mm:
+        model = _model()
+        awake = _stacks()
+        for _ in range(CALM_PASSES + 1):
+            _pass(model, SMALL)
+        assert _asleep() and _stacks() == before
+        _pass(model, LARGE)
+        assert not _asleep() and _stacks()[0] == awake[0] == before[0] + 1
+    assert mm.stats()["resident_bytes.peak"] <= limit
+    assert _stacks() == before
+
+
+def test_does_not_wake_where_hooks_are_refused() -> None:
+    """Inside a transform of torch.func a pass may end that fits no longer; waking waits until hooks are allowed again."""
+    limit = _peak(LARGE)
+    before = _stacks()
+    with memmgr.budget(limit, quiet=True):
+        model = _model()
+        for _ in range(CALM_PASSES + 1):
+            _pass(model, SMALL)
+        assert _asleep()
+        with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+            _pass(model, LARGE)
+            assert _asleep() and _stacks() == before
+        _pass(model, LARGE)
+        assert not _asleep()
+    assert _stacks() == before

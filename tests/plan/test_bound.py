@@ -1,0 +1,90 @@
+"""Lower bounds: those of the reference, never above an optimum, and in order among themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from memmgr.policies.bound import INFEASIBLE, lower_bound_seconds
+from memmgr.policies.schedule import replay
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+
+from .exact import exact
+from .operator_logs import NAMES, SHARED, log, needs_logs
+from .synthetic import LogWriter, network, tangle
+
+
+def trace_of(writer: LogWriter) -> Trace:
+    return parse_dtr_log(json.dumps(line) for line in writer.lines).check()
+
+
+def several(trace: Trace) -> list[int]:
+    """The moment of the peak, and some around it."""
+    n, at = len(trace.ops), trace.unmanaged_peak[1]
+    return sorted({at, *range(n // 6, n, n // 6)})
+
+
+@needs_logs
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ratio", ["0.7", "0.2"])
+def test_the_bound_is_the_references(name: str, ratio: str) -> None:
+    trace = read_dtr_log(log(name))
+    told = json.loads((SHARED / "dtr-logs" / "reference.json").read_text())[name]["overhead"]["lower_bound"][ratio]
+    extra = lower_bound_seconds(trace, int(trace.unmanaged_peak[0] * float(ratio)))
+    assert 1 + extra / trace.seconds == pytest.approx(told, abs=1e-5)
+
+
+def test_no_bound_is_above_an_optimum() -> None:
+    feasible = positive = 0
+    for seed in range(12):
+        trace = trace_of(tangle(seed, ops=8))
+        slack = 1e-6 * trace.seconds
+        for ratio in (0.9, 0.75, 0.6, 0.45):
+            budget = int(trace.unmanaged_peak[0] * ratio)
+            optimum = exact(trace, budget, limit_seconds=2.0)
+            single, many = (
+                lower_bound_seconds(trace, budget),
+                lower_bound_seconds(trace, budget, moments=several(trace)),
+            )
+            assert single <= many + slack
+            if not (optimum.solved and optimum.feasible):
+                continue
+            cost = replay(trace, optimum.steps, budget)
+            assert cost.valid, cost.why
+            assert cost.seconds == pytest.approx(trace.seconds + optimum.extra_seconds)
+            assert many <= optimum.extra_seconds + slack
+            feasible += 1
+            positive += many > slack
+    assert feasible >= 12 and positive >= 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_are_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less room costs more, more moments tell more, a link helps, and the knapsack is weaker."""
+    trace = trace_of(network(seed, depth=10))
+    peak = trace.unmanaged_peak[0]
+    budgets = [int(peak * ratio) for ratio in (1.0, 0.8, 0.6, 0.4)]
+    single = [lower_bound_seconds(trace, b) for b in budgets]
+    slack = 1e-6 * trace.seconds
+    assert single[0] == 0.0 < single[-1]
+    assert all(less <= more + slack for less, more in zip(single, single[1:], strict=False))
+    for b, bound in zip(budgets, single, strict=True):
+        assert bound <= lower_bound_seconds(trace, b, moments=several(trace)) + slack
+        linked = [lower_bound_seconds(trace, b, link=TierLink("host", rate, rate)) for rate in (1e6, 1e9, 1e15)]
+        assert slack + bound >= linked[0] and linked[0] + slack >= linked[1] and linked[1] + slack >= linked[2]
+        assert linked[2] == pytest.approx(0.0, abs=slack)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # as if scipy were not installed
+    weaker = [lower_bound_seconds(trace, b) for b in budgets]
+    assert all(less <= more + slack for less, more in zip(weaker, single, strict=True))
+    assert weaker[-1] > 0.0 and weaker[0] == 0.0
+    assert lower_bound_seconds(trace, budgets[-1], link=TierLink("host", 1e9, 1e9)) == 0.0
+
+
+def test_what_cannot_fit_has_no_bound() -> None:
+    trace = trace_of(network(1, depth=6))
+    assert lower_bound_seconds(trace, 10) == INFEASIBLE
+    assert lower_bound_seconds(trace, 10, link=TierLink("host", 1e9, 1e9)) == INFEASIBLE
+    assert lower_bound_seconds(Trace((), ()), 10) == 0.0
