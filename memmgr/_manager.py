@@ -752,9 +752,14 @@ class Manager:
         """One line."""
         s = self.stats()
         wall = max(s["wall_seconds"], 1e-9)
+        limit = s["budget_bytes"]
+        of = (
+            f" of {show_size(limit)} ({show_size(s['unmanaged_peak_bytes'])} unmanaged)"
+            if limit < UNLIMITED
+            else " without a limit"
+        )
         return (
-            f"memmgr: peak {show_size(s['resident_bytes.peak'])} of {show_size(s['budget_bytes'])} "
-            f"({show_size(s['unmanaged_peak_bytes'])} unmanaged), {s['passes']} passes; evicted {s['evictions']} "
+            f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes; evicted {s['evictions']} "
             f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
             f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
             f"of {wall:.1f} s"

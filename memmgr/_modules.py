@@ -124,10 +124,13 @@ class Modules:
         """Names the module and what is in it: by its path from the outermost one that was called."""
         root = type(module).__name__ if not stack else f"{self.names[stack[-1]]}.{type(module).__name__}"
         if not stack:
+            inside = {id(child) for child in module.modules()}
+            self._roots = {key: root for key, root in self._roots.items() if key not in inside}
             self._roots[id(module)] = weakref.ref(module)
         for path, child in module.named_modules():
             entry = self._known.get(id(child))
-            if entry is None or entry[0]() is not child or child is module:
+            # Who looks for the first time in the middle of a forward sees a part of the model first, and the whole later.
+            if not stack or entry is None or entry[0]() is not child or child is module:
                 number = self._number(f"{root}.{path}" if path else root)
                 self._known[id(child)] = (weakref.ref(child), number)
         return self._known[id(module)]

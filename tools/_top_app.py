@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -66,7 +67,7 @@ class TopApp(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #above { height: 13; }
+    #above { height: auto; }
     #bar { height: 1; background: $panel; }
     DataTable { height: 1fr; scrollbar-size-vertical: 1; }
     #filter { display: none; dock: bottom; height: 3; margin-bottom: 1; }
@@ -153,7 +154,7 @@ class TopApp(App[None]):
         lines = [
             text.title(watched, width, glyphs, place),
             text.figures(watched, width, glyphs),
-            *text.chart(watched, width, 5, glyphs),
+            *text.chart(watched, width, 6 + self._more_rows(), glyphs),
             text.legend(("other", "saved", "evicted", "offloaded"), glyphs),
             text.activity(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
@@ -163,6 +164,10 @@ class TopApp(App[None]):
         self.query_one("#above", Static).update(shown)
         self.query_one("#bar", Static).update(self._bar())
         self._fill(watched)
+
+    def _more_rows(self) -> int:
+        """For the chart, where the screen is higher than 24 lines."""
+        return max(0, (self.size.height - 24) // 3)
 
     def _bar(self) -> Text:
         bar = Text()
@@ -275,4 +280,5 @@ def draw(app: TopApp, path: Path, size: tuple[int, int] = (100, 30)) -> None:
             await pilot.pause(0.3)
             return app.export_screenshot(title="memmgr top")
 
-    path.write_text(asyncio.run(shot()))
+    # Textual has the fonts fetched from a server; the text has its widths, and any monospace font will do.
+    path.write_text(re.sub(r"@font-face\s*\{[^}]*\}", "", asyncio.run(shot())), encoding="utf-8")

@@ -107,6 +107,9 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line
     rank = watched.hello.get("rank")
     left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "") + (f" {place}" if place else "")
     words = [clean(str(word)) for word in watched.hello.get("command", [])]
+    words = [
+        word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)
+    ]  # the interpreter's, the script's
     command = shlex.join(words) if words else ""
     room = max(0, width - len(left) - len(right) - 4)
     return [
@@ -131,11 +134,11 @@ def figures(watched: Watched, width: int, glyphs: Glyphs) -> Line:
 
 
 def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
-    """Where the time went in the last seconds, and what left since the beginning."""
+    """Where the time went in the last seconds (all of it, at the first look), and what left since the beginning."""
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"10 s: recompute {recompute:.1%} stall {stall:.1%}   all: evicted "
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}   all: evicted "
         f"{show_size(int(stats.get('evicted_bytes', 0)))} offloaded {show_size(int(stats.get('offload_bytes', 0)))}"
         f" passes {stats.get('passes', 0):,}"
     )

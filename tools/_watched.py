@@ -196,10 +196,13 @@ class Watched:
     # -- what views ask --
 
     def shares(self, window_seconds: float = 10.0) -> tuple[float, float]:
-        """Recomputing and waiting, as shares of the last seconds."""
-        if len(self.points) < 2:
+        """Recomputing and waiting, as shares of the last seconds; at the first look, of all the time so far."""
+        if not self.points:
             return 0.0, 0.0
         last = self.points[-1]
+        if len(self.points) == 1:
+            so_far = max(last.seconds, 1e-9)
+            return last.recompute_seconds / so_far, last.stall_seconds / so_far
         first = next((p for p in self.points if p.seconds >= last.seconds - window_seconds), self.points[0])
         if first is last:
             first = self.points[-2]

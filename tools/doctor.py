@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -152,15 +153,31 @@ def _versions() -> Iterator[Finding]:
         )
 
 
+def _compiler() -> Finding:
+    """What would compile the shim for the next torch."""
+    name = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
+    how = "install one (Debian: apt install g++ python3-dev)"
+    if not name:
+        return Finding("compiler", WEAKER, "no C++ compiler: another torch would be managed by accounting only", how)
+    try:
+        said = subprocess.run(
+            [*name.split(), "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("compiler", WEAKER, f"{name} does not work: {error}", how)
+    return Finding("compiler", OK, (said.splitlines() or [name])[0])
+
+
 def _native() -> Iterator[Finding]:
     from memmgr import _shim
 
+    yield _compiler()
     begun = time.perf_counter()
     try:
         _shim.load()
     except _shim.NoShim as why:
         yield Finding(
-            "compiler", WEAKER, f"{why}; the budget is kept by accounting before each op", "see docs/errors.md"
+            "allocator", WEAKER, f"{why}; the budget is kept by accounting before each op", "see docs/errors.md"
         )
         return
     seconds = time.perf_counter() - begun
@@ -172,6 +189,11 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     if not torch.accelerator.is_available():
+        if torch.version.cuda is not None:
+            text = f"this torch is made for CUDA {torch.version.cuda}, and no such device can be used"
+            yield Finding(
+                "CUDA", WEAKER, text, "nvidia-smi says whether the driver works; the CPU is managed meanwhile"
+            )
         yield Finding(
             "device", OK, f"cpu, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads (no accelerator)"
         )

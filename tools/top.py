@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="lines of JSON instead of a screen")
     parser.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS", help="default %(default)s")
     parser.add_argument("--ascii", action="store_true", help="the plain screen, in ASCII")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end (of 60 samples)"
+    )
 
 
 def _pid(word: str) -> int:
@@ -198,6 +200,6 @@ def _picture(attached: list[Attached], args: argparse.Namespace) -> None:
     from memmgr.tools._top_app import TopApp, draw
 
     shown = _first_words(attached, detail=True)
-    wait(shown, 30 * args.interval, lambda one: len(one.watched.points) >= 60)  # a chart worth looking at
+    wait(shown, 60 * args.interval, lambda one: len(one.watched.points) >= 60)  # a chart worth looking at
     draw(TopApp(shown, interval=args.interval, follow=False), args.picture)
     print(args.picture)

@@ -238,3 +238,20 @@ def test_a_reader_that_went_away_is_forgotten() -> None:
 def test_lines_are_json_on_one_line() -> None:
     data = dumps({"text": "a\nb\u2028", "path": Path("x")})
     assert data.count(b"\n") == 1 and json.loads(data) == {"text": "a\nb\u2028", "path": "x"}
+
+
+def test_a_part_that_was_seen_first_is_named_by_the_whole() -> None:
+    """A budget that opens in the middle of a forward (`memmgr run`) sees the rest of it first."""
+    step = training()
+    model = step.model  # type: ignore[attr-defined]
+    with memmgr.budget(LIMIT, quiet=True), Watching(interval_seconds=0.02) as watching:
+        watching.next("sample")
+        modules = manager().telemetry.modules
+        model.second(step.x).sum().backward()  # type: ignore[attr-defined]
+        model.second(step.x).sum().backward()  # type: ignore[attr-defined]
+        names = {modules.name(modules._known[id(child)][1]) for child in model.second.modules()}
+        assert names == {"Sequential", "Sequential.0", "Sequential.1", "Sequential.2"}
+        step()
+        named = {modules.name(modules._known[id(child)][1]) for child in model.second.modules()}
+        assert named == {"Net.second", "Net.second.0", "Net.second.1", "Net.second.2"}
+        assert [type(root()) for root in modules._roots.values()] == [type(model)]

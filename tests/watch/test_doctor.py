@@ -26,7 +26,9 @@ def test_this_machine_can_train(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = {finding["name"]: finding for finding in shown["findings"]}
     assert code == 0 and shown["good"], shown
     assert "with the same bits" in found["training"]["text"] and found["training"]["mark"] == "ok"
-    assert {"memmgr", "torch", "allocator", "device", "memory", "disk", "telemetry", "textual"} <= set(found)
+    assert {"memmgr", "torch", "compiler", "allocator", "device", "memory", "disk", "telemetry", "textual"} <= set(
+        found
+    )
     assert list(tmp_path.iterdir()) == []
     assert all(finding["advice"] for finding in shown["findings"] if finding["mark"] != "ok")
 
@@ -56,8 +58,22 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise _shim.NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
 
     monkeypatch.setattr(_shim, "load", load)
-    finding = _only(doctor._native)["compiler"]
-    assert finding.mark == "weaker" and "apt install g++" in finding.text
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    found = _only(doctor._native)
+    assert found["allocator"].mark == "weaker" and "apt install g++" in found["allocator"].text
+    assert found["compiler"].mark == "weaker" and "no C++ compiler" in found["compiler"].text
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert "does not work" in doctor._compiler().text
+    monkeypatch.setenv("CXX", f"{sys.executable} -P")
+    assert doctor._compiler() == doctor.Finding("compiler", "ok", f"Python {sys.version.split()[0]}")
+
+
+def test_a_torch_for_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    found = _only(doctor._devices)
+    assert found["CUDA"].mark == "weaker" and found["device"].mark == "ok"
 
 
 def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> None:

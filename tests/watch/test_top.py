@@ -7,8 +7,11 @@ import errno
 import io
 import json
 import os
+import select
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -150,8 +153,8 @@ def test_the_screen_at_80_by_24() -> None:
             assert len(shown) == 24
             assert shown[0].startswith("4242  python train.py") and shown[0].endswith("backward  29.5 s")
             assert shown[1].startswith("budget 8 MB  now 4.2 MB (52%)")
-            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[7].startswith("▓ other")
-            assert shown[9].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[11].startswith("· free")
+            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[8].startswith("▓ other")
+            assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[12].startswith("· free")
             assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size")
             assert shown[14].split() == ["size", "state", "op", "module", "age", "cost"]
             assert shown[15].split() == ["1.05", "MB", "present", "gelu", "Net.first.1", "1.05", "ms", "1.05", "ms"]
@@ -239,6 +242,32 @@ def test_any_size(size: tuple[int, int]) -> None:
         _drive(app, look, size)
 
 
+def test_on_a_terminal() -> None:
+    """A process of its own on a pseudo-terminal: it draws, obeys q, and leaves the terminal as it was."""
+    pytest.importorskip("textual", reason="the full screen is the extra `top`")
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    before = termios.tcgetattr(theirs)
+    with lines.served(4242, lines.lines()):
+        env = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+        command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "top", "4242"]
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+            shown = b""
+            deadline = time.monotonic() + 60
+            while b"Net.first.1" not in shown and time.monotonic() < deadline:
+                if select.select([ours], [], [], 1.0)[0]:
+                    shown += os.read(ours, 65536)
+            os.write(ours, b"q")
+            while process.poll() is None and time.monotonic() < deadline:
+                if select.select([ours], [], [], 0.1)[0]:
+                    shown += os.read(ours, 65536)
+            assert process.wait(10) == 0
+    assert "budget 8 MB" in shown.decode(errors="replace")
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("textual", reason="the full screen is the extra `top`")
     out = tmp_path / "top.svg"
@@ -246,7 +275,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["top", "4242", "--picture", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     drawn = out.read_text()
-    assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn
+    assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn and "url(http" not in drawn
     assert "not in a folder" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
 
 
