@@ -236,7 +236,7 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
         least = least_bytes(Problem.of(trace)) / peak
         step = 0.02 if args.quick else 0.005
         ratios = [least + i * step for i in range(-1, int(0.06 / step))]
-        ratios += list(np.arange(least + 0.06, 1.0, 0.05))
+        ratios += list(np.arange(least + 0.06, 1.0, 0.08))
         online_fits = [run_online(trace, math.ceil(peak * r))[0] for r in ratios]
         plan_fits = [plan(trace, math.ceil(peak * r), effort=30_000).feasible for r in ratios]
         holes = [

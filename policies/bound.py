@@ -277,8 +277,8 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
         return Share(0.0, {}, {})
     if found is None:
         return Share(INFEASIBLE, {}, {})
-    x = found[1]
-    return Share(max(0.0, found[0] * unit), {s: x[v] for s, v in kept.items()}, {s: x[v] for s, v in read.items()})
+    seconds, shares = max(0.0, found[0] * unit), found[1]
+    return Share(seconds, {s: shares[v] for s, v in kept.items()}, {s: shares[v] for s, v in read.items()})
 
 
 _PARTS = 12

@@ -102,9 +102,9 @@ def descend(
                 return search
             if trace is not None:
                 fits, machine = run_online(trace, level, most_again=_MOST_AGAIN)
-                timeline = _replayed(problem, machine.steps) if fits else None
-                if timeline is not None and timeline.peak <= level:
-                    return Search(timeline, level)
+                replayed = _replayed(problem, machine.steps) if fits else None
+                if replayed is not None and replayed.peak <= level:
+                    return Search(replayed, level)
     return None
 
 
