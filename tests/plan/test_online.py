@@ -22,6 +22,7 @@ from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 from .judge import needs_judge, unmanaged, verdict
 from .operator_logs import NAMES, SHARED, log, needs_logs
 from .synthetic import network
+from .test_simulator import chain
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 SHAPES = [
@@ -121,6 +122,15 @@ def test_no_holes(shape: dict[str, bool], seed: int) -> None:
     fits = [run_online(trace, trace.unmanaged_peak[0] * percent // 100)[0] for percent in range(2, 104, 3)]
     assert fits == sorted(fits)
     assert fits[-1] and not fits[0]
+
+
+def test_segments_are_no_longer_than_there_is_room() -> None:
+    """A chain in a fifth of its memory: forward runs about once more in all, not a part of it again and again."""
+    trace = chain(120)
+    fits, machine = run_online(trace, int(0.2 * trace.unmanaged_peak[0]))
+    assert fits
+    forward = sum(op.seconds for op in trace.ops[: trace.backward_at])
+    assert machine.seconds - trace.seconds < forward
 
 
 def prefix_holds(lines: list[str], cut: int, budget: int) -> None:
