@@ -262,12 +262,12 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     if due is not None:
         first = {s: next((u for u in uses[s] if u > at), problem.n_ops) for s in read}
         for part in range(1, _PARTS + 1):
-            limit = int(np.searchsorted(passed, passed[at] + after * part / _PARTS))
+            limit = min(int(np.searchsorted(passed, passed[at] + after * part / _PARTS)), problem.n_ops)
             early = [(x, reading[s]) for s, x in read.items() if first[s] <= limit]
             if early:
                 rows.at_most(float(passed[limit] - passed[at + 1]), *early, (waits[0], -1.0))
             for end in {min(due, at), at}:
-                limit = int(np.searchsorted(passed, float(passed[end + 1]) * (part - 1) / _PARTS))
+                limit = min(int(np.searchsorted(passed, float(passed[end + 1]) * (part - 1) / _PARTS)), end + 1)
                 late = [(x, writing[s]) for s, x in read.items() if limit <= problem.maker[s] <= end]
                 if late:
                     rows.at_most(float(passed[end + 1] - passed[limit]), *late, (waits[1], -1.0))

@@ -37,7 +37,8 @@ def smallest_budget_bytes(trace: Trace) -> int:
     is not known: the least over all of them counts. `least_bytes` knows nothing of what backward has made and must keep, so it
     is often below.
 
-    *Known limitations*: two sets C are tried, of up to 16 ops that need nearly as much as the largest; without scipy it is `least_bytes`.
+    *Known limitations*: two sets C are tried, of up to 16 ops that need nearly as much as the largest; without scipy it is
+    `least_bytes`.
     """
     problem = Problem.of(trace)
     least = least_bytes(problem)
