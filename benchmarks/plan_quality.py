@@ -231,7 +231,7 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     passes = [(name, read_dtr_log(args.logs / f"{name}.log")) for name in _names(args)]
     passes += [(name, make(150, 0)) for name, make in SHAPES.items()]
-    for name, trace in passes:
+    for name, trace in sorted(passes, key=lambda item: len(item[1].ops)):
         peak = trace.unmanaged_peak[0]
         least = least_bytes(Problem.of(trace)) / peak
         step = 0.02 if args.quick else 0.005
