@@ -231,12 +231,12 @@ def floor(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     passes = [(name, read_dtr_log(args.logs / f"{name}.log")) for name in _names(args)]
     passes += [(name, make(150, 0)) for name, make in SHAPES.items()]
-    for name, trace in passes:
+    for name, trace in sorted(passes, key=lambda item: len(item[1].ops)):
         peak = trace.unmanaged_peak[0]
         least = least_bytes(Problem.of(trace)) / peak
         step = 0.02 if args.quick else 0.005
         ratios = [least + i * step for i in range(-1, int(0.06 / step))]
-        ratios += list(np.arange(least + 0.06, 1.0, 0.05))
+        ratios += list(np.arange(least + 0.06, 1.0, 0.08))
         online_fits = [run_online(trace, math.ceil(peak * r))[0] for r in ratios]
         plan_fits = [plan(trace, math.ceil(peak * r), effort=30_000).feasible for r in ratios]
         holes = [

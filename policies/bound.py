@@ -262,12 +262,12 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
     if due is not None:
         first = {s: next((u for u in uses[s] if u > at), problem.n_ops) for s in read}
         for part in range(1, _PARTS + 1):
-            limit = int(np.searchsorted(passed, passed[at] + after * part / _PARTS))
+            limit = min(int(np.searchsorted(passed, passed[at] + after * part / _PARTS)), problem.n_ops)
             early = [(x, reading[s]) for s, x in read.items() if first[s] <= limit]
             if early:
                 rows.at_most(float(passed[limit] - passed[at + 1]), *early, (waits[0], -1.0))
             for end in {min(due, at), at}:
-                limit = int(np.searchsorted(passed, float(passed[end + 1]) * (part - 1) / _PARTS))
+                limit = min(int(np.searchsorted(passed, float(passed[end + 1]) * (part - 1) / _PARTS)), end + 1)
                 late = [(x, writing[s]) for s, x in read.items() if limit <= problem.maker[s] <= end]
                 if late:
                     rows.at_most(float(passed[end + 1] - passed[limit]), *late, (waits[1], -1.0))
@@ -277,10 +277,8 @@ def with_link(problem: Problem, budget_bytes: int, at: int, link: TierLink, *, d
         return Share(0.0, {}, {})
     if found is None:
         return Share(INFEASIBLE, {}, {})
-    values = found[1]
-    return Share(
-        max(0.0, found[0] * unit), {s: values[v] for s, v in kept.items()}, {s: values[v] for s, v in read.items()}
-    )
+    seconds, shares = max(0.0, found[0] * unit), found[1]
+    return Share(seconds, {s: shares[v] for s, v in kept.items()}, {s: shares[v] for s, v in read.items()})
 
 
 _PARTS = 12

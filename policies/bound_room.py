@@ -37,7 +37,8 @@ def smallest_budget_bytes(trace: Trace) -> int:
     is not known: the least over all of them counts. `least_bytes` knows nothing of what backward has made and must keep, so it
     is often below.
 
-    *Known limitations*: two sets C are tried, the 4 and the 16 ops that need most; without scipy it is `least_bytes`.
+    *Known limitations*: two sets C are tried, of up to 16 ops that need nearly as much as the largest; without scipy it is
+    `least_bytes`.
     """
     problem = Problem.of(trace)
     least = least_bytes(problem)
@@ -48,8 +49,8 @@ def smallest_budget_bytes(trace: Trace) -> int:
     need = [sum(problem.size[s] for s in t) - h for t, h in zip(there, problem.handed, strict=True)]
     order = sorted(range(problem.n_ops), key=lambda k: -need[k])[:_MOST]
     best = least
-    for count in (4, _MOST):
-        chosen = [k for k in order if need[k] >= need[order[min(count, len(order)) - 1]]]
+    for share in (0.97, 0.85):
+        chosen = [k for k in order if need[k] >= share * need[order[0]]]
         try:
             best = max(best, _beside(problem, {k: (need[k], there[k]) for k in chosen}, best))
         except Unsolved:

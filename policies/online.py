@@ -41,7 +41,7 @@ _ROOM = 0.25
 """What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
 other out. Between half and twice as much the overhead moves by a few percent (docs/planner.md)."""
 
-_CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if nothing else can
+_CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if there is nothing larger
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time
 _SURPRISES = 8  # so many tensors thought unneeded are asked for: backward has begun unannounced
 _MOST_AGAIN = 100.0  # recomputing more than so many times the program itself is not running
@@ -176,10 +176,8 @@ class Online:
             return
         near = self._nearness()
         victims: list[tuple[float, int]] = []
-        pins = set(self._pins)
-        # Small ones would be picked first by the hundred, to stay after all once a large one has left.
-        for pinned, least in ((pins, short * _CRUMB), (pins, 0.0), (pins.difference(spare), 0.0)):
-            short = self._pick(victims, short, near, pinned, least)
+        for pinned in (set(self._pins), set(self._pins).difference(spare)):
+            short = self._pick(victims, short, near, pinned)
             if short <= 0:
                 break
         if short > 0:
@@ -193,19 +191,25 @@ class Online:
             else:
                 self.steps.append(Step(Do.FREE, s))
 
-    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int], least: float) -> int:
-        """Evicts the cheapest of `least` bytes and more until `short` are free, or nothing is left; what then is short."""
+    def _pick(self, victims: list[tuple[float, int]], short: int, near: Floats, pinned: set[int]) -> int:
+        """Evicts the cheapest until `short` bytes are free, or nothing is left; what then is still short.
+
+        Small ones would be picked first by the hundred, to stay after all once a large one has left: they wait until what is
+        short is as small.
+        """
         ledger = self.ledger
         able = ledger.victims()
         if pinned:
             able = able[~np.isin(able, np.fromiter(pinned, dtype=np.int64, count=len(pinned)))]
-        able = able[ledger.sizes(able) >= least]
-        room = ledger.sizes(able) * near[able]
+        size = ledger.sizes(able)
+        room = size * near[able]
         if len(self._repeat) < len(ledger.size):
             self._repeat = np.concatenate([self._repeat, np.zeros(len(ledger.size) + 64)])
         repeat = self._repeat
         while short > 0 and len(able):
             scores = (ledger.prices(able) + repeat[able] + _TICK_SECONDS) / room
+            if size.max() >= _CRUMB * short:
+                scores[size < _CRUMB * short] = np.inf
             while True:  # segments grow until something is made again: what was looked at before is too low, or right
                 at = int(scores.argmin())
                 s = int(able[at])
@@ -217,7 +221,7 @@ class Online:
             victims.append((float(scores[at] * room[at]), s))
             self._evict(s)
             short -= ledger.size[s]
-            able, room = np.delete(able, at), np.delete(room, at)
+            able, size, room = np.delete(able, at), np.delete(size, at), np.delete(room, at)
         return short
 
     # ---- making

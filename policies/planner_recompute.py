@@ -77,7 +77,7 @@ def descend(
         trace: of the problem; where all else fails the online policy has its turn at the same levels.
     """
     least = least_bytes(problem)
-    work = 10_000 + 20 * len(problem.size)  # steps of one level that may be in vain
+    work = 2_000 + 24 * len(problem.size)  # steps of one level that may be in vain
     if budget_bytes < least:
         return None
     for sharpness in _LADDERS:

@@ -95,7 +95,9 @@ class Search:
 
     # ---- shaving -------------------------------------------------------------------------------------------------
 
-    def _gaps(self, at: int, sharpness: float, noise: float, splitting: bool) -> list[tuple[float, int, float]]:
+    def _gaps(
+        self, at: int, sharpness: float, noise: float, splitting: bool, most: int = _NO_LIMIT
+    ) -> list[tuple[float, int, float]]:
         """(seconds per byte, storage, weight) of what is resident at event `at` and not used by it."""
         t, p = self.timeline, self.timeline.problem
         keys, cost = t.keys, self._cost
@@ -120,7 +122,7 @@ class Search:
             before = made[j - 1]
             if a and uses[a - 1] > before:
                 before = uses[a - 1]
-            weight = p.size[s] * (total[bisect_left(keys, following)] - total[bisect_right(keys, before)])
+            weight = min(p.size[s], most) * (total[bisect_left(keys, following)] - total[bisect_right(keys, before)])
             if self.bias:
                 weight /= self.bias.get(s, 1.0)
             if noise:
@@ -136,6 +138,7 @@ class Search:
         limit_seconds: float = float("inf"),
         limit_work: int = _NO_LIMIT,
         splitting: bool = False,
+        fitting: bool = False,
     ) -> bool:
         """Drops what is cheapest per byte wherever the profile is highest, until it is under the budget.
 
@@ -145,6 +148,7 @@ class Search:
             limit_seconds: gives up once so much is run again.
             limit_work: gives up after so many steps.
             splitting: may run things again in another order than the program's.
+            fitting: bytes beyond what is over the budget count for nothing.
 
         Returns:
             Whether the budget is met.
@@ -155,7 +159,8 @@ class Search:
             x = int(t.profile.argmax())
             if t.profile[x] <= self.budget:
                 return True
-            heap = self._gaps(t.keys[x], sharpness, noise, splitting)
+            most = int(t.profile[x]) - self.budget if fitting else _NO_LIMIT
+            heap = self._gaps(t.keys[x], sharpness, noise, splitting, most)
             heapq.heapify(heap)
             if not self._lower(t.keys[x], heap) or t.extra_seconds > limit_seconds or self.work > until:
                 return False
@@ -336,6 +341,7 @@ class Search:
                 sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
                 noise=self.random.choice((0.2, 1.0, 3.0)),
                 limit_seconds=before * 1.1,
+                fitting=self.random.random() < 0.5,
             )
             if kept:
                 extras = t.extras()

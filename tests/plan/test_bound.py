@@ -8,8 +8,11 @@ import sys
 import pytest
 
 from memmgr.policies.bound import INFEASIBLE, lower_bound_seconds
+from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
+from memmgr.policies.planner import plan
+from memmgr.policies.planner_timeline import Problem
 from memmgr.policies.schedule import replay
-from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
@@ -81,6 +84,34 @@ def test_bounds_are_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(less <= more + slack for less, more in zip(weaker, single, strict=True))
     assert weaker[-1] > 0.0 and weaker[0] == 0.0
     assert lower_bound_seconds(trace, budgets[-1], link=TierLink("host", 1e9, 1e9)) == 0.0
+
+
+def gradients(n: int) -> Trace:
+    """Backward alone: each op makes a gradient of 100 bytes, held to the end, with 300 bytes beside it for a moment."""
+    builder = TraceBuilder()
+    builder.constant("w", 8)
+    builder.call("loss", 1.0, ["w"], [("g0", 8, -1)])
+    for i in range(n):
+        builder.call("b", 1.0, [f"g{i}"], [(f"g{i + 1}", 8, -1), (f"dw{i}", 100, -1), (f"work{i}", 300, -1)])
+        builder.release(f"work{i}")
+        builder.release(f"g{i}")
+    return builder.build().check()
+
+
+def test_nothing_fits_below_the_smallest_budget() -> None:
+    tighter = solved = 0
+    passes = [trace_of(tangle(seed, ops=5)) for seed in range(4)] + [
+        trace_of(network(seed, depth=1)) for seed in range(4)
+    ]
+    for trace in (*passes, gradients(3)):
+        smallest, least = smallest_budget_bytes(trace), least_bytes(Problem.of(trace))
+        assert least <= smallest <= trace.unmanaged_peak[0]
+        tighter += smallest > least
+        below = exact(trace, smallest - 1, limit_seconds=2.0)
+        assert not below.feasible
+        solved += below.solved
+        assert not plan(trace, smallest - 1, effort=1_000).feasible
+    assert tighter >= 1 and solved >= 6
 
 
 def test_what_cannot_fit_has_no_bound() -> None:

@@ -22,6 +22,7 @@ from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 from .judge import needs_judge, unmanaged, verdict
 from .operator_logs import NAMES, SHARED, log, needs_logs
 from .synthetic import network
+from .test_simulator import chain
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 SHAPES = [
@@ -123,6 +124,15 @@ def test_no_holes(shape: dict[str, bool], seed: int) -> None:
     assert fits[-1] and not fits[0]
 
 
+def test_segments_are_no_longer_than_there_is_room() -> None:
+    """A chain in a fifth of its memory: forward runs about once more in all, not a part of it again and again."""
+    trace = chain(120)
+    fits, machine = run_online(trace, int(0.2 * trace.unmanaged_peak[0]))
+    assert fits
+    forward = sum(op.seconds for op in trace.ops[: trace.backward_at])
+    assert machine.seconds - trace.seconds < forward
+
+
 def prefix_holds(lines: list[str], cut: int, budget: int) -> None:
     """Up to the gathering of what is held at the end, a cut log's schedule is the beginning of the whole log's."""
     whole, part = parse_dtr_log(lines), parse_dtr_log(lines[:cut])
@@ -160,9 +170,15 @@ def test_the_beginning_of_an_operator_log_is_all_it_needs(name: str) -> None:
     fits, whole = run_online(trace, budget)
     assert fits
     for share in (0.3, 0.52, 0.8):
-        _, part = run_online(parse_dtr_log(lines[: int(share * len(lines)) + 1]), budget)
-        assert 0 < part.at_end < whole.at_end
-        assert part.steps[: part.at_end] == whole.steps[: part.at_end]
+        part, online = parse_dtr_log(lines[: int(share * len(lines)) + 1]), Online(budget)
+        for k, op in enumerate(part.ops):
+            if k == part.backward_at:
+                online.begin_backward()
+            for s in part.released_before[k]:
+                online.release(s)
+            online.run(op, [part.storages[s].size_bytes for s in op.outputs])
+        assert len(part.ops) < len(online.steps) < len(whole.steps)
+        assert online.steps == whole.steps[: len(online.steps)]
 
 
 def test_the_books_are_right() -> None:

@@ -85,7 +85,8 @@ def test_with_a_link_the_schedule_is_one_too(
     names = {s.name: i for i, s in enumerate(trace.storages)}
     steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(tmp_path / "s")]  # type: ignore[arg-type]
     cost = replay(trace, steps, shown["budget_bytes"], write_rate=5e7, read_rate=5e7)
-    assert cost.valid and any(step.do is Do.RELOAD for step in steps)
+    assert cost.valid
+    assert policy == "plan" or any(step.do is Do.RELOAD for step in steps)
     assert cost.seconds / trace.seconds == pytest.approx(shown["overhead"])
 
 
