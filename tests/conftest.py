@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 if os.environ.get("MEMMGR_SHIM") == "0":
     import memmgr._native_py
 
     memmgr._native_py.warned = True  # its warning has a test of its own, and would fail whichever test came first
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_stays() -> Iterator[None]:
+    """Compiled code keeps the tensors that it was traced with, and the budgets of later tests would count them."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+        gc.collect()

@@ -132,6 +132,7 @@ static void forget_slots() {
     if (c->gone == OFFLOADED) {
       c->gone = EVICTED;
       g.offloaded_cells--;
+      g.offloaded_bytes -= std::min<uint64_t>(g.offloaded_bytes, c->nbytes);
     }
   }
 }

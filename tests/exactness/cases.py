@@ -915,8 +915,8 @@ def _optimizer_in_backward(detached: bool) -> CaseFunction:
             opts[p].step()
             opts[p].zero_grad()
 
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(step)
+        # A hook that names the model makes a cycle through C++ that no collector sees: removed at the end.
+        hooks = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
         with scope():
             for _ in range(STEPS):
                 x = torch.randn(128, 32)
@@ -932,6 +932,8 @@ def _optimizer_in_backward(detached: bool) -> CaseFunction:
                 del h
                 loss.backward()
                 record.losses(loss.detach())
+        for hook in hooks:
+            hook.remove()
         del loss
         record.model(model)
         record.rng()

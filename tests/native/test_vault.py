@@ -230,6 +230,14 @@ def test_long_chains_die_without_recursion(opened: Any) -> None:
     assert opened.handled() == []
 
 
+def test_a_tier_that_goes_takes_its_count_along(opened: Any) -> None:
+    handle, _ = saved(opened)
+    assert opened.release(handle.cell, OFFLOAD)
+    assert opened.counters()["offloaded_bytes"] == handle.cell.nbytes
+    opened.close_tier()
+    assert opened.counters()["offloaded_bytes"] == 0
+
+
 def test_a_pass_leaves_no_recipes(opened: Any) -> None:
     w = torch.ones(64, requires_grad=True)
     state = torch.zeros(64)
