@@ -291,10 +291,12 @@ def test_a_failed_write_now_gives_its_room_back(make_tier):
 
 
 def test_a_failed_write_ends_the_read_behind_it(make_tier):
-    tier = make_tier(bytes_per_second=20 * MIB, workers=1)
-    source, target = Bytes(4 * MIB, 1), Bytes(4 * MIB)
-    tier.inject(errno.EIO, 2, 0, 0)
-    tier.write(source.address, source.size)  # keeps the worker busy
+    tier = make_tier(bytes_per_second=80 * MIB, workers=1)
+    source, target, long = Bytes(4 * MIB, 1), Bytes(4 * MIB), Bytes(32 * MIB, 2)
+    tier.write(long.address, long.size)  # keeps the worker busy
+    while tier.stats.written_bytes == 0:  # a piece of it is done: a write that has begun cannot be the one that fails
+        time.sleep(0.001)
+    tier.inject(errno.EIO, 1, 0, 0)
     bad = tier.write(source.address, source.size)
     if tier.read(bad, target.address) == 0:
         assert tier.wait(bad) == -errno.EIO

@@ -22,7 +22,7 @@ def _train(limit: int | None) -> Any:
     x = torch.randn(1024, 64)
     if limit is not None:
         limit += bytes_already_there()
-    with memmgr.budget(limit, quiet=True) as mm:
+    with memmgr.budget(limit, quiet=True, policy="evict") as mm:
         for _ in range(3):
             model(x).square().mean().backward()
     return mm.stats()
