@@ -142,13 +142,16 @@ struct Recipe {
 // pays for compiling and for cold caches, and any call may have been interrupted.
 inline double seconds_of(const Recipe* r) { return r->kind && r->kind->seconds >= 0 ? r->kind->seconds : r->cost; }
 
-// One call took so long. The least counts, but not for ever: two percent a call let it follow a machine that slows
-// down.
+// One call took so long. What counts is about the median of late: a call moves the estimate by five percent towards it,
+// however far off it is. Only what took less than half is believed at once, because a first call compiles.
 inline void note_seconds(Recipe* r, double seconds) {
   r->cost = seconds;
   if (!r->kind) return;
   double& known = r->kind->seconds;
-  known = known < 0 ? seconds : std::min(known * 1.02, seconds);
+  if (known < 0 || seconds < known / 2)
+    known = seconds;
+  else
+    known *= seconds > known ? 1.05 : 1 / 1.05;
   r->cost = known;
 }
 
