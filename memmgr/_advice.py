@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._sizes import show_size
+from ._sizes import UNLIMITED, show_size
 
-UNLIMITED = 2**64 - 1
 WORTH_SAYING = 0.03
 """Of the time: what costs less is not worth more memory."""
 

@@ -16,10 +16,10 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _shim
-from ._manager import UNLIMITED, Config, Manager, default_folder
+from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
-from ._sizes import parse_size
+from ._sizes import UNLIMITED, parse_size
 
 P = ParamSpec("P")
 R = TypeVar("R")

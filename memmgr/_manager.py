@@ -28,12 +28,11 @@ from ._guards import Guards
 from ._placement import REMAP, Placement
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
-from ._sizes import show_size
+from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
 
-UNLIMITED = 2**64 - 1
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
 KEPT_SHARE = 0.01
@@ -433,7 +432,7 @@ class Manager:
             return False
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
-        if self.config.disk_bytes:
+        if self.config.disk_bytes or native.counters()["tier_errors"]:
             beyond += last.backward_growth * 0.1 + budget // 50  # a tier that may be full is no net to fall into
         if not self.passes or (beyond > 0 and self._offload_seconds(beyond, saved) > last.uses * MODE_SECONDS):
             return False

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._py_encode import Encoder, NotPlain, numeric_switches
-from ._py_ledger import UNLIMITED, ThreadState
+from ._py_ledger import ThreadState
 from ._py_predict import Recent, is_plain
 from ._py_signals import Deferred
 from ._py_types import (
@@ -34,6 +34,7 @@ from ._py_types import (
 )
 from ._py_vault import Vault
 from ._py_versions import C, Version
+from ._sizes import UNLIMITED
 
 warned = False
 

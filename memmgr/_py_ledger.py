@@ -18,8 +18,8 @@ from ._py_predict import Predictions, is_dense, is_plain, tensors_in
 from ._py_tier import address
 from ._py_types import Known
 from ._py_watch import Watch
+from ._sizes import UNLIMITED
 
-UNLIMITED = 2**64 - 1
 _CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
 COUNTERS = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
@@ -265,7 +265,7 @@ class Ledger(Watch):
         may_leave = min(self._may_leave_bytes(), resident)
         self._held_estimate = held = self._program_bytes()
         floor = max(self._floor, resident - may_leave + min(held, may_leave) + want)
-        if self._counts_for_floor():
+        if not self._tls.no_reclaim:  # a trial may fail; a recomputation that does ends the run
             self._floor = floor
         text = (
             f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "

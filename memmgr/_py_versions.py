@@ -22,20 +22,15 @@ def quiet() -> Any:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of zero bytes with the version counter of `tensor`: it keeps no memory alive.
-
-    Sharing the counter is the work of a dispatch layer that is switched off inside a dispatch mode.
-    """
-    silence = quiet()
-    with C._SetExcludeDispatchKeyGuard(_ADINPLACE, False):
-        twin = tensor.detach()
-    twin.data = _EMPTY
-    del silence
-    return twin
+    """A tensor of zero bytes with the version counter of `tensor`: it keeps no memory alive."""
+    return under_counter(tensor, _EMPTY)
 
 
 def under_counter(twin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` once more, with the version counter of `twin`."""
+    """`tensor` once more, with the version counter of `twin`.
+
+    Sharing the counter is the work of a dispatch layer that is switched off inside a dispatch mode.
+    """
     silence = quiet()
     with C._SetExcludeDispatchKeyGuard(_ADINPLACE, False):
         out = twin.detach()

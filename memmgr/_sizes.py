@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+UNLIMITED = 2**64 - 1
+"""A budget that is none, in bytes: as the core has it (`MM_UNLIMITED`)."""
+
 _UNITS: dict[str, int] = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power

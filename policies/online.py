@@ -356,16 +356,25 @@ class _Frugal:
                 online._unpin(inputs)
 
 
+def feed(online: Online, trace: Trace) -> None:
+    """Tells the policy the ops of a trace and what is let go between them, one by one; what is held at the end stays.
+
+    Raises:
+        OverBudget: an op finds no room.
+    """
+    for k, op in enumerate(trace.ops):
+        if k == trace.backward_at:
+            online.begin_backward()
+        for s in trace.released_before[k]:
+            online.release(s)
+        online.run(op, [trace.storages[s].size_bytes for s in op.outputs])
+
+
 def run_online(trace: Trace, budget_bytes: int, *, most_again: float = _MOST_AGAIN) -> tuple[bool, Online]:
     """Feeds a trace to the policy, event by event. Returns whether it fits, and the machine as it is then."""
     online = Online(budget_bytes, most_again=most_again)
     try:
-        for k, op in enumerate(trace.ops):
-            if k == trace.backward_at:
-                online.begin_backward()
-            for s in trace.released_before[k]:
-                online.release(s)
-            online.run(op, [trace.storages[s].size_bytes for s in op.outputs])
+        feed(online, trace)
         for s in trace.released_before[len(trace.ops)]:
             online.release(s)
         online.finish(trace.held_at_end)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from memmgr._sizes import show_size
-from memmgr.tools._watched import UNLIMITED, Point, Watched
+from memmgr._sizes import UNLIMITED, show_size
+from memmgr.tools._watched import Point, Watched
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 320, 76, 28, 14
 MOST_COLUMNS = 480

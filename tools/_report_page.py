@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from memmgr._advice import advice, own_checkpointing
-from memmgr._sizes import show_size
+from memmgr._sizes import UNLIMITED, show_size
 from memmgr.tools._charts import LAYERS, bars, over_time
 from memmgr.tools._top_text import clean, show_seconds
-from memmgr.tools._watched import UNLIMITED, Watched
+from memmgr.tools._watched import Watched
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
 _CSS = """

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import show_size
-from memmgr.tools._watched import UNLIMITED, Point, Watched
+from memmgr._sizes import UNLIMITED, show_size
+from memmgr.tools._watched import Point, Watched
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr._sizes import show_size
+from memmgr._sizes import UNLIMITED, show_size
 from memmgr._stream import PROTOCOL
 from memmgr.tools._wrong import Wrong
 
-UNLIMITED = 2**64 - 1
 KINDS = ("evict", "offload", "reload", "recompute", "stall")
 
 

@@ -145,12 +145,14 @@ inline double seconds_of(const Recipe* r) { return r->kind && r->kind->seconds >
 // One call took so long. What counts is about the median of late: a call moves the estimate by five percent towards it,
 // however far off it is. Only what took less than half is believed at once, because a first call compiles.
 inline void note_seconds(Recipe* r, double seconds) {
-  r->cost = seconds;
-  if (!r->kind) return;
+  if (!r->kind) {
+    r->cost = seconds;
+    return;
+  }
   double& known = r->kind->seconds;
-  if (known < 0 || seconds < known / 2)
+  if (known <= 0 || (seconds > 0 && seconds < known / 2))
     known = seconds;
-  else
+  else if (seconds > 0)  // a call that only stalled says nothing, and nothing times 1.05 would stay nothing
     known *= seconds > known ? 1.05 : 1 / 1.05;
   r->cost = known;
 }

@@ -303,7 +303,8 @@ void throw_out_of_memory(size_t bytes) {
   const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
   const uint64_t floor =
       std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
-  if (counts_for_floor()) raise_to(g.floor_bytes, floor);
+  // A trial may fail; a recomputation that does ends the run, so its budget was too small whatever it could have been.
+  if (!tl_no_reclaim) raise_to(g.floor_bytes, floor);
   auto mib = [](uint64_t b) {
     return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
   };

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from memmgr._budget import stats
-from memmgr._manager import UNLIMITED
+from memmgr._sizes import UNLIMITED
 
 _GAUGES = frozenset({"budget_bytes", "floor_bytes", "unmanaged_peak_bytes", "outside_bytes", "fragmentation"})
 """Besides everything that ends in `.peak` or `.current`; the rest only grows, until the next budget opens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from memmgr._budget import stats
-from memmgr._manager import UNLIMITED
+from memmgr._sizes import UNLIMITED
 
 
 class Writer(Protocol):

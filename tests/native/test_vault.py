@@ -9,18 +9,11 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget
+
+from .shim import native
 
 EVICT, OFFLOAD = 1, 2
 GONE_EVICTED, GONE_OFFLOADED = 1, 2
-
-
-def native() -> Any:
-    manager = _budget.current()
-    assert manager is not None
-    if manager.native.__name__ != "memmgr._native":
-        pytest.skip("these are the compiled shim's internals")
-    return manager.native
 
 
 @pytest.fixture
@@ -228,6 +221,37 @@ def test_long_chains_die_without_recursion(opened: Any) -> None:
     del y
     opened.end_pass()
     assert opened.handled() == []
+
+
+def test_the_cost_of_a_kind_follows_its_calls(opened: Any) -> None:
+    """About their median: neither the first call, which compiles, nor one that only stalled decides what is cheap."""
+    handle, _ = saved(opened)
+    recipe = handle.cell.recipe
+    before = recipe.cost
+    assert before > 0
+    least = recipe.cost = before / 4
+    assert recipe.cost == pytest.approx(least)
+    recipe.cost = 0.0
+    assert recipe.cost == pytest.approx(least)
+    recipe.cost = 1000 * before
+    assert recipe.cost == pytest.approx(1.05 * least)
+    for _ in range(100):
+        recipe.cost = before
+    assert recipe.cost == pytest.approx(before, rel=0.06)
+
+
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_what_found_no_room_names_a_larger_budget(recomputing: bool) -> None:
+    """Also when it was a recomputation: it ends the run, whatever could have been offloaded instead."""
+    with memmgr.budget("4MB", policy="keep", quiet=True):
+        n = native()
+        before = n.set_recomputing(recomputing)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(8_000_000, dtype=torch.uint8)
+        finally:
+            n.set_recomputing(before)
+        assert n.counters()["floor_bytes"] > 4_000_000
 
 
 def test_a_tier_that_goes_takes_its_count_along(opened: Any) -> None:

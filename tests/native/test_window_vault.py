@@ -12,20 +12,13 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget
 from memmgr._placement import parse_placement
+
+from .shim import native
 
 MB = 1 << 20
 EVICT, OFFLOAD = 1, 2
 SEARCHES = ["window+strict", "score+strict", "dte+strict", "window", "window+apart"]
-
-
-def native() -> Any:
-    manager = _budget.current()
-    assert manager is not None
-    if manager.native.__name__ != "memmgr._native":
-        pytest.skip("these are the compiled shim's internals")
-    return manager.native
 
 
 def saved(n: Any, count: int, held: dict[int, torch.Tensor], keep: set[int] | None = None) -> list[tuple[Any, float]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memmgr.policies.online import Online, OverBudget, run_online
+from memmgr.policies.online import Online, OverBudget, feed, run_online
 from memmgr.policies.online_saved import saved_by
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do, replay
@@ -171,12 +171,7 @@ def test_the_beginning_of_an_operator_log_is_all_it_needs(name: str) -> None:
     assert fits
     for share in (0.3, 0.52, 0.8):
         part, online = parse_dtr_log(lines[: int(share * len(lines)) + 1]), Online(budget)
-        for k, op in enumerate(part.ops):
-            if k == part.backward_at:
-                online.begin_backward()
-            for s in part.released_before[k]:
-                online.release(s)
-            online.run(op, [part.storages[s].size_bytes for s in op.outputs])
+        feed(online, part)
         assert len(part.ops) < len(online.steps) < len(whole.steps)
         assert online.steps == whole.steps[: len(online.steps)]
 
