@@ -1,0 +1,123 @@
+// memmgr core, the part for accelerators: a device's memory in stream order, and the host tier below it. C ABI, no
+// torch; every call of the driver goes through one table.
+//
+// Words used here (beside those of core.h):
+//   stream      a queue of device work; work on one stream runs in order, streams run beside each other
+//   tail        the end of what is queued on a stream now
+//   to wait     a stream holds its later work until another one's tail, as it is now, has passed; the CPU goes on
+//   home        the stream in whose order a block was allocated
+//   touched     the streams whose queued work may still use a piece of memory: its home, and those it was handed to
+//               (mm_device_used). Runs that are coalesced have the union
+// The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
+// own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
+// per block, nothing is polled, and the CPU never waits in an allocation or a free.
+//
+// Threading: as in core.h. A thread without a context gets the device's primary one.
+#ifndef MEMMGR_DEVICE_H
+#define MEMMGR_DEVICE_H
+#include "memmgr/core.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+// ---- the driver ------------------------------------------------------------------------------------------------
+
+typedef void* mm_stream;  // CUstream, which is cudaStream_t; NULL is the default stream
+
+// The entry points of the driver library that memmgr uses, looked up by name (libcuda's, or a double's with the same
+// names). NULL with a text in err: no such library, or a function is missing. Loaded once per path; never unloaded.
+typedef struct mm_driver mm_driver;
+const mm_driver* mm_driver_load(const char* path, char* err, size_t err_len);  // path NULL: libcuda.so.1
+int mm_driver_device_count(const mm_driver*);                                  // negative: the driver's error
+
+// ---- a device's memory -----------------------------------------------------------------------------------------
+
+typedef struct mm_device mm_device;
+
+// How the arena's range gets its memory.
+//   MM_MEMORY_MAPPED  addresses reserved once, pages mapped as the range grows and unmapped when they are given back
+//   MM_MEMORY_PLAIN   one allocation of the whole budget (of what is free, less a margin, when it is unlimited), whose
+//                     length later budgets cannot pass: what there is where a driver has no virtual memory
+enum { MM_MEMORY_MAPPED = 0, MM_MEMORY_PLAIN = 1 };
+mm_device* mm_device_open(const mm_driver*, int ordinal, uint64_t budget_bytes, int memory, char* err, size_t err_len);
+int mm_device_close(mm_device*);  // only when no block is live (else -1, and it stays); waits for the device
+
+// Budget, prices, searches, statistics and walks are those of the arena. Blocks are not to be taken or freed there.
+mm_arena* mm_device_arena(mm_device*);
+int mm_device_ordinal(mm_device*);
+int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
+
+// As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
+// return. While `stream` is being captured into a graph nothing is reclaimed, no stream is waited for and no event is
+// recorded: memory comes from what only this stream touched, or is new; else NULL.
+void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
+void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
+void mm_device_free(mm_device*, void* p);                  // in stream order; never waits
+void mm_device_used(mm_device*, void* p, mm_stream);       // work on this stream uses the block, now or up to its end
+mm_stream mm_device_home(mm_device*, const void* p);       // of the live block that begins at p; NULL also for none
+int mm_device_synchronize(mm_device*);                     // the CPU waits for all streams; nothing is touched then
+uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
+
+// Copies in order of `stream`; 0 or the driver's error. fetch returns when the bytes are there.
+int mm_device_copy(mm_device*, void* to, const void* from, size_t bytes, mm_stream stream);
+int mm_device_fetch(mm_device*, void* to_host, const void* from, size_t bytes, mm_stream stream);
+
+// Graphs. Between begin and end, allocations (of all threads: torch's filter is not asked) come from the pool, and what
+// is freed there is reused only there, until the pool was released as often as it was begun and its blocks are free.
+int mm_device_begin_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
+int mm_device_end_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
+int mm_device_release_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);
+
+typedef struct {
+  uint64_t waits;             // of a stream for another one's tail
+  uint64_t cross_reuses;      // blocks that needed at least one
+  uint64_t synchronizations;  // the CPU waited (trim, unmapping, closing)
+  uint64_t maps;              // calls that made memory, and gave it back
+  uint64_t unmaps;
+  uint64_t map_nanoseconds;
+  uint64_t unmap_nanoseconds;
+  uint64_t streams;  // seen so far
+  uint64_t pools;    // alive
+  uint64_t driver_errors;
+} mm_device_stats;
+void mm_device_stats_get(mm_device*, mm_device_stats* out);
+
+// ---- the host tier ---------------------------------------------------------------------------------------------
+
+// One page-locked slab of `capacity_bytes`, copies on two side streams. A tier like the one of core.h; what differs:
+//   write, write_now  the source is the start of a live block of the device. Both only queue: the copy runs behind
+//                     every stream that touched the block, the block counts as touched by the copy, so it may be freed
+//                     at once, and nobody may write to it until then
+//   read              the target is the start of a live block; the copy runs behind its home's tail and the slot's
+//                     write. Whoever uses the block first calls mm_tier_use
+//   read_now          read, and the block's home waits for it
+//   poll              says whether the copy is done; a block may be freed and a slot given back before
+//   wait              the CPU waits
+//   free              never waits: who gets the room next waits in stream order
+mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_t err_len);
+// What the memory of this slot's operations is used for after this call comes after them: the calling thread waits (a
+// file), or nothing has to be done (the host tier: memory is reused in stream order). 0 or a negative errno.
+int mm_tier_order(mm_tier*, mm_slot);
+// Work put on `stream` from now on comes after the last read of this slot. A file: the calling thread waits.
+int mm_tier_use(mm_tier*, mm_slot, mm_stream stream);
+// The slot's bytes in host memory, complete (the CPU waits), valid until the slot is freed. NULL: a file, or an error.
+const void* mm_tier_bytes(mm_tier*, mm_slot);
+
+// ---- for tests -------------------------------------------------------------------------------------------------
+
+// Builds with MEMMGR_MUTATIONS leave out the wait of this name ("" or NULL: none). Names: mm_test_wait_names, one line
+// each. Other builds have no such wait to leave out, and return -1.
+int mm_test_leave_out(const char* wait);
+const char* mm_test_wait_names(void);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+#ifdef __cplusplus
+}
+#endif
+#endif
