@@ -72,46 +72,45 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
 // ---- the table -------------------------------------------------------------------------------------------------
 
 // X(member, exported name, arguments). Version suffixes where cuda.h maps the plain name to them.
-#define MEMMGR_DRIVER_CALLS(X)                                                                                         \
-  X(Init, "cuInit", (unsigned flags))                                                                                  \
-  X(GetErrorString, "cuGetErrorString", (CUresult, const char**))                                                      \
-  X(DeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                                \
-  X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                                        \
-  X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                        \
-  X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                    \
-  X(CtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                                     \
-  X(CtxSynchronize, "cuCtxSynchronize", ())                                                                            \
-  X(MemGetInfo, "cuMemGetInfo_v2", (size_t * free_bytes, size_t * total_bytes))                                        \
-  X(MemAlloc, "cuMemAlloc_v2", (CUdeviceptr*, size_t))                                                                 \
-  X(MemFree, "cuMemFree_v2", (CUdeviceptr))                                                                            \
-  X(MemAddressReserve, "cuMemAddressReserve",                                                                          \
-    (CUdeviceptr*, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags))                        \
-  X(MemAddressFree, "cuMemAddressFree", (CUdeviceptr, size_t))                                                         \
-  X(MemCreate, "cuMemCreate",                                                                                          \
-    (CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long flags))                     \
-  X(MemRelease, "cuMemRelease", (CUmemGenericAllocationHandle))                                                        \
-  X(MemMap, "cuMemMap",                                                                                                \
-    (CUdeviceptr, size_t, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags))                      \
-  X(MemUnmap, "cuMemUnmap", (CUdeviceptr, size_t))                                                                     \
-  X(MemSetAccess, "cuMemSetAccess", (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t count))                       \
-  X(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t*, const CUmemAllocationProp*, int))          \
-  X(MemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned flags))                                                  \
-  X(MemFreeHost, "cuMemFreeHost", (void*))                                                                             \
-  X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t, CUstream))                     \
-  X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t, CUstream))                           \
-  X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                     \
-  X(StreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                       \
-  X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                   \
-  X(StreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned flags))                                         \
-  X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                              \
-  X(StreamQuery, "cuStreamQuery", (CUstream))                                                                          \
-  X(StreamIsCapturing, "cuStreamIsCapturing", (CUstream, int* status))                                                 \
-  X(EventCreate, "cuEventCreate", (CUevent*, unsigned flags))                                                          \
-  X(EventRecord, "cuEventRecord", (CUevent, CUstream))                                                                 \
-  X(EventQuery, "cuEventQuery", (CUevent))                                                                             \
-  X(EventSynchronize, "cuEventSynchronize", (CUevent))                                                                 \
-  X(EventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                         \
-  X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                      \
+#define MEMMGR_DRIVER_CALLS(X)                                                                                        \
+  X(Init, "cuInit", (unsigned flags))                                                                                 \
+  X(GetErrorString, "cuGetErrorString", (CUresult, const char**))                                                     \
+  X(DeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                               \
+  X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                                       \
+  X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                       \
+  X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                   \
+  X(CtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                                    \
+  X(CtxSynchronize, "cuCtxSynchronize", ())                                                                           \
+  X(MemGetInfo, "cuMemGetInfo_v2", (size_t* free_bytes, size_t* total_bytes))                                         \
+  X(MemAlloc, "cuMemAlloc_v2", (CUdeviceptr*, size_t))                                                                \
+  X(MemFree, "cuMemFree_v2", (CUdeviceptr))                                                                           \
+  X(MemAddressReserve, "cuMemAddressReserve",                                                                         \
+    (CUdeviceptr*, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags))                       \
+  X(MemAddressFree, "cuMemAddressFree", (CUdeviceptr, size_t))                                                        \
+  X(MemCreate, "cuMemCreate",                                                                                         \
+    (CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long flags))                    \
+  X(MemRelease, "cuMemRelease", (CUmemGenericAllocationHandle))                                                       \
+  X(MemMap, "cuMemMap", (CUdeviceptr, size_t, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags)) \
+  X(MemUnmap, "cuMemUnmap", (CUdeviceptr, size_t))                                                                    \
+  X(MemSetAccess, "cuMemSetAccess", (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t count))                      \
+  X(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t*, const CUmemAllocationProp*, int))         \
+  X(MemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned flags))                                                 \
+  X(MemFreeHost, "cuMemFreeHost", (void*))                                                                            \
+  X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t, CUstream))                    \
+  X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t, CUstream))                          \
+  X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                    \
+  X(StreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                      \
+  X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                  \
+  X(StreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned flags))                                        \
+  X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                             \
+  X(StreamQuery, "cuStreamQuery", (CUstream))                                                                         \
+  X(StreamIsCapturing, "cuStreamIsCapturing", (CUstream, int* status))                                                \
+  X(EventCreate, "cuEventCreate", (CUevent*, unsigned flags))                                                         \
+  X(EventRecord, "cuEventRecord", (CUevent, CUstream))                                                                \
+  X(EventQuery, "cuEventQuery", (CUevent))                                                                            \
+  X(EventSynchronize, "cuEventSynchronize", (CUevent))                                                                \
+  X(EventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                        \
+  X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                     \
   X(LaunchHostFunc, "cuLaunchHostFunc", (CUstream, CUhostFn, void* user))
 
 struct mm_driver {

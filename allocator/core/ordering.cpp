@@ -16,7 +16,7 @@ namespace {
 struct Names {
   std::mutex mutex;
   std::set<std::string> all;
-  std::string text;                               // all of them, one line each
+  std::string text;                                   // all of them, one line each
   std::atomic<const std::string*> left_out{nullptr};  // one of `all`
   static Names& Get() {
     static auto* names = new Names;
