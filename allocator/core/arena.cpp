@@ -303,8 +303,7 @@ void* Arena::TryPool(Request* request) {
     if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
     request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
     const Spot spot = heap->FindPooled(request->order->pool, request->bytes, request->order->allowed);
-    if (spot.run != nullptr)
-      return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
+    if (spot.run != nullptr) return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
   }
   return nullptr;
 }
@@ -576,8 +575,8 @@ void Arena::SetPrices(const mm_price* prices, size_t n) {
     if (!Owns(prices[i].p)) continue;
     Block* block = FindLive(Offset(prices[i].p));
     if (block == nullptr) continue;
-    const bool priced =
-        block->pool == 0 && prices[i].owner != nullptr && prices[i].cost >= 0 && std::isfinite(static_cast<float>(prices[i].cost));
+    const bool priced = block->pool == 0 && prices[i].owner != nullptr && prices[i].cost >= 0 &&
+                        std::isfinite(static_cast<float>(prices[i].cost));
     block->owner = prices[i].owner;
     block->cost = priced ? static_cast<float>(prices[i].cost) : kPinnedCost;
     block->last_access = prices[i].last_access;
@@ -741,12 +740,14 @@ std::string Arena::CheckLocked() const {
   for (const Block* block = large_.first(); block != nullptr; block = block->next)
     if (block->pool != kAway && (block->live || block->pool != 0)) large_held += block->bytes;
   if (large_held != large_held_bytes_) return "large_held_bytes is not the sum over the large blocks";
-  if (held_bytes_ != stats_.live_bytes + large_.pooled_bytes() + small_.pooled_bytes()) return "held is not live + pooled";
+  if (held_bytes_ != stats_.live_bytes + large_.pooled_bytes() + small_.pooled_bytes())
+    return "held is not live + pooled";
   if (live != stats_.live_bytes) return "live_bytes is not the sum over the live blocks";
   if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks()) return "blocks are miscounted";
   if (resident() != held_bytes_ + stats_.outside_bytes) return "resident is not held + outside";
   const uint64_t committed = committed_pages() * pages_.page_bytes;
-  if (pages_.give_back == GiveBack::kAtOnce && spare_pages() > 0 && committed + stats_.outside_bytes > budget()) return "spare pages are kept over the budget";
+  if (pages_.give_back == GiveBack::kAtOnce && spare_pages() > 0 && committed + stats_.outside_bytes > budget())
+    return "spare pages are kept over the budget";
   return "";
 }
 

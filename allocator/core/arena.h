@@ -40,9 +40,9 @@ struct StreamOrder {
   StreamMask own = 0;  // the bit of the stream that asks
   uint16_t home = 0;   // its number
   uint8_t pool = 0;
-  bool at_once = false;                  // do nothing that may wait or call back: give nothing back, do not reclaim
-  StreamMask allowed = ~StreamMask{0};   // memory that other streams touched is not wanted
-  StreamMask touched = 0;                // out: who has to be waited for, the stream itself included
+  bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
+  StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
+  StreamMask touched = 0;               // out: who has to be waited for, the stream itself included
 };
 
 // The lengths of the two areas. `least_large`: what will do for the large one where addresses are few.

@@ -108,8 +108,7 @@ Spot Heap::FindWithin(uint64_t bytes, uint64_t limit, StreamMask allowed) const 
   }
   const uint64_t pages = (bytes + pages_.page_bytes - 1) >> page_shift_;
   for (const RunKind kind : {RunKind::kMixed, RunKind::kHole}) {
-    for (Block* run = Of(kind).BestFit(bytes); run != nullptr;
-         run = Of(kind).BestFit(run->bytes, run->offset + 1)) {
+    for (Block* run = Of(kind).BestFit(bytes); run != nullptr; run = Of(kind).BestFit(run->bytes, run->offset + 1)) {
       const uint64_t at = NewPages(run, pages, limit);
       if (at != run->offset + run->bytes) return {run, at};
     }
@@ -193,8 +192,8 @@ bool Heap::CommitHoles(Block* block) {
       if (!body(base_ + (first << page_shift_), (at - first) << page_shift_)) return first;
     }
   };
-  const uint64_t refused = each_hole(
-      touched.end, [&](char* at, uint64_t bytes) { return pages_.commit(pages_.user, at, bytes) == 0; });
+  const uint64_t refused =
+      each_hole(touched.end, [&](char* at, uint64_t bytes) { return pages_.commit(pages_.user, at, bytes) == 0; });
   if (refused < touched.end) {
     each_hole(refused, [&](char* at, uint64_t bytes) { return pages_.decommit(pages_.user, at, bytes), true; });
     return false;
@@ -359,8 +358,9 @@ bool Heap::WalkRun(const Block* run, const Visitor& visit) const {
 
 bool Heap::Walk(const Visit& visit) const {
   for (const Block* block = first_; block != nullptr; block = block->next) {
-    const bool go_on =
-        block->holes == 0 ? visit(block->offset, block->bytes, block->live && block->pool != kAway ? 1 : 0) : WalkRun(block, visit);
+    const bool go_on = block->holes == 0
+                           ? visit(block->offset, block->bytes, block->live && block->pool != kAway ? 1 : 0)
+                           : WalkRun(block, visit);
     if (!go_on) return false;
   }
   return true;
@@ -390,7 +390,8 @@ uint64_t Heap::blocks() const {
 
 uint64_t Heap::LongestRunBytes(uint64_t limit) const {
   uint64_t longest = 0;
-  if (!last_->live && last_->pool == 0 && last_->offset < limit) longest = std::min(last_->bytes, limit - last_->offset);
+  if (!last_->live && last_->pool == 0 && last_->offset < limit)
+    longest = std::min(last_->bytes, limit - last_->offset);
   for (const RunIndex& index : runs_) {
     const Block* run = index.Largest(last_);
     if (run != nullptr) longest = std::max(longest, run->bytes);

@@ -104,9 +104,7 @@ class Heap {
     const uint64_t end = (run->offset + run->bytes) >> page_shift_;
     return {first, end > first ? end : first};
   }
-  RunIndex& Of(const Block* run) {
-    return run->pool == 0 ? runs_[static_cast<int>(run->kind)] : *pools_[run->pool];
-  }
+  RunIndex& Of(const Block* run) { return run->pool == 0 ? runs_[static_cast<int>(run->kind)] : *pools_[run->pool]; }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
   Block* BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const;

@@ -21,9 +21,7 @@ void* HostReserve(void*, size_t bytes) {
   return base;
 }
 
-int HostCommit(void*, void* at, size_t bytes) {
-  return mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno;
-}
+int HostCommit(void*, void* at, size_t bytes) { return mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno; }
 
 // The protection stays: one mapping for all that was ever committed, instead of two more for every hole.
 int HostDecommit(void*, void* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }

@@ -1,5 +1,6 @@
 // Touched sets: which streams' queued work may still use a piece of memory (device.h). A block has room for 16 bits, so
-// the sets are interned: an id stands for a set, equal sets have equal ids. Not thread-safe: the arena's lock guards it.
+// the sets are interned: an id stands for a set, equal sets have equal ids. Not thread-safe: the arena's lock guards
+// it.
 #pragma once
 
 #include <array>
