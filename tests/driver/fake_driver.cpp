@@ -168,6 +168,7 @@ struct Fake {
 std::atomic<bool> forked{false};
 thread_local Device* current = nullptr;
 thread_local bool in_task = false;
+thread_local int capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 using Hold = std::unique_lock<std::mutex>;
 
@@ -447,6 +448,11 @@ struct Call {
       fake.faults.erase(fault);
       return;
     }
+    if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED && IsUnsafe(plain)) {
+      for (const auto& stream : fake.streams) {
+        if (stream->capture != CU_STREAM_CAPTURE_STATUS_NONE && RefusedByCapture(stream.get())) return;
+      }
+    }
     if (!fake.initialized && plain != "cuInit") {
       error = CUDA_ERROR_NOT_INITIALIZED;
     } else if (needs_context && current == nullptr) {
@@ -457,6 +463,13 @@ struct Call {
     if (hold.owns_lock()) TimePasses(&fake, &hold);
   }
 
+  // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
+  static bool IsUnsafe(const std::string& name) {
+    static const std::set<std::string> names = {"cuMemAlloc",   "cuMemFree",     "cuMemCreate",   "cuMemMap",
+                                                "cuMemUnmap",   "cuMemSetAccess", "cuMemHostAlloc", "cuMemFreeHost",
+                                                "cuStreamQuery", "cuEventQuery",  "cuCtxSynchronize"};
+    return names.count(name) > 0;
+  }
   // NULL and cudaStreamLegacy: the current device's default stream.
   Stream* Find(CUstream handle) {
     if (handle == nullptr || handle == reinterpret_cast<CUstream>(1) || handle == reinterpret_cast<CUstream>(2)) {
@@ -648,6 +661,9 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 CUresult cuCtxSynchronize() {
   BEGIN("cuCtxSynchronize");
+  for (const auto& stream : call.fake.streams) {
+    if (stream->device == current && call.RefusedByCapture(stream.get())) return call.error;
+  }
   for (size_t i = 0; i < call.fake.streams.size(); ++i) {
     Stream* stream = call.fake.streams[i].get();
     if (stream->device == current) SettleStream(&call.fake, stream, &call.hold);
@@ -884,6 +900,25 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   if (bytes == 0) return CUDA_SUCCESS;
   if (!IsUsable(&call.fake, from, bytes) || !IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   return call.QueueCopy(stream, to, from, bytes);
+}
+
+// Either side may be memory of a device or of the host.
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
+  bool to_device = false, from_device = false;
+  {
+    BEGIN("cuMemcpyAsync");
+    to_device = IsUsable(&call.fake, to, bytes);
+    from_device = IsUsable(&call.fake, from, bytes);
+  }
+  if (to_device && from_device) return cuMemcpyDtoDAsync_v2(to, from, bytes, handle);
+  if (to_device) return cuMemcpyHtoDAsync_v2(to, reinterpret_cast<const void*>(from), bytes, handle);
+  return cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, handle);
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  BEGIN("cuThreadExchangeStreamCaptureMode", false);
+  std::swap(*mode, capture_mode);
+  return CUDA_SUCCESS;
 }
 
 CUresult cuStreamCreate(CUstream* handle, unsigned flags) {
