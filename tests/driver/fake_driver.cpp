@@ -504,6 +504,7 @@ struct Call {
     }
     stream->tasks.push_back(std::move(task));
     ++stream->queued;
+    fake.changed.notify_all();  // the workers: this very call may wait for them
   }
   void MustNotBeUsed(const char* what, Range range) {
     for (const auto& stream : fake.streams) {

@@ -10,7 +10,7 @@
 //   remap      answering a request that has its bytes but no run of them by taking addresses further up, and giving as
 //              many pages back elsewhere
 //   price      what it costs to make a block free; a block without one is pinned
-//   tier       a place below the device where bytes can be parked (here: one unlinked file)
+//   tier       a place below the device where bytes can be parked: here one unlinked file, in device.h host memory
 //
 // Threading: every function may be called from any thread, with or without the GIL. No lock of the core is held while
 // the reclaim callback runs, and the callback may call mm_free (that is its purpose).
@@ -192,9 +192,9 @@ typedef struct {
   uint64_t file_bytes;
   uint64_t written_bytes;  // payload, since open
   uint64_t read_bytes;
-  uint64_t write_nanoseconds;  // time that workers spent in writes
+  uint64_t write_nanoseconds;  // time that workers spent in writes; host tier: that the device spent in copies
   uint64_t read_nanoseconds;
-  uint64_t queued_write_bytes;  // not yet on disk
+  uint64_t queued_write_bytes;  // not yet there
   uint64_t queued_read_bytes;
   uint64_t writes;
   uint64_t reads;
