@@ -15,7 +15,7 @@ import torch
 
 from memmgr.policies import Policy, parse_policy
 
-from . import _shim
+from . import _device, _shim
 from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
@@ -43,21 +43,6 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        chosen = torch.device(device)
-    else:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        chosen = accelerator if accelerator is not None else torch.device("cpu")
-    if chosen.type != "cpu":
-        # A budget that is not kept would be worse than none.
-        raise NotImplementedError(
-            f"memmgr: a budget on {chosen.type!r} cannot be kept yet: there is no allocator for it in this version; "
-            "device='cpu' manages host memory"
-        )
-    return chosen
 
 
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
@@ -134,8 +119,9 @@ class budget:
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
     ) -> None:
-        self._device = _device(device)
-        whole = int(psutil.virtual_memory().total)
+        self._device = _device.resolve(device)
+        cpu = self._device.type == "cpu"
+        whole = int(psutil.virtual_memory().total) if cpu else _device.total_bytes(self._device)
         folder, disk_bytes = _disk(disk)
         self._config = Config(
             limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),

@@ -21,6 +21,7 @@ import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
 
+from . import _device
 from ._advice import own_checkpointing
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
@@ -147,18 +148,15 @@ class Manager:
                 on_unpack_other=Plain.get,
                 out_of_memory_type=torch.OutOfMemoryError,
             )
-            native.open_arena(config.limit_bytes, stock.bytes)
+            _device.open_memory(native, config, stock.bytes)
             places = hasattr(native, "set_placement")  # an arena; not without the shim
             if config.placement != REMAP and not places:
                 warnings.warn("memmgr: placement is not available without a C++ compiler and is ignored", stacklevel=5)
             self._searches = places and config.placement.search >= 0 and config.limit_bytes < UNLIMITED
             if config.limit_bytes < UNLIMITED and places:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
-            wants_tier = config.folder is not None and self._director() != "evict"
             self._settle_doomed_tier()
-            if wants_tier:
-                native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
-                self._has_tier = True
+            self._has_tier = self._director() != "evict" and _device.open_tier(native, config)
             self.restore_options()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
@@ -490,12 +488,11 @@ class Manager:
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: bandwidth, and the processor time that a byte costs (design §5)."""
         native = self.native
-        size = 8 << 20
         c0 = time.process_time()
-        written = native.tier_probe(size)
-        if written is None:
+        probed = _device.probe(native)
+        if probed is None:
             return
-        wrote, read = written
+        size, wrote, read = probed
         cpu = max(0.0, time.process_time() - c0)
         self._probe = (size / max(wrote, 1e-9), size / max(read, 1e-9), cpu / (2 * size))
         link = self.link()
@@ -602,6 +599,7 @@ class Manager:
         """A malloc without the GIL found the vault empty, or the recorder is asleep: hand over what there is."""
         if self.sleeper.asleep:
             self.sleeper.surprises += 1
+            self.native.synchronize()  # on which streams these tensors were used nobody has noted
             with self.unseen():
                 return adopt_graph(self)
         return self._lose_roots(0)
@@ -691,7 +689,7 @@ class Manager:
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
         )
         error = BudgetError(
-            f"DefaultCPUAllocator: can't allocate memory: memmgr: {show_size(held)} are on the device already, more than "
+            f"{_device.out_of_memory_words(self.device)} memmgr: {show_size(held)} are on the device already, more than "
             f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. Parameters and buffers by module: "
             f"{by_module or 'none'}. Smallest budget that could work: {show_size(held + missing)} ({held + missing} bytes); "
             "the run will need more."

@@ -298,8 +298,10 @@ class Recorder:
         try:
             native.set_no_reclaim(True)
             with _BelowAutograd():
+                native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
                 begun = time.perf_counter()
                 outputs = run_recipe(native, recipe)
+                native.synchronize()
                 # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
                 recipe.cost = time.perf_counter() - begun
                 return outputs

@@ -10,4 +10,5 @@
 #include "window.cpp"
 #include "vault.cpp"
 #include "vault_api.cpp"
+#include "device.cpp"
 #include "watch.cpp"

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "memmgr/core.h"
+#include "memmgr/device.h"
 
 namespace memmgr {
 
@@ -97,6 +98,7 @@ struct Cell {
   uint64_t checksum;
   void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
+  mm_stream filled_on;   // on a device: the stream that we brought its bytes back on, or whose block it last had
   const Kind* maker;     // the kind of op that made it, for reports; kinds live as long as the process
   uint32_t module;       // where it was made, while the telemetry asks (0: unknown)
   PyObject* note;        // Python's remark: the module path, for reports
@@ -195,7 +197,13 @@ struct Counters {
 
 struct Shim {
   std::mutex mu;
-  mm_arena* arena = nullptr;
+  mm_arena* arena = nullptr;       // of the memory that the budget is about: the host's or the device's
+  mm_arena* host_arena = nullptr;  // made by the first budget on the CPU device
+  mm_device* device = nullptr;     // null: the budget is about the CPU device
+  mm_device* devices[64] = {};     // all that were ever opened: their tensors live on
+  c10::Device place{c10::DeviceType::CPU};
+  mm_stream main_stream = nullptr;           // of a device: where everything runs, as long as nothing else was seen
+  std::atomic<bool> several_streams{false};  // something else was
   mm_tier* tier = nullptr;
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
@@ -302,6 +310,9 @@ inline at::DataPtr take_incoming_locked(Cell* c) {
 int install_allocator();
 void uninstall_allocator();
 void arena_free(void* p);
+void device_free(void* p);
+void tell_profiler(mm_arena* arena, const at::Device& where, void* p, bool allocated);
+bool counts_for_floor();
 bool foreign_memory(const c10::StorageImpl* s);
 void expose_cell(Cell* c);
 uint64_t release_from_vault(uint64_t want);
@@ -317,6 +328,21 @@ uint64_t checksum_bytes(const void* p, size_t n);
 uint64_t now_ns();
 void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
+
+// device.cpp
+bool managed_here(const c10::StorageImpl* s);
+c10::Allocator* allocator_of(c10::DeviceType type);
+c10::DispatchKeySet keys_of(c10::DeviceType type);
+mm_stream stream_now();
+void note_stream(c10::StorageImpl* s);
+void note_streams(PyObject* args, PyObject* kwargs);
+void wait_for_filling(const Cell* c);
+uint64_t checksum_of(const c10::Device& where, const void* p, size_t n);
+bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n);
+at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
+const char* out_of_memory_words();
+int install_device_allocator();
+void uninstall_device_allocator();
 
 // window.cpp
 void price_locked(Cell* c);

@@ -56,9 +56,13 @@ int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  
 // recorded: memory comes from what only this stream touched, or is new; else NULL.
 void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
-void mm_device_free(mm_device*, void* p);                  // in stream order; never waits
-void mm_device_used(mm_device*, void* p, mm_stream);       // work on this stream uses the block, now or up to its end
-mm_stream mm_device_home(mm_device*, const void* p);       // of the live block that begins at p; NULL also for none
+void mm_device_free(mm_device*, void* p);             // in stream order; never waits
+void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
+mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that begins at p; NULL also for none
+// Work put on `waiter` from now on comes after the tail of `other` (as it is now), or of all streams that touched the
+// block. 0 or the driver's error.
+int mm_device_wait(mm_device*, mm_stream waiter, mm_stream other);
+int mm_device_wait_block(mm_device*, mm_stream waiter, const void* p);
 int mm_device_synchronize(mm_device*);                     // the CPU waits for all streams; nothing is touched then
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 
