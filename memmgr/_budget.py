@@ -118,6 +118,7 @@ class budget:
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
+        _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device)
         cpu = self._device.type == "cpu"
@@ -135,6 +136,7 @@ class budget:
             throttle=_throttle,
             sleep=_sleep,
             placement=parse_placement(_placement),
+            plan=_plan,
             log=None if log is None else _log(log),
         )
         self._manager: Manager | None = None

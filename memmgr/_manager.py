@@ -27,6 +27,7 @@ from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
 from ._placement import REMAP, Placement
+from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import UNLIMITED, show_size
@@ -58,6 +59,7 @@ class Config:
     throttle: int = 0
     sleep: bool = True
     placement: Placement = REMAP
+    plan: bool = True
     log: str | None = None
 
 
@@ -116,8 +118,12 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
+        self._pressed = False  # the last pass would not have fitted
+        self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
+        self.may_evict = self._director() != "offload"
+        self.plans = Plans(self, config.plan and config.policy.plans and hasattr(native, "add_plan"))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
@@ -162,6 +168,8 @@ class Manager:
             native.set_watching(True)
             self.guards.install()
             self.open = True
+            if self.plans.allowed:
+                native.begin_pass()
             native.set_active(True)
             if self._has_tier:
                 self._measure_link()
@@ -185,6 +193,7 @@ class Manager:
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
         lazily = False
+        self.plans.close()
         try:
             if was_open:
                 native.set_always_rank(False)
@@ -266,8 +275,7 @@ class Manager:
 
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
-        director = self._director()
-        self.native.set_options(director != "offload", self._has_tier, self.config.verify, SAMPLE)
+        self.native.set_options(self.may_evict, self._has_tier, self.config.verify, SAMPLE)
 
     def _director(self) -> str:
         name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
@@ -469,7 +477,21 @@ class Manager:
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
+        self._pressed = unmanaged > self.config.limit_bytes
+        self.plans.end_of_pass(None)
         self.sleeper.end_of_pass(unmanaged)
+
+    def under_pressure(self) -> bool:
+        """Would the last pass not have fitted without us?"""
+        return self._pressed
+
+    @property
+    def may_offload(self) -> bool:
+        """Is there a tier that the policy may use?"""
+        return self._has_tier
+
+    def measure_next_pass(self) -> None:
+        """The next pass is to be measured, for a plan."""
 
     # -- what the policies see --
 
@@ -558,6 +580,7 @@ class Manager:
     # -- callbacks of the shim --
 
     def _rank(self, reserve: int) -> int:
+        self.rankings += 1
         if self._searches:
             self.native.disarm_all()  # a search chooses among all cells, so all are ranked anew
         cells, candidates = self.candidates()
@@ -729,6 +752,10 @@ class Manager:
             "checkpoint_seconds": self._recomputed[0],
             "watched_seconds": self._recomputed[1],
             "passes": self.passes,
+            "planned_passes": self.plans.counts.followed,
+            "plans": self.plans.counts.made,
+            "plan_seconds": self.plans.counts.seconds,
+            "rankings": self.rankings,
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],
             "reclaims": a.get("reclaims", 0),

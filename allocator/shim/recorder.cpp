@@ -255,6 +255,10 @@ static bool maybe_rank() {
     Py_XDECREF(r);
     return r != nullptr;
   }
+  if (plan_leads()) {
+    plan_settle();
+    return true;
+  }
   if (g.events_since_rank++ < g.rank_backoff) return true;
   const uint64_t budget = mm_arena_budget(g.arena);
   if (budget == MM_UNLIMITED) return true;

@@ -11,4 +11,5 @@
 #include "vault.cpp"
 #include "vault_api.cpp"
 #include "device.cpp"
+#include "plan.cpp"
 #include "watch.cpp"

@@ -232,9 +232,10 @@ struct Shim {
   std::vector<Cell*> armed;  // in the order in which they leave; entries may be stale (cell->armed == KEEP)
   size_t armed_next = 0;
   uint64_t armed_bytes = 0;
-  uint64_t handled_bytes = 0;   // present bytes of cells with handles
-  uint64_t gone_bytes = 0;      // bytes of cells with handles that are gone
-  uint64_t incoming_bytes = 0;  // prefetched, not asked for yet
+  std::atomic<bool> plan_short{false};  // malloc took all that the plan had for it, and needed more
+  uint64_t handled_bytes = 0;           // present bytes of cells with handles
+  uint64_t gone_bytes = 0;              // bytes of cells with handles that are gone
+  uint64_t incoming_bytes = 0;          // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
   uint64_t offloaded_bytes = 0;  // of them: gone, and the tier has them
 
@@ -343,6 +344,12 @@ at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
 const char* out_of_memory_words();
 int install_device_allocator();
 void uninstall_device_allocator();
+
+// plan.cpp
+bool plan_leads();
+void plan_settle();
+void plan_saved(Cell* c);
+extern PyMethodDef plan_methods[];
 
 // window.cpp
 void price_locked(Cell* c);

@@ -231,6 +231,7 @@ uint64_t release_from_vault(uint64_t want) {
   }
   if (released < want) released += cancel_prefetches(want - released, lock);
   if (released >= want) return released;
+  g.plan_short = true;  // the policies rank from here on
   // The list may change whenever the lock is dropped, so begin again after each release.
   bool found = true;
   uint32_t guard = 0;
@@ -322,7 +323,8 @@ void throw_out_of_memory(size_t bytes) {
       mib(s.budget_bytes) + " is spent: " + mib(resident) +
       " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " + mib(floor) +
       " (" + std::to_string(floor) + " bytes).";
-  if (!g.tier_error.empty()) text += std::string(g.device ? " The host" : " The disk") + " tier failed: " + g.tier_error + ".";
+  if (!g.tier_error.empty())
+    text += std::string(g.device ? " The host" : " The disk") + " tier failed: " + g.tier_error + ".";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
