@@ -39,7 +39,7 @@ int mm_abi_version(void) { return MM_ABI_VERSION; }
 mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len) {
   std::string wrong = "out of memory";
   auto* arena = Guarded<memmgr::Arena*>(
-      nullptr, [&] { return memmgr::Arena::Create(memmgr::HostPages(), budget_bytes, reserve_bytes, &wrong); });
+      nullptr, [&] { return memmgr::Arena::CreateOnHost(budget_bytes, reserve_bytes, &wrong); });
   if (arena == nullptr) Say(wrong, err, err_len);
   return reinterpret_cast<mm_arena*>(arena);
 }
