@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import time
 import types
 from pathlib import Path
 
 import torch
-
 from driver.build import fake_driver
 
 from .build import library
@@ -73,9 +73,16 @@ def start(
     lib.memdev_set_poison(int(poison))
     torch._register_device_module("memdev", _module(made))
     torch.utils.generate_methods_for_privateuse1_backend()
-    atexit.register(lib.memdev_close)
+    atexit.register(_close, lib)
     handles = made
     return made
+
+
+def _close(lib: ctypes.CDLL) -> None:
+    lib.memdev_close()
+    # After a backward the autograd thread still lets go of its graph, for which it wants the GIL: if the interpreter ends
+    # meanwhile, the process aborts. There is nothing to wait for; a moment without the GIL lets it finish.
+    time.sleep(0.05)
 
 
 def prompt_ops() -> dict[str, int]:

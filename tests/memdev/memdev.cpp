@@ -16,7 +16,7 @@
 
 namespace memdev {
 
-const char *const kNative[] = {"aten::empty.memory_format",
+const char* const kNative[] = {"aten::empty.memory_format",
                                "aten::empty_strided",
                                "aten::view",
                                "aten::as_strided",
@@ -33,8 +33,7 @@ const char *const kNative[] = {"aten::empty.memory_format",
 
 // What torch would otherwise put together from smaller ops, in another order
 // than its CPU kernel.
-const char *const kWhole[] = {"aten::convolution", "aten::convolution_backward",
-                              "aten::convolution_overrideable",
+const char* const kWhole[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable",
                               "aten::convolution_backward_overrideable"};
 
 void Register() {
@@ -44,9 +43,7 @@ void Register() {
   at::RegisterPrivateUse1HooksInterface(&hooks);
   c10::SetAllocator(c10::kPrivateUse1, &memory, 0);
 
-  auto *aten =
-      new torch::Library(torch::Library::IMPL, "aten",
-                         c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   aten->impl("empty.memory_format", TORCH_FN(Empty));
   aten->impl("empty_strided", TORCH_FN(EmptyStrided));
   aten->impl("view", TORCH_FN(at::native::view));
@@ -54,9 +51,7 @@ void Register() {
   aten->impl("_reshape_alias", TORCH_FN(ReshapeAlias));
   aten->impl("resize_", TORCH_FN(Resize));
   aten->impl("set_", TORCH_FN(SetEmpty));
-  aten->impl("set_.source_Storage",
-             TORCH_FN(static_cast<at::Tensor &(*)(at::Tensor &, at::Storage)>(
-                 at::native::set_)));
+  aten->impl("set_.source_Storage", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_)));
   aten->impl("set_.source_Storage_storage_offset", TORCH_FN(SetStorage));
   aten->impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   aten->impl("is_set_to", TORCH_FN(at::native::is_set_to));
@@ -67,41 +62,39 @@ void Register() {
   // An op that has a CPU kernel is one kernel here, too: the same bits, and as
   // many launches as ops.
   std::set<std::string> done(std::begin(kNative), std::end(kNative));
-  auto late = [&](const std::string &name) {
-    if (done.insert(name).second)
-      aten->impl(name.c_str(),
-                 torch::CppFunction::makeFromBoxedFunction<&Fallback>());
+  auto late = [&](const std::string& name) {
+    if (done.insert(name).second) aten->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&Fallback>());
   };
-  auto &dispatcher = c10::Dispatcher::singleton();
-  for (const auto &name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0)
-      continue;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findSchema(name);
-    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
-      late(c10::toString(name));
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) late(c10::toString(name));
   }
-  for (const char *name : kWhole)
-    late(name);
+  for (const char* name : kWhole) late(name);
 
-  auto *others =
-      new torch::Library(torch::Library::IMPL, "_",
-                         c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  // Lazily conjugated or negated tensors are resolved by a copy, which must then take them as they are.
+  for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
+    auto* lazy = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    lazy->impl("_copy_from", torch::CppFunction::makeFallthrough());
+  }
+
+  auto* others = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   others->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
 }
 
-} // namespace memdev
+}  // namespace memdev
 
 #define MEMDEV_API extern "C" __attribute__((visibility("default")))
 
 // Loads the driver library and registers the device. An empty text, or what
 // went wrong.
-MEMDEV_API const char *memdev_start(const char *driver_path) {
+MEMDEV_API const char* memdev_start(const char* driver_path) {
   static std::string problem;
   try {
     problem = memdev::driver.Load(driver_path);
-    if (problem.empty())
-      memdev::Register();
-  } catch (const std::exception &error) {
+    if (problem.empty()) memdev::Register();
+  } catch (const std::exception& error) {
     problem = error.what();
   }
   return problem.c_str();
@@ -117,23 +110,18 @@ MEMDEV_API void memdev_close() {
   memdev::closing.store(true);
 }
 
-MEMDEV_API void memdev_set_record_stream(memdev::RecordStream hook) {
-  memdev::record_stream_hook.store(hook);
-}
+MEMDEV_API void memdev_set_record_stream(memdev::RecordStream hook) { memdev::record_stream_hook.store(hook); }
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
-MEMDEV_API void memdev_use_own_allocator() {
-  c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255);
-}
+MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }
 MEMDEV_API uint64_t memdev_live_bytes() { return memdev::memory.LiveBytes(); }
 MEMDEV_API void memdev_empty_cache() { memdev::memory.EmptyCache(); }
 
 // "name count" lines of the ops that could not be launched late.
-MEMDEV_API const char *memdev_prompt_ops() {
+MEMDEV_API const char* memdev_prompt_ops() {
   static thread_local std::string text;
   text.clear();
   std::lock_guard<std::mutex> lock(memdev::prompt.mutex);
-  for (const auto &[name, count] : memdev::prompt.counts)
-    text += name + " " + std::to_string(count) + "\n";
+  for (const auto& [name, count] : memdev::prompt.counts) text += name + " " + std::to_string(count) + "\n";
   return text.c_str();
 }
