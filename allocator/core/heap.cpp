@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "ordering.h"
 #include "window.h"
 
 namespace memmgr {
@@ -171,7 +172,7 @@ Block* Heap::SplitOff(Block* run, uint64_t at) {
   Block* upper = pool_.Take();
   upper->offset = at;
   upper->bytes = run->offset + run->bytes - at;
-  upper->touched = run->touched;
+  upper->touched = Order<"split.touched">([&] { return run->touched; });
   upper->pool = run->pool;
   upper->previous = run;
   upper->next = run->next;
@@ -216,7 +217,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(before);
     before->bytes += block->bytes;
     before->holes += block->holes;
-    before->touched = sets_->Union(before->touched, block->touched);
+    before->touched = Order<"coalesce.touched">([&] { return sets_->Union(before->touched, block->touched); });
     before->next = block->next;
     (block->next != nullptr ? block->next->previous : last_) = before;
     pool_.Return(block);
@@ -227,7 +228,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(after);
     block->bytes += after->bytes;
     block->holes += after->holes;
-    block->touched = sets_->Union(block->touched, after->touched);
+    block->touched = Order<"coalesce.touched">([&] { return sets_->Union(block->touched, after->touched); });
     block->next = after->next;
     (after->next != nullptr ? after->next->previous : last_) = block;
     pool_.Return(after);

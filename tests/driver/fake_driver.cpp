@@ -321,6 +321,7 @@ Stream* PickFor(Stream* wanted) {
 // Runs until `done` says so. `wanted` NULL: whatever there is to run.
 template <typename Done>
 void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
+  if (fake->mode == kThreaded) fake->changed.notify_all();  // the call that waits may also have queued
   while (!done()) {
     if (fake->mode == kThreaded && !in_task) {
       fake->changed.wait(*hold);
@@ -465,9 +466,9 @@ struct Call {
 
   // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
   static bool IsUnsafe(const std::string& name) {
-    static const std::set<std::string> names = {"cuMemAlloc",   "cuMemFree",     "cuMemCreate",   "cuMemMap",
-                                                "cuMemUnmap",   "cuMemSetAccess", "cuMemHostAlloc", "cuMemFreeHost",
-                                                "cuStreamQuery", "cuEventQuery",  "cuCtxSynchronize"};
+    static const std::set<std::string> names = {"cuMemAlloc",    "cuMemFree",      "cuMemCreate",     "cuMemMap",
+                                                "cuMemUnmap",    "cuMemSetAccess", "cuMemHostAlloc",  "cuMemFreeHost",
+                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize"};
     return names.count(name) > 0;
   }
   // NULL and cudaStreamLegacy: the current device's default stream.
