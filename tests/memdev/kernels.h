@@ -1,10 +1,10 @@
-// Every other op: launched as a kernel that runs torch's own CPU kernel when
-// its stream gets there.
+// Every other op: launched as a kernel that runs torch's own CPU kernel when its stream gets there.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
@@ -14,8 +14,7 @@
 
 namespace memdev {
 
-// In a fresh thread's dispatch state, without autograd: a kernel may run in any
-// thread, the program's included.
+// In a fresh thread's dispatch state, without autograd: a kernel may run in any thread, the program's included.
 struct PlainDispatch {
   c10::impl::ForceDispatchKeyGuard guard{
       c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
@@ -58,8 +57,16 @@ struct Shape {
 // Their meta kernels announce other sizes than their CPU kernels return.
 inline const std::set<std::string> kMisannounced = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
 
-// Ops that had to run at once, by name: their results depend on data, or they
-// draw numbers.
+// Draws that need no data: they run when they are called, and nothing has to be waited for.
+inline const std::set<std::string> kDraws = {"aten::bernoulli_", "aten::cauchy_",     "aten::exponential_",
+                                             "aten::geometric_", "aten::log_normal_", "aten::normal_",
+                                             "aten::random_",    "aten::uniform_",    "aten::randperm"};
+
+inline bool IsDraw(const c10::OperatorHandle& op) {
+  return kDraws.count(op.operator_name().name) != 0 && op.operator_name().overload_name != "Tensor";
+}
+
+// Ops that had to wait for the device, by name: the sizes of their results depend on data, or how much they draw.
 struct Prompt {
   std::mutex mutex;
   std::map<std::string, uint64_t> counts;
@@ -126,9 +133,8 @@ inline void CheckDevices(const c10::OperatorHandle& op, const Shape& shape, cons
   }
 }
 
-// The sizes that the op would give its results, or nothing: it cannot be known
-// without the data. An error of the op itself is found again, with a better
-// text, when it runs.
+// The sizes that the op would give its results, or nothing: it cannot be known without the data. An error of the op
+// itself is found again, with a better text, when it runs.
 inline std::optional<torch::jit::Stack> RunOnMeta(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
                                                   torch::jit::Stack* meta_arguments) {
   if (op.operator_name().name.rfind("aten::", 0) != 0) return std::nullopt;
@@ -194,16 +200,18 @@ inline void RunLate(const c10::OperatorHandle& op, const Shape& shape, torch::ji
   arguments = std::move(results);
 }
 
-// The program waits for the device, the op runs in this thread, its results are
-// published in stream order.
+// The program waits for the device (unless no data is needed), the op runs in this thread, its results are published in
+// stream order.
 inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch::jit::Stack& arguments,
                         c10::Device device) {
-  {
-    std::lock_guard<std::mutex> lock(prompt.mutex);
-    ++prompt.counts[c10::toString(op.operator_name())];
-  }
   CUstream stream = CurrentStream(device.index());
-  SynchronizeStream(device.index(), stream);
+  if (!IsDraw(op)) {
+    {
+      std::lock_guard<std::mutex> lock(prompt.mutex);
+      ++prompt.counts[c10::toString(op.operator_name())];
+    }
+    SynchronizeStream(device.index(), stream);
+  }
   torch::jit::Stack stack;
   std::map<int, std::vector<at::Tensor>> written;
   {
@@ -212,7 +220,7 @@ inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch
       Value value = Value::Of(arguments[i]);
       if (shape.written.count(static_cast<int>(i)) != 0) {
         for (Ref& ref : value.refs) {
-          if (ref.alias) ref = {std::nullopt, ref.Cpu().clone()};
+          if (ref.alias) ref = Ref{std::nullopt, IsDraw(op) ? at::empty_like(ref.Cpu()) : ref.Cpu().clone()};
           written[static_cast<int>(i)].push_back(ref.host);
         }
       }

@@ -1,12 +1,10 @@
-// memdev: a torch device (PrivateUse1) on a double of the CUDA driver. Kernels
-// are torch's CPU kernels, and they run when their stream gets to them, on raw
-// pointers: what a program forgets to wait for is really not there yet, and
-// what it frees too early is really overwritten.
+// memdev: a torch device (PrivateUse1) on a double of the CUDA driver. Kernels are torch's CPU kernels, and they run
+// when their stream gets to them, on raw pointers: what a program forgets to wait for is really not there yet, and what
+// it frees too early is really overwritten.
 //
-// A kernel that runs late, in whatever thread, sees the process-wide switches
-// of that moment (oneDNN, matmul precision, deterministic algorithms), where a
-// GPU's would see those of its launch. A program that changes them between
-// launches has to synchronise first.
+// A kernel that runs late, in whatever thread, sees the process-wide switches of that moment (oneDNN, matmul precision,
+// deterministic algorithms), where a GPU's would see those of its launch. A program that changes them between launches
+// has to synchronise first.
 #include <torch/library.h>
 
 #include "guard.h"
@@ -29,10 +27,10 @@ const char* const kNative[] = {"aten::empty.memory_format",
                                "aten::is_set_to",
                                "aten::record_stream",
                                "aten::_copy_from",
-                               "aten::_copy_from_and_resize"};
+                               "aten::_copy_from_and_resize",
+                               "aten::native_dropout"};
 
-// What torch would otherwise put together from smaller ops, in another order
-// than its CPU kernel.
+// What torch would otherwise put together from smaller ops, in another order than its CPU kernel.
 const char* const kWhole[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable",
                               "aten::convolution_backward_overrideable"};
 
@@ -58,9 +56,9 @@ void Register() {
   aten->impl("record_stream", TORCH_FN(RecordStreamOp));
   aten->impl("_copy_from", TORCH_FN(CopyFrom));
   aten->impl("_copy_from_and_resize", TORCH_FN(CopyFromAndResize));
+  aten->impl("native_dropout", TORCH_FN(NativeDropout));
 
-  // An op that has a CPU kernel is one kernel here, too: the same bits, and as
-  // many launches as ops.
+  // An op that has a CPU kernel is one kernel here, too: the same bits, and as many launches as ops.
   std::set<std::string> done(std::begin(kNative), std::end(kNative));
   auto late = [&](const std::string& name) {
     if (done.insert(name).second) aten->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&Fallback>());
@@ -87,8 +85,7 @@ void Register() {
 
 #define MEMDEV_API extern "C" __attribute__((visibility("default")))
 
-// Loads the driver library and registers the device. An empty text, or what
-// went wrong.
+// Loads the driver library and registers the device. An empty text, or what went wrong.
 MEMDEV_API const char* memdev_start(const char* driver_path) {
   static std::string problem;
   try {
@@ -100,8 +97,7 @@ MEMDEV_API const char* memdev_start(const char* driver_path) {
   return problem.c_str();
 }
 
-// From now on nothing is queued and nothing is given back: for the
-// interpreter's end.
+// From now on nothing is queued and nothing is given back: for the interpreter's end.
 MEMDEV_API void memdev_close() {
   for (int i = 0; i < memdev::driver.devices; ++i) {
     memdev::driver.cuSetCurrent(memdev::driver.contexts[i]);
