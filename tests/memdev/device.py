@@ -106,7 +106,7 @@ def _module(made: Handles) -> types.ModuleType:
     names = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": accelerator.device_count,
+        "device_count": made.lib.memdev_device_count,
         "current_device": accelerator.current_device_index,
         "set_device": accelerator.set_device_index,
         "current_stream": accelerator.current_stream,

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zero.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
@@ -54,8 +55,11 @@ struct Shape {
   }
 };
 
-// Their meta kernels announce other sizes than their CPU kernels return.
-inline const std::set<std::string> kMisannounced = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+// Their meta kernels announce other sizes or types than their CPU kernels return.
+inline const std::set<std::string> kMisannounced = {
+    "aten::_embedding_bag",         "aten::_embedding_bag_forward_only", "aten::native_layer_norm",
+    "aten::native_batch_norm",      "aten::_native_batch_norm_legit",    "aten::_native_batch_norm_legit_no_training",
+    "aten::_batch_norm_with_update"};
 
 // Draws that need no data: they run when they are called, and nothing has to be waited for.
 inline const std::set<std::string> kDraws = {"aten::bernoulli_", "aten::cauchy_",     "aten::exponential_",
@@ -88,8 +92,8 @@ struct Kernel : Work {
         const Ref& to = results[i][j];
         if (!to.alias || !made.at(j).defined()) continue;
         at::Tensor out = to.Cpu();
-        // Batch norm in eval mode: what the CPU leaves empty is announced with a size, and nobody reads it.
-        if (made[j].numel() == 0) continue;
+        TORCH_CHECK(out.dtype() == made[j].dtype(), "result ", i, " is ", made[j].dtype(), ", not ", out.dtype(),
+                    " as announced");
         TORCH_CHECK(out.sizes() == made[j].sizes(), "result ", i, " has sizes ", made[j].sizes(), ", not ", out.sizes(),
                     " as announced");
         out.copy_(made[j]);
@@ -150,6 +154,21 @@ inline std::optional<torch::jit::Stack> RunOnMeta(const c10::OperatorHandle& op,
       if (t.defined() && (!t.is_meta() || t.layout() != at::kStrided)) return std::nullopt;
     }
   }
+  return stack;
+}
+
+// As RunOnMeta, by running it here on zeros.
+inline torch::jit::Stack RunOnZeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
+                                    torch::jit::Stack* zeros) {
+  for (const auto& v : arguments) {
+    std::vector<at::Tensor> all = TensorsOf(v);
+    for (at::Tensor& t : all) {
+      if (OnDevice(t)) t = EmptyLike(t, at::kCPU).zero_();
+    }
+    zeros->push_back(HoldsTensors(v) ? WithTensors(v, all) : v);
+  }
+  torch::jit::Stack stack = *zeros;
+  op.callBoxed(stack);
   return stack;
 }
 
@@ -269,10 +288,10 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CheckDevices(op, shape, arguments, device);
   std::optional<torch::jit::Stack> meta;
   torch::jit::Stack meta_arguments;
-  if (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded) &&
-      kMisannounced.count(op.operator_name().name) == 0) {
+  if (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded)) {
     PlainDispatch plain;
-    meta = RunOnMeta(op, arguments, &meta_arguments);
+    bool zeros = kMisannounced.count(op.operator_name().name) != 0;
+    meta = zeros ? RunOnZeros(op, arguments, &meta_arguments) : RunOnMeta(op, arguments, &meta_arguments);
   }
   PlainDispatch plain;
   if (meta) {

@@ -30,9 +30,10 @@ const char* const kNative[] = {"aten::empty.memory_format",
                                "aten::_copy_from_and_resize",
                                "aten::native_dropout"};
 
-// What torch would otherwise put together from smaller ops, in another order than its CPU kernel.
+// One kernel, too: what torch would otherwise put together from smaller ops in another order than its CPU kernel, and
+// what has no CPU kernel by name, but asks for one of this device by itself.
 const char* const kWhole[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable",
-                              "aten::convolution_backward_overrideable"};
+                              "aten::convolution_backward_overrideable", "aten::conj_physical_"};
 
 void Register() {
   static Guard guard;
@@ -96,6 +97,8 @@ MEMDEV_API const char* memdev_start(const char* driver_path) {
   }
   return problem.c_str();
 }
+
+MEMDEV_API int memdev_device_count() { return memdev::driver.devices; }
 
 // From now on nothing is queued and nothing is given back: for the interpreter's end.
 MEMDEV_API void memdev_close() {
