@@ -113,7 +113,7 @@ def _module(made: Handles) -> types.ModuleType:
         "set_stream": accelerator.set_stream,
         "synchronize": accelerator.synchronize,
         "empty_cache": made.lib.memdev_empty_cache,
-        "device": accelerator.device_index,
+        "device": lambda device: accelerator.device_index(torch._utils._get_device_index(device, optional=True)),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": lambda seed: None,  # torch.manual_seed has seeded the generator already

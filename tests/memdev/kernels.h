@@ -282,6 +282,8 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   graveyard.Empty();
   const c10::FunctionSchema& schema = op.schema();
   Shape shape(schema);
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                              "memdev: the CPU has no kernel for ", c10::toString(op.operator_name()));
   torch::jit::Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   c10::Device device = DeviceOf(arguments);
   c10::DeviceGuard guard(device);

@@ -5,8 +5,10 @@
 // A kernel that runs late, in whatever thread, sees the process-wide switches of that moment (oneDNN, matmul precision,
 // deterministic algorithms), where a GPU's would see those of its launch. A program that changes them between launches
 // has to synchronise first.
+#include <pthread.h>
 #include <torch/library.h>
 
+#include "autocast.h"
 #include "guard.h"
 #include "kernels.h"
 #include "memory.h"
@@ -32,8 +34,8 @@ const char* const kNative[] = {"aten::empty.memory_format",
 
 // One kernel, too: what torch would otherwise put together from smaller ops in another order than its CPU kernel, and
 // what has no CPU kernel by name, but asks for one of this device by itself.
-const char* const kWhole[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable",
-                              "aten::convolution_backward_overrideable", "aten::conj_physical_"};
+const char* const kWhole[] = {"aten::convolution", "aten::_convolution", "aten::convolution_backward",
+                              "aten::conj_physical_"};
 
 void Register() {
   static Guard guard;
@@ -72,6 +74,8 @@ void Register() {
   }
   for (const char* name : kWhole) late(name);
 
+  RegisterAutocast();
+
   // Lazily conjugated or negated tensors are resolved by a copy, which must then take them as they are.
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
     auto* lazy = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
@@ -92,6 +96,8 @@ MEMDEV_API const char* memdev_start(const char* driver_path) {
   try {
     problem = memdev::driver.Load(driver_path);
     if (problem.empty()) memdev::Register();
+    // A forked child has the tensors, but not the device.
+    pthread_atfork(nullptr, nullptr, [] { memdev::closing.store(true); });
   } catch (const std::exception& error) {
     problem = error.what();
   }

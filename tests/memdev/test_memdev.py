@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -123,3 +124,12 @@ def test_what_an_allocators_owner_builds_on() -> None:
     assert seen["calls"] == seen["wanted"]
     assert seen["fresh"] == ["nan"] * 3
     assert seen["accelerator"] == "memdev"
+
+
+@pytest.mark.ops
+def test_operator_database() -> None:
+    """A sixteenth of it; all with MEMMGR_TEST_ALL_OPS=1."""
+    count = 1 if os.environ.get("MEMMGR_TEST_ALL_OPS") == "1" else 16
+    seen = child.run("sweep", module="memdev.ops", index=0, count=count, timeout=400)
+    assert seen["wrong"] == []
+    assert seen["compared"] > 0
