@@ -1,6 +1,7 @@
 // Every other op: launched as a kernel that runs torch's own CPU kernel when its stream gets there.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
@@ -15,8 +16,14 @@
 
 namespace memdev {
 
-// In a fresh thread's dispatch state, without autograd: a kernel may run in any thread, the program's included.
+// In a fresh thread's dispatch state, without autograd and without the program's modes: a kernel may run in any thread,
+// the program's included, and some meta kernels are written in Python.
 struct PlainDispatch {
+  PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
+  }
+  ~PlainDispatch() { at::impl::PythonTorchFunctionTLS::set_disabled_state(saved); }
+  at::impl::TorchFunctionDisabledState saved;
   c10::impl::ForceDispatchKeyGuard guard{
       c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
+import io
+import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch.nn.functional as F
 from budget import models
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from memdev import Handles, prompt_ops, start
 
@@ -79,7 +84,7 @@ def train(mode: str, seed: int, devices: list[str]) -> dict[str, Any]:
     handles = start(mode, seed)
     result: dict[str, Any] = {}
     for make in (mlp, gpt, convnet, pooled):
-        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        for options in ({"foreach": False}, {"foreach": True}, {"fused": True})[: 3 if make is mlp else 1]:
             name = f"{make.__name__} {next(iter(options))}={next(iter(options.values()))}"
             result[name] = {device: _train(make, device, **options) for device in devices}
     torch.accelerator.synchronize()
@@ -304,6 +309,49 @@ def same_as_cpu() -> list[str]:
             if a.dtype != b.dtype or a.shape != b.shape or a.tolist() != b.tolist():
                 wrong.append(f"{work.__name__}[{i}]: {a} is {b}")
     return wrong
+
+
+def features() -> dict[str, Any]:
+    """What training scripts use beside ops."""
+    start("late")
+    result: dict[str, Any] = {}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU()).to(DEVICE)
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> list[float]:
+        torch.manual_seed(3)
+        x = torch.ones(8, 4, device=DEVICE, requires_grad=True)
+        run(x).sum().backward()
+        return x.grad.cpu().flatten().tolist()
+
+    plain = gradient(model)
+    for reentrant in (True, False):
+        result[f"checkpoint {reentrant}"] = gradient(lambda x: checkpoint(model, x, use_reentrant=reentrant)) == plain
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        low = model(torch.ones(8, 4, device=DEVICE))
+        result["autocast"] = [str(low.dtype), str(low.exp().dtype)]
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(model).state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)["0.weight"]
+    result["saved and loaded"] = [str(loaded.device), loaded.tolist() == model[0].weight.tolist()]
+    q = torch.randn(2, 2, 8, 16)
+    attended = F.scaled_dot_product_attention(*[q.to(DEVICE)] * 3, is_causal=True).cpu()
+    with sdpa_kernel(SDPBackend.MATH):
+        result["attention by the math path"] = torch.equal(
+            attended, F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        )
+    with torch.device(DEVICE):
+        result["default device"] = str(nn.Linear(2, 2)(torch.ones(1, 2)).device)
+    with torch.random.fork_rng(device_type=DEVICE):
+        torch.rand(3, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads
+        child = os.fork()
+    if child == 0:
+        model = loaded = low = None  # frees what the child has of the device
+        os._exit(0)
+    result["forked child"] = os.waitpid(child, 0)[1]
+    return result
 
 
 def refusals() -> dict[str, str]:
