@@ -35,6 +35,7 @@ enum : int {
   CUDA_ERROR_NOT_PERMITTED = 800,
   CUDA_ERROR_NOT_SUPPORTED = 801,
   CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+  CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
 };
 enum : unsigned { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum : unsigned { CU_EVENT_DEFAULT = 0, CU_EVENT_DISABLE_TIMING = 2 };
@@ -42,6 +43,7 @@ enum : int { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum : int { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum : int { CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
 enum : int { CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1 };
+enum : int { CU_STREAM_CAPTURE_MODE_GLOBAL = 0, CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 enum : int { CU_STREAM_CAPTURE_STATUS_NONE = 0, CU_STREAM_CAPTURE_STATUS_ACTIVE = 1 };
 
 struct CUmemLocation {
@@ -99,12 +101,14 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t, CUstream))                    \
   X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t, CUstream))                          \
   X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                    \
+  X(MemcpyAsync, "cuMemcpyAsync", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                               \
   X(StreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                      \
   X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                  \
   X(StreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned flags))                                        \
   X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                             \
   X(StreamQuery, "cuStreamQuery", (CUstream))                                                                         \
   X(StreamIsCapturing, "cuStreamIsCapturing", (CUstream, int* status))                                                \
+  X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int* mode))                                \
   X(EventCreate, "cuEventCreate", (CUevent*, unsigned flags))                                                         \
   X(EventRecord, "cuEventRecord", (CUevent, CUstream))                                                                \
   X(EventQuery, "cuEventQuery", (CUevent))                                                                            \

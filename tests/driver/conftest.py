@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import build
+from . import build, tier_abi
 from .fake import PROMPT, FakeDriver
 
 
@@ -33,3 +33,9 @@ def driver(loaded_driver) -> Iterator[FakeDriver]:
     loaded_driver.use_device(0)
     yield loaded_driver
     loaded_driver.reset(0, PROMPT)
+
+
+@pytest.fixture(scope="session")
+def core(fake_driver_path):
+    """The core, built so that its waits can be left out by name."""
+    return tier_abi.load(build.core_with_mutations())

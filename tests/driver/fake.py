@@ -72,7 +72,7 @@ _SIGNATURES = {
     "cuLaunchHostFunc": [_P, HOST_FN, _P],
     "fake_launch_fill": [_P, c.c_uint64, c.c_uint64, c.c_int],
     "fake_launch_check": [_P, c.c_uint64, c.c_uint64, c.c_int, _P],
-    "fake_launch_xor": [_P, c.c_uint64, c.c_uint64, c.c_int],
+    "fake_launch_add": [_P, c.c_uint64, c.c_uint64, c.c_uint64, c.c_int],
 }
 _CONTROLS = {
     "fake_reset": (None, [c.c_uint64, c.c_int]),
@@ -84,6 +84,8 @@ _CONTROLS = {
     "fake_set_devices": (None, [c.c_int]),
     "fake_set_capturing": (None, [_P, c.c_int]),
     "fake_replay": (None, [_P, _P]),
+    "fake_set_lenient": (None, [c.c_int]),
+    "fake_illegal_uses": (c.c_uint64, []),
     "fake_capture_violations": (c.c_uint64, []),
     "fake_outstanding": (c.c_uint64, [c.c_char_p]),
 }
@@ -150,6 +152,9 @@ class FakeDriver:
 
     def fill(self, stream: int | None, address: int, size: int, value: int) -> None:
         self("fake_launch_fill", stream, address, size, value)
+
+    def add(self, stream: int | None, to: int, source: int, size: int, delta: int) -> None:
+        self("fake_launch_add", stream, to, source, size, delta)
 
     def check(self, stream: int | None, address: int, size: int, value: int, wrong: c.c_uint64) -> None:
         self("fake_launch_check", stream, address, size, value, c.addressof(wrong))

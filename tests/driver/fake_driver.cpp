@@ -1,6 +1,7 @@
 // A double of libcuda: the same names, over ordinary memory, so that what runs on a GPU runs here under tests.
 //
-//   memory    lies at real addresses, so that a test's kernels (host functions) can work on it. What is freed or unmapped
+//   memory    lies at real addresses, so that a test's kernels (host functions) can work on it. What is freed or
+//   unmapped
 //             cannot be touched any more: a kernel that does crashes, a copy ends the process with a text
 //   streams   a queue of tasks each; order within a stream is kept, order between streams only by an event that is
 //             waited for. Copies run in two halves, so that other work can fall between
@@ -9,7 +10,8 @@
 //   late      a task runs only when somebody waits for what comes after it (or asks for it again and again)
 //   threaded  workers run the tasks, with pauses: work really goes on beside the program
 // But for `threaded` everything is a function of the seed and of the calls made. Captured work is kept, not run
-// (fake_replay runs it). Illegal use that a real driver would answer with undefined behaviour ends the process.
+// (fake_replay runs it). Illegal use that a real driver would answer with undefined behaviour ends the process, or is
+// counted and left undone (fake_set_lenient).
 // Environment, for what does not call fake_reset: FAKE_DRIVER_MODE, _SEED, _MEMORY (bytes), _DEVICES.
 #include <errno.h>
 #include <fcntl.h>
@@ -154,6 +156,8 @@ struct Fake {
   int file = -1;
   uint64_t file_bytes = 0;
   uint64_t capture_violations = 0;
+  bool lenient = false;
+  uint64_t illegal_uses = 0;
   uint64_t queries = 0;  // that found work under way
   uint64_t workers = 0;
   uint64_t epoch = 0;  // of the workers: another one's end
@@ -164,6 +168,7 @@ struct Fake {
 std::atomic<bool> forked{false};
 thread_local Device* current = nullptr;
 thread_local bool in_task = false;
+thread_local int capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 using Hold = std::unique_lock<std::mutex>;
 
@@ -250,13 +255,20 @@ bool IsPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   return address + bytes <= at->first + at->second;
 }
 
+// True: leave it undone.
+bool Illegal(Fake* fake, const char* format, const char* what, uint64_t address) {
+  if (!fake->lenient) Die(format, what, static_cast<unsigned long long>(address));
+  ++fake->illegal_uses;
+  return true;
+}
+
 void RunFirst(Fake* fake, Stream* stream, Hold* hold) {
   Task& task = stream->tasks.front();  // a deque's elements stay where they are while others are pushed
   for (const Range& range : task.uses) {
-    if (!IsUsable(fake, range.begin, range.end - range.begin) &&
-        !IsPageLocked(fake, range.begin, range.end - range.begin)) {
-      Die("work runs on memory that is not there: %llu bytes at %#llx",
-          static_cast<unsigned long long>(range.end - range.begin), static_cast<unsigned long long>(range.begin));
+    const uint64_t bytes = range.end - range.begin;
+    if (task.run && !IsUsable(fake, range.begin, bytes) && !IsPageLocked(fake, range.begin, bytes) &&
+        Illegal(fake, "%s runs on memory that is not there, at %#llx", "work", range.begin)) {
+      task.run = nullptr;
     }
   }
   stream->running = true;
@@ -436,6 +448,11 @@ struct Call {
       fake.faults.erase(fault);
       return;
     }
+    if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED && IsUnsafe(plain)) {
+      for (const auto& stream : fake.streams) {
+        if (stream->capture != CU_STREAM_CAPTURE_STATUS_NONE && RefusedByCapture(stream.get())) return;
+      }
+    }
     if (!fake.initialized && plain != "cuInit") {
       error = CUDA_ERROR_NOT_INITIALIZED;
     } else if (needs_context && current == nullptr) {
@@ -446,6 +463,13 @@ struct Call {
     if (hold.owns_lock()) TimePasses(&fake, &hold);
   }
 
+  // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
+  static bool IsUnsafe(const std::string& name) {
+    static const std::set<std::string> names = {"cuMemAlloc",    "cuMemFree",      "cuMemCreate",     "cuMemMap",
+                                                "cuMemUnmap",    "cuMemSetAccess", "cuMemHostAlloc",  "cuMemFreeHost",
+                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize"};
+    return names.count(name) > 0;
+  }
   // NULL and cudaStreamLegacy: the current device's default stream.
   Stream* Find(CUstream handle) {
     if (handle == nullptr || handle == reinterpret_cast<CUstream>(1) || handle == reinterpret_cast<CUstream>(2)) {
@@ -481,15 +505,18 @@ struct Call {
     stream->tasks.push_back(std::move(task));
     ++stream->queued;
   }
-  bool MustNotBeUsed(const char* what, Range range) {
+  void MustNotBeUsed(const char* what, Range range) {
     for (const auto& stream : fake.streams) {
-      for (const Task& task : stream->tasks) {
+      for (Task& task : stream->tasks) {
         for (const Range& used : task.uses) {
-          if (used.Meets(range)) Die("%s of memory that queued work still uses", what);
+          if (task.run && used.Meets(range) &&
+              Illegal(&fake, "%s of memory that queued work still uses, at %#llx", what, range.begin)) {
+            const bool runs_now = stream->running && &task == &stream->tasks.front();
+            if (!runs_now) task.run = nullptr;
+          }
         }
       }
     }
-    return true;
   }
   CUresult QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes);
 };
@@ -546,8 +573,8 @@ extern "C" {
 #define BEGIN(name, ...)          \
   Call call(name, ##__VA_ARGS__); \
   if (call.error != 0) return call.error;
-#define STREAM(variable, handle)         \
-  Stream* variable = call.Find(handle);  \
+#define STREAM(variable, handle)        \
+  Stream* variable = call.Find(handle); \
   if (variable == nullptr) return call.error;
 #define EVENT(variable, handle)        \
   Event* variable = call.Find(handle); \
@@ -562,16 +589,36 @@ CUresult cuInit(unsigned flags) {
 
 CUresult cuGetErrorString(CUresult error, const char** text) {
   switch (error) {
-    case CUDA_SUCCESS: *text = "no error"; break;
-    case CUDA_ERROR_INVALID_VALUE: *text = "invalid argument"; break;
-    case CUDA_ERROR_OUT_OF_MEMORY: *text = "out of memory"; break;
-    case CUDA_ERROR_NOT_INITIALIZED: *text = "initialization error"; break;
-    case CUDA_ERROR_INVALID_CONTEXT: *text = "invalid device context"; break;
-    case CUDA_ERROR_INVALID_HANDLE: *text = "invalid resource handle"; break;
-    case CUDA_ERROR_NOT_READY: *text = "device not ready"; break;
-    case CUDA_ERROR_ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; break;
-    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: *text = "operation not permitted when stream is capturing"; break;
-    default: *text = nullptr; return CUDA_ERROR_INVALID_VALUE;
+    case CUDA_SUCCESS:
+      *text = "no error";
+      break;
+    case CUDA_ERROR_INVALID_VALUE:
+      *text = "invalid argument";
+      break;
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      *text = "out of memory";
+      break;
+    case CUDA_ERROR_NOT_INITIALIZED:
+      *text = "initialization error";
+      break;
+    case CUDA_ERROR_INVALID_CONTEXT:
+      *text = "invalid device context";
+      break;
+    case CUDA_ERROR_INVALID_HANDLE:
+      *text = "invalid resource handle";
+      break;
+    case CUDA_ERROR_NOT_READY:
+      *text = "device not ready";
+      break;
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+      *text = "an illegal memory access was encountered";
+      break;
+    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
+      *text = "operation not permitted when stream is capturing";
+      break;
+    default:
+      *text = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
   return CUDA_SUCCESS;
 }
@@ -614,6 +661,9 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 CUresult cuCtxSynchronize() {
   BEGIN("cuCtxSynchronize");
+  for (const auto& stream : call.fake.streams) {
+    if (stream->device == current && call.RefusedByCapture(stream.get())) return call.error;
+  }
   for (size_t i = 0; i < call.fake.streams.size(); ++i) {
     Stream* stream = call.fake.streams[i].get();
     if (stream->device == current) SettleStream(&call.fake, stream, &call.hold);
@@ -822,10 +872,9 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CU
   // Pageable memory is read before the call returns.
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
-  call.Queue(stream, {nullptr,
-                      nullptr,
-                      [=] { memcpy(reinterpret_cast<void*>(to), staged->data(), bytes); },
-                      {{to, to + bytes}}});
+  call.Queue(
+      stream,
+      {nullptr, nullptr, [=] { memcpy(reinterpret_cast<void*>(to), staged->data(), bytes); }, {{to, to + bytes}}});
   return CUDA_SUCCESS;
 }
 
@@ -851,6 +900,25 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   if (bytes == 0) return CUDA_SUCCESS;
   if (!IsUsable(&call.fake, from, bytes) || !IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   return call.QueueCopy(stream, to, from, bytes);
+}
+
+// Either side may be memory of a device or of the host.
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
+  bool to_device = false, from_device = false;
+  {
+    BEGIN("cuMemcpyAsync");
+    to_device = IsUsable(&call.fake, to, bytes);
+    from_device = IsUsable(&call.fake, from, bytes);
+  }
+  if (to_device && from_device) return cuMemcpyDtoDAsync_v2(to, from, bytes, handle);
+  if (to_device) return cuMemcpyHtoDAsync_v2(to, reinterpret_cast<const void*>(from), bytes, handle);
+  return cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, handle);
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  BEGIN("cuThreadExchangeStreamCaptureMode", false);
+  std::swap(*mode, capture_mode);
+  return CUDA_SUCCESS;
 }
 
 CUresult cuStreamCreate(CUstream* handle, unsigned flags) {
@@ -971,7 +1039,8 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
 
 // ---- for tests ---------------------------------------------------------------------------------------------------
 
-// Runs what is queued, takes everything back (handles and addresses from before are invalid), forgets counts and faults.
+// Runs what is queued, takes everything back (handles and addresses from before are invalid), forgets counts and
+// faults.
 void fake_reset(uint64_t seed, int mode) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -993,6 +1062,8 @@ void fake_reset(uint64_t seed, int mode) {
   fake.calls.clear();
   fake.faults.clear();
   fake.capture_violations = 0;
+  fake.lenient = false;
+  fake.illegal_uses = 0;
   if (ftruncate(fake.file, 0) != 0) Die("ftruncate: %s", strerror(errno));
   fake.file_bytes = 0;
   SetUp(&fake, seed, mode);
@@ -1062,6 +1133,19 @@ void fake_replay(CUstream captured, CUstream handle) {
   TimePasses(&fake, &hold);
 }
 
+// Illegal uses do not end the process from now on until the next fake_reset.
+void fake_set_lenient(int on) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.lenient = on != 0;
+}
+
+uint64_t fake_illegal_uses() {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  return fake.illegal_uses;
+}
+
 // Calls that a capture forbids, and did.
 uint64_t fake_capture_violations() {
   Fake& fake = Get();
@@ -1085,9 +1169,9 @@ uint64_t fake_outstanding(const char* what) {
   uint64_t bytes = 0;
   for (const Device& device : fake.devices) bytes += device.used;
   const std::map<std::string, uint64_t> counts = {
-      {"memory", fake.memory.size()},   {"handles", fake.physical.size()},
-      {"maps", fake.mappings.size()},   {"reservations", fake.reservations.size()},
-      {"host", fake.host.size()},       {"streams", streams},
+      {"memory", fake.memory.size()}, {"handles", fake.physical.size()},
+      {"maps", fake.mappings.size()}, {"reservations", fake.reservations.size()},
+      {"host", fake.host.size()},     {"streams", streams},
       {"events", fake.events.size()},
   };
   if (what == nullptr) {
@@ -1103,46 +1187,44 @@ uint64_t fake_outstanding(const char* what) {
 }
 
 // Kernels for tests. Byte i of a fill is value + 7 i; a check adds the number of bytes that differ to *wrong.
-static CUresult Launch(const char* name, CUstream handle, std::function<void()> run, Range range) {
+static CUresult Launch(const char* name, CUstream handle, std::function<void()> run, std::vector<Range> uses) {
   Call call(name);
   if (call.error != 0) return call.error;
   Stream* stream = call.Find(handle);
   if (stream == nullptr) return call.error;
-  call.Queue(stream, {nullptr, nullptr, std::move(run), {range}});
+  call.Queue(stream, {nullptr, nullptr, std::move(run), std::move(uses)});
   return CUDA_SUCCESS;
 }
 
 CUresult fake_launch_fill(CUstream handle, CUdeviceptr address, uint64_t bytes, int value) {
   auto* at = reinterpret_cast<unsigned char*>(address);
-  return Launch(
-      "fake_launch_fill", handle,
-      [=] {
-        for (uint64_t i = 0; i < bytes; ++i) at[i] = static_cast<unsigned char>(value + 7 * i);
-      },
-      {address, address + bytes});
+  return Launch("fake_launch_fill", handle,
+                [=] {
+                  for (uint64_t i = 0; i < bytes; ++i) at[i] = static_cast<unsigned char>(value + 7 * i);
+                },
+                {{address, address + bytes}});
 }
 
 CUresult fake_launch_check(CUstream handle, CUdeviceptr address, uint64_t bytes, int value, uint64_t* wrong) {
   const auto* at = reinterpret_cast<const unsigned char*>(address);
-  return Launch(
-      "fake_launch_check", handle,
-      [=] {
-        uint64_t different = 0;
-        for (uint64_t i = 0; i < bytes; ++i) different += at[i] != static_cast<unsigned char>(value + 7 * i);
-        __atomic_fetch_add(wrong, different, __ATOMIC_SEQ_CST);
-      },
-      {address, address + bytes});
+  return Launch("fake_launch_check", handle,
+                [=] {
+                  uint64_t different = 0;
+                  for (uint64_t i = 0; i < bytes; ++i) different += at[i] != static_cast<unsigned char>(value + 7 * i);
+                  __atomic_fetch_add(wrong, different, __ATOMIC_SEQ_CST);
+                },
+                {{address, address + bytes}});
 }
 
-// One byte's worth of work on a range: xor of every byte, for what must run exactly once.
-CUresult fake_launch_xor(CUstream handle, CUdeviceptr address, uint64_t bytes, int value) {
-  auto* at = reinterpret_cast<unsigned char*>(address);
-  return Launch(
-      "fake_launch_xor", handle,
-      [=] {
-        for (uint64_t i = 0; i < bytes; ++i) at[i] ^= static_cast<unsigned char>(value);
-      },
-      {address, address + bytes});
+// Adds `delta` to every byte of `from`: a fill's bytes become those of value + delta. In place when to is from.
+CUresult fake_launch_add(CUstream handle, CUdeviceptr to, CUdeviceptr from, uint64_t bytes, int delta) {
+  auto* target = reinterpret_cast<unsigned char*>(to);
+  const auto* source = reinterpret_cast<const unsigned char*>(from);
+  return Launch("fake_launch_add", handle,
+                [=] {
+                  for (uint64_t i = 0; i < bytes; ++i) target[i] = static_cast<unsigned char>(source[i] + delta);
+                },
+                {{to, to + bytes}, {from, from + bytes}});
 }
 
 }  // extern "C"
