@@ -106,14 +106,14 @@ def _module(made: Handles) -> types.ModuleType:
     names = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": accelerator.device_count,
+        "device_count": made.lib.memdev_device_count,
         "current_device": accelerator.current_device_index,
         "set_device": accelerator.set_device_index,
         "current_stream": accelerator.current_stream,
         "set_stream": accelerator.set_stream,
         "synchronize": accelerator.synchronize,
         "empty_cache": made.lib.memdev_empty_cache,
-        "device": accelerator.device_index,
+        "device": lambda device: accelerator.device_index(torch._utils._get_device_index(device, optional=True)),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": lambda seed: None,  # torch.manual_seed has seeded the generator already

@@ -1,5 +1,4 @@
-// The driver library (a double of libcuda) as memdev sees it, and device work
-// queued on its streams.
+// The driver library (a double of libcuda) as memdev sees it, and device work queued on its streams.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -80,8 +79,7 @@ inline Driver driver;
 inline void Check(int error, const char* what) { TORCH_CHECK(error == 0, "memdev: ", what, " returned ", error); }
 #define MEMDEV_CHECK(call) ::memdev::Check(call, #call)
 
-// ---- the thread's device and streams
-// ---------------------------------------------------------------------------
+// ---- the thread's device and streams --------------------------------------------------------------------------------
 
 struct ThreadState {
   int device = 0;
@@ -89,8 +87,7 @@ struct ThreadState {
 };
 inline thread_local ThreadState thread_state;
 
-// The NULL stream, events and memory belong to the thread's context, so it is
-// made current before each call.
+// The NULL stream, events and memory belong to the thread's context, so it is made current before each call.
 inline void UseDevice(int device) { MEMDEV_CHECK(driver.cuSetCurrent(driver.contexts[device])); }
 
 inline CUstream CurrentStream(int device) { return thread_state.streams[device]; }
@@ -105,8 +102,7 @@ inline void SynchronizeStream(int device, CUstream stream) {
   MEMDEV_CHECK(driver.cuStreamSynchronize(stream));
 }
 
-// `waiter` holds its later work until what is queued on `stream` now has
-// passed.
+// `waiter` holds its later work until what is queued on `stream` now has passed.
 inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream stream) {
   if (waiter == stream && waiter_device == device) return;
   CUevent event = nullptr;
@@ -118,20 +114,18 @@ inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream
   MEMDEV_CHECK(driver.cuEventDestroy(event));  // freed when it has passed
 }
 
-// ---- work
-// ------------------------------------------------------------------------------------------------------
+// ---- work -----------------------------------------------------------------------------------------------------------
 
-// What a stream runs when it gets there. It may own host memory, never device
-// memory: a kernel does not keep its inputs alive.
+// What a stream runs when it gets there. It may own host memory, never device memory: a kernel does not keep its inputs
+// alive.
 struct Work {
   virtual ~Work() = default;
   virtual void Run() = 0;
   virtual std::string Name() const = 0;
 };
 
-// Finished work waits here for the next kernel launch: its end may free host
-// tensors, which may need the GIL, and a thread of the driver must never wait
-// for the GIL (somebody may hold it and wait for the stream).
+// Finished work waits here for the next kernel launch: its end may free host tensors, which may need the GIL, and a
+// thread of the driver must never wait for the GIL (somebody may hold it and wait for the stream).
 struct Graveyard {
   std::mutex mutex;
   std::vector<std::unique_ptr<Work>> dead;
@@ -158,8 +152,7 @@ inline void RunWork(void* raw) {
   try {
     work->Run();
   } catch (const std::exception& error) {
-    // There is nobody to throw it at: the program is far ahead. A GPU would
-    // report it at the next synchronisation.
+    // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.
     std::fprintf(stderr, "memdev: %s failed when its stream reached it: %s\n", work->Name().c_str(), error.what());
     std::fflush(stderr);
     std::abort();

@@ -1,10 +1,12 @@
-// Every other op: launched as a kernel that runs torch's own CPU kernel when
-// its stream gets there.
+// Every other op: launched as a kernel that runs torch's own CPU kernel when its stream gets there.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zero.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
@@ -14,9 +16,14 @@
 
 namespace memdev {
 
-// In a fresh thread's dispatch state, without autograd: a kernel may run in any
-// thread, the program's included.
+// In a fresh thread's dispatch state, without autograd and without the program's modes: a kernel may run in any thread,
+// the program's included, and some meta kernels are written in Python.
 struct PlainDispatch {
+  PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
+  }
+  ~PlainDispatch() { at::impl::PythonTorchFunctionTLS::set_disabled_state(saved); }
+  at::impl::TorchFunctionDisabledState saved;
   c10::impl::ForceDispatchKeyGuard guard{
       c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
@@ -55,11 +62,22 @@ struct Shape {
   }
 };
 
-// Their meta kernels announce other sizes than their CPU kernels return.
-inline const std::set<std::string> kMisannounced = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+// Their meta kernels announce other sizes or types than their CPU kernels return.
+inline const std::set<std::string> kMisannounced = {
+    "aten::_embedding_bag",         "aten::_embedding_bag_forward_only", "aten::native_layer_norm",
+    "aten::native_batch_norm",      "aten::_native_batch_norm_legit",    "aten::_native_batch_norm_legit_no_training",
+    "aten::_batch_norm_with_update"};
 
-// Ops that had to run at once, by name: their results depend on data, or they
-// draw numbers.
+// Draws that need no data: they run when they are called, and nothing has to be waited for.
+inline const std::set<std::string> kDraws = {"aten::bernoulli_", "aten::cauchy_",     "aten::exponential_",
+                                             "aten::geometric_", "aten::log_normal_", "aten::normal_",
+                                             "aten::random_",    "aten::uniform_",    "aten::randperm"};
+
+inline bool IsDraw(const c10::OperatorHandle& op) {
+  return kDraws.count(op.operator_name().name) != 0 && op.operator_name().overload_name != "Tensor";
+}
+
+// Ops that had to wait for the device, by name: the sizes of their results depend on data, or how much they draw.
 struct Prompt {
   std::mutex mutex;
   std::map<std::string, uint64_t> counts;
@@ -81,8 +99,8 @@ struct Kernel : Work {
         const Ref& to = results[i][j];
         if (!to.alias || !made.at(j).defined()) continue;
         at::Tensor out = to.Cpu();
-        // Batch norm in eval mode: what the CPU leaves empty is announced with a size, and nobody reads it.
-        if (made[j].numel() == 0) continue;
+        TORCH_CHECK(out.dtype() == made[j].dtype(), "result ", i, " is ", made[j].dtype(), ", not ", out.dtype(),
+                    " as announced");
         TORCH_CHECK(out.sizes() == made[j].sizes(), "result ", i, " has sizes ", made[j].sizes(), ", not ", out.sizes(),
                     " as announced");
         out.copy_(made[j]);
@@ -126,9 +144,8 @@ inline void CheckDevices(const c10::OperatorHandle& op, const Shape& shape, cons
   }
 }
 
-// The sizes that the op would give its results, or nothing: it cannot be known
-// without the data. An error of the op itself is found again, with a better
-// text, when it runs.
+// The sizes that the op would give its results, or nothing: it cannot be known without the data. An error of the op
+// itself is found again, with a better text, when it runs.
 inline std::optional<torch::jit::Stack> RunOnMeta(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
                                                   torch::jit::Stack* meta_arguments) {
   if (op.operator_name().name.rfind("aten::", 0) != 0) return std::nullopt;
@@ -144,6 +161,21 @@ inline std::optional<torch::jit::Stack> RunOnMeta(const c10::OperatorHandle& op,
       if (t.defined() && (!t.is_meta() || t.layout() != at::kStrided)) return std::nullopt;
     }
   }
+  return stack;
+}
+
+// As RunOnMeta, by running it here on zeros.
+inline torch::jit::Stack RunOnZeros(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
+                                    torch::jit::Stack* zeros) {
+  for (const auto& v : arguments) {
+    std::vector<at::Tensor> all = TensorsOf(v);
+    for (at::Tensor& t : all) {
+      if (OnDevice(t)) t = EmptyLike(t, at::kCPU).zero_();
+    }
+    zeros->push_back(HoldsTensors(v) ? WithTensors(v, all) : v);
+  }
+  torch::jit::Stack stack = *zeros;
+  op.callBoxed(stack);
   return stack;
 }
 
@@ -194,16 +226,18 @@ inline void RunLate(const c10::OperatorHandle& op, const Shape& shape, torch::ji
   arguments = std::move(results);
 }
 
-// The program waits for the device, the op runs in this thread, its results are
-// published in stream order.
+// The program waits for the device (unless no data is needed), the op runs in this thread, its results are published in
+// stream order.
 inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch::jit::Stack& arguments,
                         c10::Device device) {
-  {
-    std::lock_guard<std::mutex> lock(prompt.mutex);
-    ++prompt.counts[c10::toString(op.operator_name())];
-  }
   CUstream stream = CurrentStream(device.index());
-  SynchronizeStream(device.index(), stream);
+  if (!IsDraw(op)) {
+    {
+      std::lock_guard<std::mutex> lock(prompt.mutex);
+      ++prompt.counts[c10::toString(op.operator_name())];
+    }
+    SynchronizeStream(device.index(), stream);
+  }
   torch::jit::Stack stack;
   std::map<int, std::vector<at::Tensor>> written;
   {
@@ -212,7 +246,7 @@ inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch
       Value value = Value::Of(arguments[i]);
       if (shape.written.count(static_cast<int>(i)) != 0) {
         for (Ref& ref : value.refs) {
-          if (ref.alias) ref = {std::nullopt, ref.Cpu().clone()};
+          if (ref.alias) ref = Ref{std::nullopt, IsDraw(op) ? at::empty_like(ref.Cpu()) : ref.Cpu().clone()};
           written[static_cast<int>(i)].push_back(ref.host);
         }
       }
@@ -255,16 +289,18 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   graveyard.Empty();
   const c10::FunctionSchema& schema = op.schema();
   Shape shape(schema);
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                              "memdev: the CPU has no kernel for ", c10::toString(op.operator_name()));
   torch::jit::Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   c10::Device device = DeviceOf(arguments);
   c10::DeviceGuard guard(device);
   CheckDevices(op, shape, arguments, device);
   std::optional<torch::jit::Stack> meta;
   torch::jit::Stack meta_arguments;
-  if (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded) &&
-      kMisannounced.count(op.operator_name().name) == 0) {
+  if (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded)) {
     PlainDispatch plain;
-    meta = RunOnMeta(op, arguments, &meta_arguments);
+    bool zeros = kMisannounced.count(op.operator_name().name) != 0;
+    meta = zeros ? RunOnZeros(op, arguments, &meta_arguments) : RunOnMeta(op, arguments, &meta_arguments);
   }
   PlainDispatch plain;
   if (meta) {

@@ -1,14 +1,14 @@
-// memdev: a torch device (PrivateUse1) on a double of the CUDA driver. Kernels
-// are torch's CPU kernels, and they run when their stream gets to them, on raw
-// pointers: what a program forgets to wait for is really not there yet, and
-// what it frees too early is really overwritten.
+// memdev: a torch device (PrivateUse1) on a double of the CUDA driver. Kernels are torch's CPU kernels, and they run
+// when their stream gets to them, on raw pointers: what a program forgets to wait for is really not there yet, and what
+// it frees too early is really overwritten.
 //
-// A kernel that runs late, in whatever thread, sees the process-wide switches
-// of that moment (oneDNN, matmul precision, deterministic algorithms), where a
-// GPU's would see those of its launch. A program that changes them between
-// launches has to synchronise first.
+// A kernel that runs late, in whatever thread, sees the process-wide switches of that moment (oneDNN, matmul precision,
+// deterministic algorithms), where a GPU's would see those of its launch. A program that changes them between launches
+// has to synchronise first.
+#include <pthread.h>
 #include <torch/library.h>
 
+#include "autocast.h"
 #include "guard.h"
 #include "kernels.h"
 #include "memory.h"
@@ -29,12 +29,13 @@ const char* const kNative[] = {"aten::empty.memory_format",
                                "aten::is_set_to",
                                "aten::record_stream",
                                "aten::_copy_from",
-                               "aten::_copy_from_and_resize"};
+                               "aten::_copy_from_and_resize",
+                               "aten::native_dropout"};
 
-// What torch would otherwise put together from smaller ops, in another order
-// than its CPU kernel.
-const char* const kWhole[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable",
-                              "aten::convolution_backward_overrideable"};
+// One kernel, too: what torch would otherwise put together from smaller ops in another order than its CPU kernel, and
+// what has no CPU kernel by name, but asks for one of this device by itself.
+const char* const kWhole[] = {"aten::convolution", "aten::_convolution", "aten::convolution_backward",
+                              "aten::conj_physical_"};
 
 void Register() {
   static Guard guard;
@@ -58,9 +59,9 @@ void Register() {
   aten->impl("record_stream", TORCH_FN(RecordStreamOp));
   aten->impl("_copy_from", TORCH_FN(CopyFrom));
   aten->impl("_copy_from_and_resize", TORCH_FN(CopyFromAndResize));
+  aten->impl("native_dropout", TORCH_FN(NativeDropout));
 
-  // An op that has a CPU kernel is one kernel here, too: the same bits, and as
-  // many launches as ops.
+  // An op that has a CPU kernel is one kernel here, too: the same bits, and as many launches as ops.
   std::set<std::string> done(std::begin(kNative), std::end(kNative));
   auto late = [&](const std::string& name) {
     if (done.insert(name).second) aten->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&Fallback>());
@@ -72,6 +73,8 @@ void Register() {
     if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) late(c10::toString(name));
   }
   for (const char* name : kWhole) late(name);
+
+  RegisterAutocast();
 
   // Lazily conjugated or negated tensors are resolved by a copy, which must then take them as they are.
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
@@ -87,21 +90,23 @@ void Register() {
 
 #define MEMDEV_API extern "C" __attribute__((visibility("default")))
 
-// Loads the driver library and registers the device. An empty text, or what
-// went wrong.
+// Loads the driver library and registers the device. An empty text, or what went wrong.
 MEMDEV_API const char* memdev_start(const char* driver_path) {
   static std::string problem;
   try {
     problem = memdev::driver.Load(driver_path);
     if (problem.empty()) memdev::Register();
+    // A forked child has the tensors, but not the device.
+    pthread_atfork(nullptr, nullptr, [] { memdev::closing.store(true); });
   } catch (const std::exception& error) {
     problem = error.what();
   }
   return problem.c_str();
 }
 
-// From now on nothing is queued and nothing is given back: for the
-// interpreter's end.
+MEMDEV_API int memdev_device_count() { return memdev::driver.devices; }
+
+// From now on nothing is queued and nothing is given back: for the interpreter's end.
 MEMDEV_API void memdev_close() {
   for (int i = 0; i < memdev::driver.devices; ++i) {
     memdev::driver.cuSetCurrent(memdev::driver.contexts[i]);

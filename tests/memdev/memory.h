@@ -1,7 +1,5 @@
-// memdev's own allocator, in use until another is installed with
-// c10::SetAllocator(kPrivateUse1, ...): the plainest one that is right in
-// stream order. A freed block is reused only on the stream that it was
-// allocated on.
+// memdev's own allocator, in use until another is installed with c10::SetAllocator(kPrivateUse1, ...): the plainest one
+// that is right in stream order. A freed block is reused only on the stream that it was allocated on.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,8 +13,7 @@
 
 namespace memdev {
 
-// A pattern that is NaN in every floating type, and -1 (out of range for an
-// index) in the signed integers.
+// A pattern that is NaN in every floating type, and -1 (out of range for an index) in the signed integers.
 constexpr int kPoison = 0xFF;
 inline std::atomic<bool> poison{true};
 
@@ -146,8 +143,7 @@ inline void Memory::Free(void* raw) {
   memory.free_[{block->device, block->home, block->bytes}].push_back(block->p);
 }
 
-// Page-locked host memory. What a copy uses is kept alive by the copy, so it
-// can be given back at once.
+// Page-locked host memory. What a copy uses is kept alive by the copy, so it can be given back at once.
 class PinnedMemory : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {

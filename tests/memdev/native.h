@@ -4,7 +4,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/fill.h>
 #include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -16,8 +20,7 @@ namespace memdev {
 
 constexpr c10::DispatchKeySet kDeviceKeys(c10::DispatchKey::PrivateUse1);
 
-// Told of every Tensor.record_stream when set: (first byte of the storage,
-// device, stream).
+// Told of every Tensor.record_stream when set: (first byte of the storage, device, stream).
 using RecordStream = void (*)(void* p, int device, void* stream);
 inline std::atomic<RecordStream> record_stream_hook{nullptr};
 
@@ -69,8 +72,7 @@ inline at::Tensor ReshapeAlias(const at::Tensor& self, c10::IntArrayRef size, c1
   return View(self, size, stride, self.storage_offset(), self.dtype());
 }
 
-// New memory on the current stream, the old bytes copied in its order. The old
-// memory is let go of at once.
+// New memory on the current stream, the old bytes copied in its order. The old memory is let go of at once.
 inline void ResizeStorage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::Device device = storage->device();
@@ -137,8 +139,16 @@ inline void RecordStreamOp(at::Tensor& self, c10::Stream stream) {
   RecordUse(const_cast<void*>(self.storage().data()), stream);
 }
 
-// ---- copies
-// ----------------------------------------------------------------------------------------------------
+// In its parts, which are those of the CPU's: as one seeded op it would have to wait for its input.
+inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(true)};
+  double kept = 1. - p;
+  mask.bernoulli_(kept);
+  return {input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask};
+}
+
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
 struct Copy : Work {
   Copy(Ref from, Ref to) : from(std::move(from)), to(std::move(to)) {}
@@ -159,8 +169,7 @@ inline at::Tensor CopyFrom(const at::Tensor& self, const at::Tensor& to, bool no
   }
   if (OnDevice(to)) {
     int device = to.device().index();
-    // The driver reads page-locked memory when the copy runs, pageable memory
-    // while it is being called.
+    // The driver reads page-locked memory when the copy runs, pageable memory while it is being called.
     bool late = self.is_cpu() && pinned_memory.Contains(self.storage().data());
     Launch(device, CurrentStream(device),
            std::make_unique<Copy>(Ref{std::nullopt, late ? self : Snapshot(self)}, MakeRef(to)));

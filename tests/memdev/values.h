@@ -1,5 +1,4 @@
-// The arguments and results of an op, as a kernel needs them: raw pointers
-// instead of device tensors.
+// The arguments and results of an op, as a kernel needs them: raw pointers instead of device tensors.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -51,8 +50,7 @@ struct Alias {
   }
 };
 
-// One tensor of an argument: on the device (an alias), on the CPU (owned), or
-// undefined.
+// One tensor of an argument: on the device (an alias), on the CPU (owned), or undefined.
 struct Ref {
   std::optional<Alias> alias;
   at::Tensor host;
