@@ -35,7 +35,7 @@ from memmgr.policies.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
-from memmgr.tools._trace_file import read_trace
+from memmgr._trace_file import read_trace
 
 ALL = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "dtr_eq", "dtr", "msps", "lru+evict", "largest+evict")
 ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")

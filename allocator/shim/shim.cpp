@@ -11,3 +11,4 @@
 #include "vault.cpp"
 #include "vault_api.cpp"
 #include "watch.cpp"
+#include "trace.cpp"
