@@ -161,6 +161,11 @@ class Tracer:
 
     def _op(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         native = self._native
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = describe(func)
+        if info.name.startswith("profiler::"):
+            return native.run_op(func, types, args, kwargs)
         begun = time.perf_counter()
         waited = self._elsewhere_seconds()
         released, alone, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
@@ -171,9 +176,6 @@ class Tracer:
             self._save(block, index, len(self._ops) if self._now[block] in read else -1)
         pending = [self._now[b] for b, _ in saves if self._now[b] in read]
         used = tuple(dict.fromkeys(self._now[b] for b in uses))
-        info = self._infos.get(func)
-        if info is None:
-            info = self._infos[func] = describe(func)
         entered = time.perf_counter()
         try:
             out = native.run_op(func, types, args, kwargs)
@@ -205,9 +207,9 @@ class Tracer:
             self._storages[self._now.pop(block)].released = at
         grown = need - live + sum(size for _, size, _ in fresh) - self._unseen
         for block, size, leaf in fresh:
-            self._constant(block, size, leaf, self._began and grown >= size > 0)
-            if self._began and grown >= size > 0:
-                grown -= size
+            came = self._began and not leaf and grown >= size > 0
+            self._constant(block, size, leaf, came)
+            grown -= size if came else 0
         unseen = need - live
         if not self._began:
             self._began = True
@@ -269,7 +271,7 @@ class Tracer:
             self._now[block] = len(self._storages)
             made.append(self._now[block])
             self._storages.append(_Storage("", size, at))
-            can_run &= block in again
+            can_run &= info.blank or block in again  # what fills a blank one can be made again, and needs one
         self._peak = max(self._peak, peak, need)
         scratch = peak - need - sum(size for _, size, _ in new)
         writes: list[tuple[int, int]] = []
