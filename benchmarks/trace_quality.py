@@ -46,6 +46,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+STEPS = 3
+
+
 @dataclass(frozen=True)
 class Row:
     """One model, policy and budget.
@@ -86,25 +89,29 @@ class Passes:
 
 
 def measured(passes: Passes, disk: str) -> tuple[Measured, float, int]:
-    """A pass without a limit: its trace, the fastest untraced one's seconds and the allocator's unmanaged peak."""
+    """Passes without a limit: the fastest trace, the fastest untraced pass's seconds, and the allocator's unmanaged peak."""
+    made: list[Measured] = []
+    seconds: list[float] = []
     with memmgr.budget(None, disk=disk, quiet=True) as opened:
         passes.step()
         manager = _budget.current()
         assert manager is not None
-        manager.measure_next_pass()
-        passes.step()
-        passes.step()
-        seconds = min(passes.step() for _ in range(2))
-        assert manager.measured is not None
-        return manager.measured, seconds, int(opened.stats()["unmanaged_peak_bytes"])
+        for _ in range(STEPS):
+            manager.measure_next_pass()
+            seconds.append(passes.step())  # measuring begins at its end
+            passes.step()
+            assert manager.measured is not None
+            made.append(manager.measured)
+        peak = int(opened.stats()["unmanaged_peak_bytes"])
+    return min(made, key=lambda m: m.trace.seconds), min(seconds), peak
 
 
-def live(passes: Passes, limit: int, policy: str, disk: str | bool, steps: int) -> tuple[float, int] | None:
+def live(passes: Passes, limit: int, policy: str, disk: str | bool) -> tuple[float, int] | None:
     """Seconds of the fastest pass under the budget, and the peak; None where it does not fit."""
     try:
         with memmgr.budget(limit, policy=policy, disk=disk, quiet=True, _sleep=False) as opened:
             passes.step()  # proves its kinds
-            seconds = min(passes.step() for _ in range(steps))
+            seconds = min(passes.step() for _ in range(STEPS))
             return seconds, int(opened.stats()["resident_bytes.peak"])
     except memmgr.BudgetError:
         return None
@@ -127,7 +134,7 @@ def compare(name: str, ratios: list[float], rounds: int, disk: str) -> tuple[lis
         for policy, tier in (("evict", None), ("auto", made.trace.links[0])):
             for ratio in ratios:
                 limit = int(need * ratio)
-                lives[policy, ratio].append(live(passes, limit, policy, disk if tier else False, 2))
+                lives[policy, ratio].append(live(passes, limit, policy, disk if tier else False))
                 run = simulate(made.trace, limit, parse_policy(policy), tier)
                 simulated[policy, ratio].append((run.feasible, run.seconds, run.peak_bytes))
     rows = []

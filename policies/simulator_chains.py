@@ -49,7 +49,7 @@ class Chains:
             dead.append(y)
             k = self._maker[y]
             self._useful_outputs[k] -= 1
-            if self._useful_outputs[k] == 0:
+            if self._useful_outputs[k] == 0 and self._ops[k].kind == OpKind.COMPUTE:
                 for i in self._ops[k].inputs:
                     self._useful_readers[i] -= 1
                     if self._useful_readers[i] == 0:
