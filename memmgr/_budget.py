@@ -60,12 +60,18 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 
 
-def _log(path: str | os.PathLike[str]) -> str:
+def _file(path: str | os.PathLike[str], what: str) -> str:
     name = os.fspath(path)
     folder = os.path.dirname(os.path.expanduser(name)) or "."
     if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
-        raise ValueError(f"log: {name!r} is not a file in a folder that exists")
+        raise ValueError(f"{what}: {name!r} is not a file in a folder that exists")
     return name
+
+
+def _pass(number: int) -> int:
+    if number < 1:
+        raise ValueError(f"trace_pass: {number!r} is not the number of a pass; the first is 1")
+    return number
 
 
 class budget:
@@ -91,6 +97,8 @@ class budget:
         log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`.
+        trace: a file for the trace of one pass, for `memmgr simulate` (docs/planner.md); compressed if the name ends in .gz.
+        trace_pass: which pass is traced, from 1; the first one compiles, and is not like the others.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -115,6 +123,8 @@ class budget:
         verify: bool = False,
         quiet: bool = False,
         log: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        trace_pass: int = 2,
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
@@ -137,7 +147,9 @@ class budget:
             sleep=_sleep,
             placement=parse_placement(_placement),
             plan=_plan,
-            log=None if log is None else _log(log),
+            log=None if log is None else _file(log, "log"),
+            trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
+            trace_pass=_pass(trace_pass),
         )
         self._manager: Manager | None = None
 

@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
+from memmgr.policies.trace import TierLink
 
 from . import _device
 from ._advice import own_checkpointing
@@ -34,6 +36,8 @@ from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
+from ._trace import Measured, Tracer
+from ._trace_file import write_trace
 
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
@@ -61,6 +65,8 @@ class Config:
     placement: Placement = REMAP
     plan: bool = True
     log: str | None = None
+    trace: str | None = None
+    trace_pass: int = 2
 
 
 @dataclass
@@ -101,6 +107,10 @@ class Manager:
         self.proving = config.limit_bytes < UNLIMITED
         self.replayer = Replayer(native, self)
         self.recorder = Recorder(native, self)
+        self.tracer = Tracer(native, self) if hasattr(native, "trace_begin") else None  # not without the shim
+        self.measured: Measured | None = None
+        self._measured_now: Measured | None = None  # of the pass that is ending
+        self._measure_next = False
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
@@ -168,7 +178,7 @@ class Manager:
             native.set_watching(True)
             self.guards.install()
             self.open = True
-            if self.plans.allowed:
+            if self.tracer is not None:
                 native.begin_pass()
             native.set_active(True)
             if self._has_tier:
@@ -178,6 +188,9 @@ class Manager:
             self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
+            if config.trace is not None and self.tracer is None:
+                warnings.warn("memmgr: a pass cannot be traced without a C++ compiler", stacklevel=5)
+            self._begin_tracing()
         except BaseException:
             self.close(report=False)
             raise
@@ -186,6 +199,8 @@ class Manager:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
         native = self.native
         was_open, self.open = self.open, False
+        if self.tracer is not None:
+            self.tracer.abort()
         self._leave_thread()
         if self.daemon is not None:
             self.daemon.stop()
@@ -401,8 +416,13 @@ class Manager:
         self._at_turn = native.resident()
         clock = native.clock()
         popped = self._pop_for_backward(create_graph)
+        tracing = self.tracer is not None and self.tracer.here
+        if tracing:
+            self.tracer.turn()  # type: ignore[union-attr]
+        completed = False
         try:
             yield
+            completed = True
         except torch.OutOfMemoryError as error:
             if isinstance(error, BudgetError):
                 raise
@@ -411,12 +431,14 @@ class Manager:
             if popped:
                 self._push_after_backward()
             end = time.perf_counter()
+            if tracing:
+                self._end_tracing(completed)
             last.in_backward = False
             if self.open:
                 self.passes += 1
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
-                last.begun = end
+                last.begun = time.perf_counter() if tracing else end
                 if not create_graph and not self.sleeper.asleep:
                     # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
                     self._recomputed[0] += native.clock() - clock
@@ -435,6 +457,8 @@ class Manager:
         native = self.native
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
+            return False
+        if self.tracer is not None and self.tracer.here:
             return False
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
@@ -478,8 +502,42 @@ class Manager:
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self._pressed = unmanaged > self.config.limit_bytes
-        self.plans.end_of_pass(None)
         self.sleeper.end_of_pass(unmanaged)
+        if self.tracer is not None:
+            self.plans.end_of_pass(self.native.begin_pass(), self._measured_now)
+            self._measured_now = None
+            self._begin_tracing()
+
+    # -- measuring a pass --
+
+    def measure_next_pass(self) -> None:
+        """The pass that begins at the next end of a backward is measured; `measured` has it at its own end."""
+        self._measure_next = True
+
+    def _begin_tracing(self) -> None:
+        asked = self.config.trace is not None and self.measured is None and self.passes + 1 >= self.config.trace_pass
+        if self.tracer is None or self.tracer.active or not (asked or self._measure_next):
+            return
+        if self.sleeper.asleep:
+            self.sleeper.wake()
+        state = getattr(self._tls, "state", None)
+        if state is not None and state.mode_in and state.hooks_in:
+            self.tracer.begin()
+
+    def _end_tracing(self, completed: bool) -> None:
+        assert self.tracer is not None
+        if not completed or not self.open:
+            self.tracer.abort()  # the next pass is tried
+            return
+        link = self.link()
+        tier = TierLink("disk", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
+        self.measured = self._measured_now = self.tracer.end([tier] if self._has_tier else [])
+        self._measure_next = False
+        if self.config.trace is not None:
+            try:
+                write_trace(Path(self.config.trace), self.measured.trace)
+            except OSError as error:
+                warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 
     def under_pressure(self) -> bool:
         """Would the last pass not have fitted without us?"""
@@ -489,9 +547,6 @@ class Manager:
     def may_offload(self) -> bool:
         """Is there a tier that the policy may use?"""
         return self._has_tier
-
-    def measure_next_pass(self) -> None:
-        """The next pass is to be measured, for a plan."""
 
     # -- what the policies see --
 

@@ -36,6 +36,11 @@ STRICTER = 0.03
 MOST_TRIES = 4
 
 
+# Of a pass: how many cells it saved, the hash of their sizes, the id of the plan that it followed to the end or -1, at which
+# save it left one or -1, whether malloc found too little, the sizes as int64.
+Ended = tuple[int, int, int, int, bool, bytes]
+
+
 @dataclass
 class _Known:
     """A signature that was measured."""
@@ -86,17 +91,15 @@ class Plans:
 
     # -- at the end of a pass, in the thread that ran its backward --
 
-    def end_of_pass(self, measured: Measured | None) -> None:
+    def end_of_pass(self, ended: Ended, measured: Measured | None) -> None:
         """The pass that ends is accounted for, and the next one prepared.
 
         Args:
+            ended: what `begin_pass` says of it.
             measured: what was seen, if this pass was measured.
         """
-        if not self.allowed:
-            return
-        native = self._manager.native
-        saves, signature, followed, left_at, short, sizes = native.begin_pass()
-        if not saves:
+        saves, signature, followed, left_at, short, sizes = ended
+        if not self.allowed or not saves:
             return
         self._seen += 1
         known = self._known.get(signature)

@@ -176,8 +176,9 @@ void Arena::ResidentChanged() {
   stats_.live_peak_bytes = std::max(stats_.live_peak_bytes, stats_.live_bytes);
   stats_.resident_peak_bytes = std::max(stats_.resident_peak_bytes, now);
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
-  stats_.unmanaged_peak_bytes =
-      std::max(stats_.unmanaged_peak_bytes, static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0)));
+  const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
+  stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
+  marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
@@ -666,6 +667,14 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
   ResidentChanged();
+}
+
+uint64_t Arena::TakeMark(uint64_t* peak_bytes) {
+  std::lock_guard hold(lock_);
+  *peak_bytes = marked_peak_bytes_;
+  marked_peak_bytes_ = 0;
+  ResidentChanged();
+  return marked_peak_bytes_;
 }
 
 void Arena::ResetCounts() {

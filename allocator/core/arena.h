@@ -103,6 +103,7 @@ class Arena final : private ForkAware {
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
+  uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
@@ -188,6 +189,7 @@ class Arena final : private ForkAware {
   int64_t virtual_bytes_ = 0;
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
+  uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;

@@ -158,7 +158,6 @@ static void add_handle(Cell* c) {
   if (c->handles++ > 0) return;
   if (c->seq < 0) c->seq = g.next_seq++;
   hold(c);
-  plan_saved(c);
   std::lock_guard<std::mutex> lock(g.mu);
   c->prev = g.newest;
   c->next = nullptr;

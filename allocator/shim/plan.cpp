@@ -20,7 +20,6 @@ struct LivePlan {
 };
 
 struct ThisPass {
-  size_t saves = 0;
   uint64_t hash = 0;
   std::vector<int64_t> sizes;      // of this pass, for whoever makes a plan of it
   const LivePlan* plan = nullptr;  // that it follows
@@ -86,10 +85,10 @@ void plan_settle() {
   pass.waiting.resize(kept);
 }
 
-// A cell has its first handle.
+// The pass saves this cell for the first time; its `save_index` says when.
 void plan_saved(Cell* c) {
   if (!g.active) return;
-  const size_t k = pass.saves++;
+  const size_t k = c->save_index;
   pass.hash = mixed(pass.hash, c->nbytes);
   pass.sizes.push_back(c->nbytes);
   if (plans.empty()) return;
@@ -160,8 +159,8 @@ static PyObject* py_drop_plans(PyObject*, PyObject* o) {
 // whether malloc found too little, sizes as bytes) of the pass that ends here.
 static PyObject* py_begin_pass(PyObject*, PyObject*) {
   // A pass that ends before its plan does has not followed it.
-  const bool whole = pass.plan && pass.saves == pass.plan->sizes.size();
-  if (pass.plan && !whole && pass.left_at < 0) pass.left_at = static_cast<int64_t>(pass.saves);
+  const bool whole = pass.plan && pass.sizes.size() == pass.plan->sizes.size();
+  if (pass.plan && !whole && pass.left_at < 0) pass.left_at = static_cast<int64_t>(pass.sizes.size());
   const int id = whole ? pass.plan->id : -1;
   if (whole)
     for (size_t i = 1; i < plans.size(); ++i)
@@ -170,12 +169,13 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
         plans.insert(plans.begin(), const_cast<LivePlan*>(pass.plan));
         break;
       }
-  PyObject* out = Py_BuildValue("(nKiLNN)", static_cast<Py_ssize_t>(pass.saves), (unsigned long long)pass.hash, id,
-                                (long long)pass.left_at, PyBool_FromLong(g.plan_short.load()),
+  PyObject* out = Py_BuildValue("(nKiLNN)", static_cast<Py_ssize_t>(pass.sizes.size()), (unsigned long long)pass.hash,
+                                id, (long long)pass.left_at, PyBool_FromLong(g.plan_short.load()),
                                 PyBytes_FromStringAndSize(reinterpret_cast<const char*>(pass.sizes.data()),
                                                           static_cast<Py_ssize_t>(8 * pass.sizes.size())));
   forget_waiting();
-  pass.saves = 0;
+  g.pass++;
+  g.saved_in_pass = 0;
   pass.hash = 0;
   pass.sizes.clear();
   pass.plan = nullptr;

@@ -13,3 +13,4 @@
 #include "device.cpp"
 #include "plan.cpp"
 #include "watch.cpp"
+#include "trace.cpp"

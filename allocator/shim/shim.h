@@ -119,8 +119,10 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;  // belongs to a ManagedTensor
-  bool pinned;   // never released
+  bool managed;         // belongs to a ManagedTensor
+  uint32_t saved_in;    // the pass in which it was saved last
+  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
+  bool pinned;          // never released
 };
 
 struct Recipe {
@@ -249,13 +251,16 @@ struct Shim {
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
-  double clock = 0;  // virtual time: the sum of the costs of recorded ops
+  uint32_t pass = 1;           // counted by begin_pass()
+  uint32_t saved_in_pass = 0;  // cells that this pass has saved so far
+  double clock = 0;            // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
   std::vector<Cell*> kept_large;     // large roots that recipes hold: looked at before every op, so they go in time
   uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;          // torture: after every op
   bool active = false;               // a budget is open
+  bool tracing = false;              // see trace.cpp
   std::atomic<bool> detail{false};   // the telemetry has a reader or a log
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
@@ -375,6 +380,14 @@ void note_place(PyObject* func);
 void note_end_of_pass();
 void forked_watch();
 extern PyMethodDef watch_methods[];
+
+// trace.cpp
+bool traced_here();
+PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs);
+void trace_saved(c10::TensorImpl* t, Cell* c);
+void trace_used(Cell* c);
+void trace_took(uint64_t ns);
+extern PyMethodDef trace_methods[];
 
 // recorder.cpp
 extern PyMethodDef recorder_methods[];
