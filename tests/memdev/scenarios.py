@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budget import models
+from driver import build, device_abi
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -429,4 +430,48 @@ def hooks() -> dict[str, Any]:
         "wanted": [(x.data_ptr(), 0, stream.stream_id)],
         "fresh": [str(value) for value in fresh.cpu().tolist()],
         "accelerator": str(torch.accelerator.current_accelerator()),
+    }
+
+
+def on_the_core(mode: str, seed: int, leave_out: str = "") -> dict[str, Any]:
+    """Two models, each on a stream of its own and never waiting for the other, on memory of `mm_device_*`.
+
+    What one gives back the other is given, so only the allocator's waits keep them apart.
+    """
+    warnings.simplefilter("ignore")  # autograd remarks that a model was not made on the stream that it is trained on
+    handles = start(mode, seed)
+    handles.path = handles.driver_path
+    core = device_abi.load(build.core_with_mutations())
+    device = device_abi.Device(core, handles, budget=3 << 20)
+    addresses = [ctypes.cast(getattr(core, f"mm_device_{name}"), ctypes.c_void_p) for name in ("alloc", "free", "used")]
+    handles.lib.memdev_use_core(0, ctypes.c_void_p(device.handle), *addresses)
+    if leave_out:
+        assert core.mm_test_leave_out(leave_out.encode()) == 0, leave_out
+    runs = []
+    for number in range(2):
+        torch.manual_seed(number)
+        model, batch, loss_of = convnet()
+        model.to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs.append((torch.Stream(device=DEVICE), model, [t.to(DEVICE) for t in batch], loss_of, optimizer))
+    torch.accelerator.synchronize()
+    losses = []
+    for _ in range(3):
+        for stream, model, batch, loss_of, optimizer in runs:
+            with stream:
+                loss = loss_of(model, *batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    torch.accelerator.synchronize()
+    sha = hashlib.sha256(str([loss.item().hex() for loss in losses]).encode())
+    for _, model, *_ in runs:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return {
+        "digest": sha.hexdigest(),
+        "cross_reuses": device.stats.cross_reuses,
+        "driver_errors": device.stats.driver_errors,
+        "wrong": device.check(),
     }

@@ -146,3 +146,18 @@ def test_operator_database() -> None:
     seen = child.run("sweep", module="memdev.ops", index=0, count=count, timeout=400)
     assert seen["wrong"] == []
     assert seen["compared"] > 0
+
+
+def test_training_on_memory_of_the_core() -> None:
+    prompt, late = child.start("on_the_core", mode="prompt", seed=0), child.start("on_the_core", mode="late", seed=0)
+    want = child.finish(prompt)
+    assert want["cross_reuses"] > 0 and want["driver_errors"] == 0 and want["wrong"] == ""
+    assert child.finish(late) == want
+    for seed in (1, 2):
+        assert child.run("on_the_core", mode="random", seed=seed) == want
+
+
+def test_a_wait_that_the_core_forgets_shows() -> None:
+    whole = child.start("on_the_core", mode="late", seed=0)
+    broken = child.start("on_the_core", mode="late", seed=0, leave_out="reuse.touched")
+    assert child.finish(whole)["digest"] != child.finish(broken)["digest"]
