@@ -102,9 +102,8 @@ def queued(handles: Handles) -> int:
     return outstanding(b"work")
 
 
-def lateness() -> dict[str, Any]:
+def lateness(handles: Handles) -> dict[str, Any]:
     """Nothing runs before somebody waits, and backward is launched by a thread of its own."""
-    handles = start("late")
     w = torch.ones(4, 4).to(DEVICE).requires_grad_()
     torch.accelerator.synchronize()
     at_rest = queued(handles)
@@ -131,9 +130,8 @@ def lateness() -> dict[str, Any]:
     }
 
 
-def waits() -> dict[str, list[float]]:
+def waits(handles: Handles) -> dict[str, list[float]]:
     """A consumer on one stream of what a producer makes on another, with each kind of wait and with none."""
-    start("late")
     result = {}
     for how in ("none", "stream", "event", "synchronize"):
         a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
@@ -151,9 +149,8 @@ def waits() -> dict[str, list[float]]:
     return result
 
 
-def freed_early() -> dict[str, list[float]]:
+def freed_early(handles: Handles) -> dict[str, list[float]]:
     """A block is freed, and used anew on its home stream, while another stream still has to read it."""
-    start("late")
     result = {}
     home, reader = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
     for how in ("forgotten", "recorded"):
@@ -174,9 +171,8 @@ def freed_early() -> dict[str, list[float]]:
     return result
 
 
-def copies() -> dict[str, Any]:
+def copies(handles: Handles) -> dict[str, Any]:
     """When copies read and write host memory."""
-    handles = start("late")
     result: dict[str, Any] = {}
     host = torch.zeros(4)
     x = torch.full((4,), 5.0, device=DEVICE)
@@ -212,9 +208,8 @@ def copies() -> dict[str, Any]:
     return result
 
 
-def events() -> dict[str, Any]:
+def events(handles: Handles) -> dict[str, Any]:
     """Events of torch's generic kind."""
-    start("late")
     stream = torch.Stream(device=DEVICE)
     event = torch.Event(device=DEVICE)
     result: dict[str, Any] = {"never recorded": event.query()}
@@ -231,6 +226,13 @@ def events() -> dict[str, Any]:
     result["ids differ"] = stream.stream_id != torch.Stream(device=DEVICE).stream_id
     del x
     return result
+
+
+def together() -> dict[str, Any]:
+    """What can share a process, in late mode."""
+    handles = start("late")
+    parts = (lateness, waits, freed_early, copies, events, features, hooks)
+    return {part.__name__: part(handles) for part in parts}
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -312,9 +314,8 @@ def same_as_cpu() -> list[str]:
     return wrong
 
 
-def features() -> dict[str, Any]:
+def features(handles: Handles) -> dict[str, Any]:
     """What training scripts use beside ops."""
-    start("late")
     result: dict[str, Any] = {}
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU()).to(DEVICE)
 
@@ -414,9 +415,8 @@ def two_devices() -> dict[str, Any]:
     }
 
 
-def hooks() -> dict[str, Any]:
+def hooks(handles: Handles) -> dict[str, Any]:
     """What another allocator's owner builds on: record_stream is handed on, and poison comes with every allocation."""
-    handles = start("late")
     calls: list[tuple[int, int, int]] = []
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     hook = kind(lambda p, device, stream: calls.append((p, device, stream or 0)))
