@@ -5,7 +5,8 @@ Backward runs on autograd's own thread, streams and events are the driver's (`to
 a kernel runs when its stream gets to it, on raw pointers: it keeps nothing alive. Memory comes from
 ``c10::GetAllocator(kPrivateUse1)``, asked anew each time: another allocator is installed with
 ``c10::SetAllocator(kPrivateUse1, it, 255)``, and is then told of ``Tensor.record_stream`` if it sets
-``memdev_set_record_stream(void (*)(void* storage, int device, void* stream))``. All new memory is filled with 0xFF in
+``memdev_set_record_stream(void (*)(void* storage, int device, void* stream))``. ``memdev_use_core`` does both for the
+core's `mm_device`. All new memory is filled with 0xFF in
 stream order (NaN; an index out of range).
 
 Known limitations: kernels see the process-wide numeric switches of the moment in which they run. Ops whose results' sizes

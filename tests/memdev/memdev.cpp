@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "autocast.h"
+#include "core.h"
 #include "guard.h"
 #include "kernels.h"
 #include "memory.h"
@@ -116,6 +117,14 @@ MEMDEV_API void memdev_close() {
 }
 
 MEMDEV_API void memdev_set_record_stream(memdev::RecordStream hook) { memdev::record_stream_hook.store(hook); }
+// Memory of device `ordinal` comes from this mm_device from now on; the functions are mm_device_alloc, _free and _used.
+MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* free, void* used) {
+  memdev::CoreFunctions functions;
+  functions.alloc = reinterpret_cast<decltype(functions.alloc)>(alloc);
+  functions.free = reinterpret_cast<decltype(functions.free)>(free);
+  functions.used = reinterpret_cast<decltype(functions.used)>(used);
+  memdev::UseCore(ordinal, device, functions);
+}
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
 MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budget import models
+from driver import build, device_abi
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -101,9 +102,8 @@ def queued(handles: Handles) -> int:
     return outstanding(b"work")
 
 
-def lateness() -> dict[str, Any]:
+def lateness(handles: Handles) -> dict[str, Any]:
     """Nothing runs before somebody waits, and backward is launched by a thread of its own."""
-    handles = start("late")
     w = torch.ones(4, 4).to(DEVICE).requires_grad_()
     torch.accelerator.synchronize()
     at_rest = queued(handles)
@@ -130,9 +130,8 @@ def lateness() -> dict[str, Any]:
     }
 
 
-def waits() -> dict[str, list[float]]:
+def waits(handles: Handles) -> dict[str, list[float]]:
     """A consumer on one stream of what a producer makes on another, with each kind of wait and with none."""
-    start("late")
     result = {}
     for how in ("none", "stream", "event", "synchronize"):
         a, b = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
@@ -150,9 +149,8 @@ def waits() -> dict[str, list[float]]:
     return result
 
 
-def freed_early() -> dict[str, list[float]]:
+def freed_early(handles: Handles) -> dict[str, list[float]]:
     """A block is freed, and used anew on its home stream, while another stream still has to read it."""
-    start("late")
     result = {}
     home, reader = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
     for how in ("forgotten", "recorded"):
@@ -173,9 +171,8 @@ def freed_early() -> dict[str, list[float]]:
     return result
 
 
-def copies() -> dict[str, Any]:
+def copies(handles: Handles) -> dict[str, Any]:
     """When copies read and write host memory."""
-    handles = start("late")
     result: dict[str, Any] = {}
     host = torch.zeros(4)
     x = torch.full((4,), 5.0, device=DEVICE)
@@ -211,9 +208,8 @@ def copies() -> dict[str, Any]:
     return result
 
 
-def events() -> dict[str, Any]:
+def events(handles: Handles) -> dict[str, Any]:
     """Events of torch's generic kind."""
-    start("late")
     stream = torch.Stream(device=DEVICE)
     event = torch.Event(device=DEVICE)
     result: dict[str, Any] = {"never recorded": event.query()}
@@ -230,6 +226,13 @@ def events() -> dict[str, Any]:
     result["ids differ"] = stream.stream_id != torch.Stream(device=DEVICE).stream_id
     del x
     return result
+
+
+def together() -> dict[str, Any]:
+    """What can share a process, in late mode."""
+    handles = start("late")
+    parts = (lateness, waits, freed_early, copies, events, features, hooks)
+    return {part.__name__: part(handles) for part in parts}
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -311,9 +314,8 @@ def same_as_cpu() -> list[str]:
     return wrong
 
 
-def features() -> dict[str, Any]:
+def features(handles: Handles) -> dict[str, Any]:
     """What training scripts use beside ops."""
-    start("late")
     result: dict[str, Any] = {}
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GELU()).to(DEVICE)
 
@@ -413,9 +415,8 @@ def two_devices() -> dict[str, Any]:
     }
 
 
-def hooks() -> dict[str, Any]:
+def hooks(handles: Handles) -> dict[str, Any]:
     """What another allocator's owner builds on: record_stream is handed on, and poison comes with every allocation."""
-    handles = start("late")
     calls: list[tuple[int, int, int]] = []
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     hook = kind(lambda p, device, stream: calls.append((p, device, stream or 0)))
@@ -429,4 +430,48 @@ def hooks() -> dict[str, Any]:
         "wanted": [(x.data_ptr(), 0, stream.stream_id)],
         "fresh": [str(value) for value in fresh.cpu().tolist()],
         "accelerator": str(torch.accelerator.current_accelerator()),
+    }
+
+
+def on_the_core(mode: str, seed: int, leave_out: str = "") -> dict[str, Any]:
+    """Two models, each on a stream of its own and never waiting for the other, on memory of `mm_device_*`.
+
+    What one gives back the other is given, so only the allocator's waits keep them apart.
+    """
+    warnings.simplefilter("ignore")  # autograd remarks that a model was not made on the stream that it is trained on
+    handles = start(mode, seed)
+    handles.path = handles.driver_path
+    core = device_abi.load(build.core_with_mutations())
+    device = device_abi.Device(core, handles, budget=3 << 20)
+    addresses = [ctypes.cast(getattr(core, f"mm_device_{name}"), ctypes.c_void_p) for name in ("alloc", "free", "used")]
+    handles.lib.memdev_use_core(0, ctypes.c_void_p(device.handle), *addresses)
+    if leave_out:
+        assert core.mm_test_leave_out(leave_out.encode()) == 0, leave_out
+    runs = []
+    for number in range(2):
+        torch.manual_seed(number)
+        model, batch, loss_of = convnet()
+        model.to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runs.append((torch.Stream(device=DEVICE), model, [t.to(DEVICE) for t in batch], loss_of, optimizer))
+    torch.accelerator.synchronize()
+    losses = []
+    for _ in range(3):
+        for stream, model, batch, loss_of, optimizer in runs:
+            with stream:
+                loss = loss_of(model, *batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    torch.accelerator.synchronize()
+    sha = hashlib.sha256(str([loss.item().hex() for loss in losses]).encode())
+    for _, model, *_ in runs:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return {
+        "digest": sha.hexdigest(),
+        "cross_reuses": device.stats.cross_reuses,
+        "driver_errors": device.stats.driver_errors,
+        "wrong": device.check(),
     }

@@ -27,6 +27,12 @@ def trained() -> dict[str, Any]:
     return results
 
 
+@pytest.fixture(scope="module")
+def late() -> dict[str, Any]:
+    """Results of the scenarios that share a process."""
+    return child.run("together")
+
+
 def test_training_has_the_cpus_bits(trained: dict[str, Any]) -> None:
     digests = trained["prompt"]["digests"]
     assert {name.split()[0] for name in digests} == {"mlp", "gpt", "convnet", "pooled"}
@@ -44,27 +50,29 @@ def test_the_order_in_which_work_runs_does_not_show(trained: dict[str, Any], mod
     assert set(trained[mode]["prompt_ops"]) == {"aten::_local_scalar_dense"}
 
 
-def test_work_waits_to_be_waited_for() -> None:
-    seen = child.run("lateness")
+def test_work_waits_to_be_waited_for(late: dict[str, Any]) -> None:
+    seen = late["lateness"]
     assert seen["at_rest"] == 0 and seen["after_item"] == 0
     assert 0 < seen["forward"] < seen["hook"] <= seen["backward"] == seen["after_another_stream"]
     assert seen["value"] == 64.0 and seen["gradient"] == [[32.0 / 4] * 4] * 4
     assert seen["own_thread"]
 
 
-def test_a_missing_wait_shows() -> None:
-    seen = child.run("waits")
-    assert seen.pop("none") != [7.0] * 4
-    assert seen == dict.fromkeys(("stream", "event", "synchronize"), [7.0] * 4)
+def test_a_missing_wait_shows(late: dict[str, Any]) -> None:
+    seen = late["waits"]
+    assert seen["none"] != [7.0] * 4
+    assert {how: seen[how] for how in seen if how != "none"} == dict.fromkeys(
+        ("stream", "event", "synchronize"), [7.0] * 4
+    )
 
 
-def test_memory_that_is_freed_too_early_shows() -> None:
+def test_memory_that_is_freed_too_early_shows(late: dict[str, Any]) -> None:
     # 8: read from the block's next owner.
-    assert child.run("freed_early") == {"recorded": [3.0] * 4, "forgotten": [8.0] * 4}
+    assert late["freed_early"] == {"recorded": [3.0] * 4, "forgotten": [8.0] * 4}
 
 
-def test_copies_run_late() -> None:
-    seen = child.run("copies")
+def test_copies_run_late(late: dict[str, Any]) -> None:
+    seen = late["copies"]
     assert seen == {
         "to host, not waited for": [0.0] * 4,
         "to host, waited for": [5.0] * 4,
@@ -78,8 +86,8 @@ def test_copies_run_late() -> None:
     }
 
 
-def test_events() -> None:
-    seen = child.run("events")
+def test_events(late: dict[str, Any]) -> None:
+    seen = late["events"]
     assert seen == {
         "never recorded": True,
         "queued": False,
@@ -95,8 +103,8 @@ def test_tensors_behave_as_on_the_cpu() -> None:
     assert child.run("same_as_cpu") == []
 
 
-def test_what_scripts_use_beside_ops() -> None:
-    seen = child.run("features")
+def test_what_scripts_use_beside_ops(late: dict[str, Any]) -> None:
+    seen = late["features"]
     assert seen == {
         "checkpoint True": True,
         "checkpoint False": True,
@@ -132,8 +140,8 @@ def test_two_devices() -> None:
     assert seen == {"count": 2, "current inside": 1, "y": [7.0] * 4, "x": [0.0] * 4, "devices": [0, 1]}
 
 
-def test_what_an_allocators_owner_builds_on() -> None:
-    seen = child.run("hooks")
+def test_what_an_allocators_owner_builds_on(late: dict[str, Any]) -> None:
+    seen = late["hooks"]
     assert seen["calls"] == seen["wanted"]
     assert seen["fresh"] == ["nan"] * 3
     assert seen["accelerator"] == "memdev"
@@ -146,3 +154,15 @@ def test_operator_database() -> None:
     seen = child.run("sweep", module="memdev.ops", index=0, count=count, timeout=400)
     assert seen["wrong"] == []
     assert seen["compared"] > 0
+
+
+def test_training_on_memory_of_the_core() -> None:
+    """Two models on streams of their own share it; without the core's wait they overwrite each other."""
+    late, random = (child.start("on_the_core", mode=mode, seed=1) for mode in ("late", "random"))
+    want = child.finish(late)
+    assert want["cross_reuses"] > 0 and want["driver_errors"] == 0 and want["wrong"] == ""
+    assert child.finish(random) == want
+    prompt = child.start("on_the_core", mode="prompt", seed=0)
+    forgetful = child.start("on_the_core", mode="late", seed=1, leave_out="reuse.touched")
+    assert child.finish(prompt) == want
+    assert child.finish(forgetful)["digest"] != want["digest"]
