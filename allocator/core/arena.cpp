@@ -283,6 +283,7 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
 void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   if (StreamOrder* order = request->order) {
     order->touched = sets_.Mask(block->touched);
+    order->frees = stats_.frees;
     block->touched = sets_.Of(order->own);
     block->home = order->home;
   }
@@ -488,6 +489,16 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
 }
 
 // ---- stream order ----------------------------------------------------------------------------------------------
+
+void Arena::Waited(const void* p, const StreamOrder& order) {
+  std::lock_guard hold(lock_);
+  if (forked() || stats_.frees != order.frees) return;
+  const Block* block = FindLive(Offset(p));
+  for (Block* run : {block->previous, block->next}) {
+    if (run == nullptr || run->live || run->touched == 0) continue;
+    if ((sets_.Mask(run->touched) & ~order.touched) == 0) run->touched = sets_.Of(order.own);
+  }
+}
 
 void Arena::Return(void* p, StreamMask touched) {
   std::lock_guard hold(lock_);

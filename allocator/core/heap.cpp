@@ -35,6 +35,7 @@ RunKind Heap::KindOf(const Block* run) const {
 }
 
 void Heap::Publish(Block* run) {
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
   run->kind = KindOf(run);
   Of(run).Insert(run);
   if (run->pool != 0) {
@@ -154,8 +155,7 @@ Block* Heap::Take(Spot spot, uint64_t bytes, uint64_t requested_bytes) {
     }
     Publish(rest);
   }
-  // Pages lose their memory only when nobody uses it any more, so new ones are nobody's.
-  if (run->holes == Touched(run->offset, bytes).count()) run->touched = 0;
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
   run->slack = static_cast<uint16_t>(bytes - requested_bytes);
   run->home = 0;
   run->owner = nullptr;
