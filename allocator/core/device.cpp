@@ -317,6 +317,7 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
       const StreamMask failed = captured ? foreign : Order<"reuse.touched">([&] { return WaitFor(stream, foreign); });
       if (failed == 0) {
         ++cross_reuses_;
+        arena_->Waited(p, order);
         return p;
       }
       arena_->Return(p, order.touched);

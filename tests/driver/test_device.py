@@ -564,7 +564,7 @@ def test_a_device_with_a_live_block_stays_open(open_device: OpenDevice, driver: 
 
 
 def test_open_says_why_it_cannot(device_core, driver: FakeDriver) -> None:
-    with pytest.raises(MemoryError, match="device 7: .*driver error 101"):
+    with pytest.raises(MemoryError, match=r"device 7: .*driver error 101"):
         Device(device_core, driver, ordinal=7)
     with pytest.raises(MemoryError, match="cannot reserve"):
         Device(device_core, driver, budget=2048 * MIB, memory=PLAIN)

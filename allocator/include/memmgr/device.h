@@ -10,7 +10,9 @@
 //               (mm_device_used). Runs that are coalesced have the union
 // The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
 // own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
-// per block, nothing is polled, and the CPU never waits in an allocation or a free.
+// per block, nothing is polled, and the CPU never waits in a free. In an allocation it waits only where pages have to
+// be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
+// stream that its owner destroyed, or of a released pool's graphs.
 //
 // Threading: as in core.h. A thread without a context gets the device's primary one.
 #ifndef MEMMGR_DEVICE_H
