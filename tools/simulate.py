@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from memmgr._trace_file import read_trace
 from memmgr.policies.capuchin import capuchin
 from memmgr.policies.delta_paper import delta_online, delta_taco
 from memmgr.policies.online import run_online
@@ -36,7 +37,6 @@ from memmgr.policies.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
-from memmgr._trace_file import read_trace
 
 ALL = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "dtr_eq", "dtr", "msps", "lru+evict", "largest+evict")
 ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")

@@ -117,10 +117,10 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;  // belongs to a ManagedTensor
-  uint32_t saved_in;   // the pass in which it was saved last
-  uint32_t save_index; // its place among the cells that this pass saved, by their first save
-  bool pinned;   // never released
+  bool managed;         // belongs to a ManagedTensor
+  uint32_t saved_in;    // the pass in which it was saved last
+  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
+  bool pinned;          // never released
 };
 
 struct Recipe {
@@ -242,9 +242,9 @@ struct Shim {
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
-  uint32_t pass = 1;            // counted by begin_pass()
-  uint32_t saved_in_pass = 0;   // cells that this pass has saved so far
-  double clock = 0;  // virtual time: the sum of the costs of recorded ops
+  uint32_t pass = 1;           // counted by begin_pass()
+  uint32_t saved_in_pass = 0;  // cells that this pass has saved so far
+  double clock = 0;            // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
   std::vector<Cell*> kept_large;     // large roots that recipes hold: looked at before every op, so they go in time
   uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through

@@ -1,9 +1,9 @@
 // What a traced pass asks of the shim (memmgr/_trace.py): which blocks live and who holds them, what autograd saves and
 // asks back, what an op needs beyond its outputs.
 //
-// A block is a storage, or the cell that stands for its bytes while they are gone: bytes that are made again come back in
-// another storage. Blocks are numbered as they are first seen. They are watched through weak pointers, so watching keeps
-// no bytes; a storage's address cannot be used again as long as a weak pointer to it exists, so it is a good key.
+// A block is a storage, or the cell that stands for its bytes while they are gone: bytes that are made again come back
+// in another storage. Blocks are numbered as they are first seen. They are watched through weak pointers, so watching
+// keeps no bytes; a storage's address cannot be used again as long as a weak pointer to it exists, so it is a good key.
 #include "shim.h"
 
 namespace memmgr {
@@ -194,7 +194,8 @@ PyObject* take_saves() {
   return t;
 }
 
-// What the run needs unmanaged at this moment, and the most since the last call; what arrives early is not counted twice.
+// What the run needs unmanaged at this moment, and the most since the last call; what arrives early is not counted
+// twice.
 uint64_t mark(uint64_t* peak) {
   *peak = 0;
   if (!g.arena) return 0;
@@ -319,8 +320,8 @@ static PyObject* py_trace_after(PyObject*, PyObject* out) {
   std::vector<long long> outputs, again;
   watch_all(out, outputs);
   again_of(out, again);
-  return Py_BuildValue("(NNNKd)", numbers(outputs), take_fresh(), numbers(again),
-                       static_cast<unsigned long long>(peak), tr.took ? 1e-9 * static_cast<double>(tr.took_ns) : -1.0);
+  return Py_BuildValue("(NNNKd)", numbers(outputs), take_fresh(), numbers(again), static_cast<unsigned long long>(peak),
+                       tr.took ? 1e-9 * static_cast<double>(tr.took_ns) : -1.0);
 }
 
 // trace_blocks(tensors) -> their blocks.

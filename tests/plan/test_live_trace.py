@@ -108,7 +108,9 @@ def small() -> tuple[Trace, Measured]:
 def test_the_ops_are_those_of_the_program(small: tuple[Trace, Measured]) -> None:
     trace, found = small
     ops = [op for _, op in program(trace)]
-    forward = [op.name.removeprefix("aten::") for op in ops[: next(i for i, o in enumerate(ops) if "ones_like" in o.name)]]
+    forward = [
+        op.name.removeprefix("aten::") for op in ops[: next(i for i, o in enumerate(ops) if "ones_like" in o.name)]
+    ]
     assert forward == ["mm", "relu", "exp", "view", "mul", "add_", "sum"]
     assert [n for n in found.numbers if n >= 0] == list(range(len(ops)))
     assert trace.backward_at is not None
@@ -390,7 +392,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
     assert [link.tier for link in written.links] == ["disk"]
     with pytest.raises(ValueError, match="trace_pass: 0"):
         memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)
-    with pytest.raises(ValueError, match="trace: .* is not a file in a folder that exists"):
+    with pytest.raises(ValueError, match=r"trace: .* is not a file in a folder that exists"):
         memmgr.budget(None, trace=tmp_path / "no" / "x")
 
 
@@ -430,7 +432,9 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert cli.main(["simulate", "--log", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
     assert '"feasible": true' in capfd.readouterr().out
-    late = subprocess.run([*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    late = subprocess.run(
+        [*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert "3 whole passes, and pass 9 was to be recorded" in late.stderr
     assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
     assert "--out" in capfd.readouterr().err
