@@ -2,10 +2,11 @@
 
     python benchmarks/trace_quality.py [--models gpt,mlp,...] [--rounds 5] [--ratios 0.8,0.6,0.45] [--json FILE] [--quick]
 
-Each round measures one pass without a limit (the trace) and then trains a few steps at each budget and policy, live: the
-runs are interleaved, so that what else the machine does meets all of them. A live figure is the median over rounds of the
-fastest step of a round, forward and backward without the optimizer; the simulated one the median over the rounds' traces. Live
-peaks are the most that was resident in any step; the unmanaged peak is the allocator's against the trace's.
+Each round measures a pass without a limit, then trains a few steps at each budget and policy, live: the runs are interleaved,
+so that what else the machine does meets all of them. Every other pass under a budget is measured too. Two simulations stand
+beside each live figure: of the trace without a limit (what a budget *would* cost), and of the one under it (what it costs).
+A figure is the median over rounds of the fastest of a round's passes, forward and backward without the optimizer. Live peaks
+are the most that was resident in any step.
 
 Two policies: `evict` (recompute only, no tier) and `auto` with the disk tier in --disk.
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from memmgr import _budget
 from memmgr._trace import Measured
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.simulator import simulate
+from memmgr.policies.trace import Trace
 from tests.budget import models
 
 SIZES: dict[str, dict[str, int]] = {
@@ -50,24 +52,31 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
+class Run:
+    """What passes under one budget and policy came to, in one round.
+
+    Attributes:
+        seconds: of the fastest pass.
+        peak_bytes: most resident.
+    """
+
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One model, policy and budget.
 
     Attributes:
         model, policy, ratio: which; ratio of the allocator's unmanaged peak.
-        live_seconds, simulated_seconds: of forward and backward.
-        live_peak_bytes, simulated_peak_bytes: most resident.
-        feasible: whether the live run, and the simulated one, came to their end.
+        runs: live; simulated from the trace without a limit; simulated from that under it. None: it does not fit.
     """
 
     model: str
     policy: str
     ratio: float
-    live_seconds: float
-    simulated_seconds: float
-    live_peak_bytes: float
-    simulated_peak_bytes: float
-    feasible: tuple[bool, bool]
+    runs: tuple[Run | None, Run | None, Run | None]
 
 
 class Passes:
@@ -88,33 +97,39 @@ class Passes:
         return seconds
 
 
-def measured(passes: Passes, disk: str) -> tuple[Measured, float, int]:
-    """Passes without a limit: the fastest trace, the fastest untraced pass's seconds, and the allocator's unmanaged peak."""
+def measured(passes: Passes, limit: int | None, policy: str, disk: str | bool) -> tuple[Run, Measured] | None:
+    """Passes under a budget: the fastest that was not measured, and the fastest trace; None where they do not fit."""
     made: list[Measured] = []
     seconds: list[float] = []
-    with memmgr.budget(None, disk=disk, quiet=True) as opened:
-        passes.step()
-        manager = _budget.current()
-        assert manager is not None
-        for _ in range(STEPS):
-            manager.measure_next_pass()
-            seconds.append(passes.step())  # measuring begins at its end
-            passes.step()
-            assert manager.measured is not None
-            made.append(manager.measured)
-        peak = int(opened.stats()["unmanaged_peak_bytes"])
-    return min(made, key=lambda m: m.trace.seconds), min(seconds), peak
-
-
-def live(passes: Passes, limit: int, policy: str, disk: str | bool) -> tuple[float, int] | None:
-    """Seconds of the fastest pass under the budget, and the peak; None where it does not fit."""
     try:
         with memmgr.budget(limit, policy=policy, disk=disk, quiet=True, _sleep=False) as opened:
             passes.step()  # proves its kinds
-            seconds = min(passes.step() for _ in range(STEPS))
-            return seconds, int(opened.stats()["resident_bytes.peak"])
+            manager = _budget.current()
+            assert manager is not None
+            for _ in range(STEPS):
+                manager.measure_next_pass()
+                seconds.append(passes.step())  # measuring begins at its end
+                passes.step()
+                assert manager.measured is not None
+                made.append(manager.measured)
+            peak = int(opened.stats()["resident_bytes.peak"])
     except memmgr.BudgetError:
         return None
+    return Run(min(seconds), peak), min(made, key=lambda m: m.trace.seconds)
+
+
+def simulated(trace: Trace, limit: int, policy: str) -> Run | None:
+    """The same in the simulator."""
+    run = simulate(trace, limit, parse_policy(policy), trace.links[0] if trace.links else None)
+    return Run(run.seconds, run.peak_bytes) if run.feasible else None
+
+
+def middle(runs: list[Run | None]) -> Run | None:
+    """The median time and the highest peak; None unless all fitted."""
+    good = [run for run in runs if run is not None]
+    if len(good) < len(runs):
+        return None
+    return Run(statistics.median(run.seconds for run in good), max(run.peak_bytes for run in good))
 
 
 def compare(name: str, ratios: list[float], rounds: int, disk: str) -> tuple[list[Row], dict[str, float]]:
@@ -122,60 +137,59 @@ def compare(name: str, ratios: list[float], rounds: int, disk: str) -> tuple[lis
     torch.manual_seed(0)
     passes = Passes(getattr(models, name)(**SIZES[name]))
     passes.step()
-    lives: dict[tuple[str, float], list[tuple[float, int] | None]] = defaultdict(list)
-    simulated: dict[tuple[str, float], list[tuple[bool, float, int]]] = defaultdict(list)
-    plain, traced, need, seen, tracing = [], [], 0, 0, []
+    found: dict[tuple[str, float], list[tuple[Run | None, ...]]] = defaultdict(list)
+    own: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
-        made, seconds, peak = measured(passes, disk)
-        plain.append(seconds)
-        traced.append(made.trace.seconds)
-        tracing.append(made.tracing_seconds / max(1, max(made.numbers)))
-        need, seen = made.unmanaged_peak_bytes, made.trace.unmanaged_peak[0]
-        for policy, tier in (("evict", None), ("auto", made.trace.links[0])):
+        free = measured(passes, None, "auto", disk)
+        assert free is not None
+        run, made = free
+        own["unmanaged_seconds"].append(run.seconds)
+        own["trace_seconds"].append(made.trace.seconds)
+        own["tracing_seconds_per_op"].append(made.tracing_seconds / max(1, max(made.numbers)))
+        own["unmanaged_peak_bytes"].append(made.unmanaged_peak_bytes)
+        own["trace_peak_bytes"].append(made.trace.unmanaged_peak[0])
+        for policy in ("evict", "auto"):
             for ratio in ratios:
-                limit = int(need * ratio)
-                lives[policy, ratio].append(live(passes, limit, policy, disk if tier else False))
-                run = simulate(made.trace, limit, parse_policy(policy), tier)
-                simulated[policy, ratio].append((run.feasible, run.seconds, run.peak_bytes))
-    rows = []
-    for (policy, ratio), runs in lives.items():
-        good = [run for run in runs if run is not None]
-        fits = [run for run in simulated[policy, ratio] if run[0]]
-        nan = float("nan")
-        rows.append(
-            Row(
-                name, policy, ratio,
-                statistics.median(r[0] for r in good) if good else nan,
-                statistics.median(r[1] for r in fits) if fits else nan,
-                max(r[1] for r in good) if good else nan,
-                max(r[2] for r in fits) if fits else nan,
-                (len(good) == len(runs), len(fits) == len(runs)),
-            )
-        )  # fmt: skip
-    return rows, {
-        "unmanaged_seconds": statistics.median(plain),
-        "trace_seconds": statistics.median(traced),
-        "unmanaged_peak_bytes": need,
-        "trace_peak_bytes": seen,
-        "tracing_seconds_per_op": statistics.median(tracing),
-    }
+                limit = int(made.unmanaged_peak_bytes * ratio)
+                trace = replace(made.trace, links=() if policy == "evict" else made.trace.links)
+                tight = measured(passes, limit, policy, False if policy == "evict" else disk)
+                found[policy, ratio].append(
+                    (
+                        tight[0] if tight else None,
+                        simulated(trace, limit, policy),
+                        simulated(tight[1].trace, limit, policy) if tight else None,
+                    )
+                )
+    rows = [
+        Row(name, policy, ratio, tuple(middle([run[i] for run in runs]) for i in range(3)))  # type: ignore[arg-type]
+        for (policy, ratio), runs in found.items()
+    ]
+    return rows, {key: statistics.median(values) for key, values in own.items()}
+
+
+def beside(live: Run | None, run: Run | None) -> str:
+    """A simulated run against the live one."""
+    if run is None or live is None:
+        return "does not fit" if run is None else f"{run.seconds * 1e3:8.1f} ms"
+    return (
+        f"{run.seconds * 1e3:8.1f} ms {run.seconds / live.seconds - 1:+6.1%}, "
+        f"{run.peak_bytes / 1e6:6.1f} MB {run.peak_bytes / live.peak_bytes - 1:+5.1%}"
+    )
 
 
 def show(name: str, rows: list[Row], own: dict[str, float]) -> None:
     """Prints a model's rows."""
     print(
         f"{name}: unmanaged {own['unmanaged_seconds'] * 1e3:.1f} ms, trace {own['trace_seconds'] * 1e3:.1f} ms "
-        f"({own['trace_seconds'] / own['unmanaged_seconds'] - 1:+.1%}); peak {own['unmanaged_peak_bytes'] / 1e6:.1f} MB, trace "
-        f"({own['trace_peak_bytes'] / own['unmanaged_peak_bytes'] - 1:+.2%}); tracing {own['tracing_seconds_per_op'] * 1e6:.0f} us/op"
+        f"({own['trace_seconds'] / own['unmanaged_seconds'] - 1:+.1%}); peak {own['unmanaged_peak_bytes'] / 1e6:.1f} MB, "
+        f"trace {own['trace_peak_bytes'] / own['unmanaged_peak_bytes'] - 1:+.2%}; "
+        f"tracing {own['tracing_seconds_per_op'] * 1e6:.0f} us/op"
     )
     for r in rows:
-        if not all(r.feasible):
-            print(f"  {r.policy:6} {r.ratio:4.2f}  fits: live {r.feasible[0]}, simulated {r.feasible[1]}")
-            continue
+        live, before, under = r.runs
+        shown = f"{live.seconds * 1e3:8.1f} ms {live.peak_bytes / 1e6:7.1f} MB" if live else "does not fit"
         print(
-            f"  {r.policy:6} {r.ratio:4.2f}  live {r.live_seconds * 1e3:8.1f} ms {r.live_peak_bytes / 1e6:7.1f} MB   simulated "
-            f"{r.simulated_seconds * 1e3:8.1f} ms ({r.simulated_seconds / r.live_seconds - 1:+6.1%}) "
-            f"{r.simulated_peak_bytes / 1e6:7.1f} MB ({r.simulated_peak_bytes / r.live_peak_bytes - 1:+5.1%})",
+            f"  {r.policy:6} {r.ratio:4.2f}  live {shown:22}  before: {beside(live, before):38}  under: {beside(live, under)}",
             flush=True,
         )
 

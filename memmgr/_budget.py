@@ -202,6 +202,11 @@ class budget:
         return self._manager.stats()
 
 
+def last() -> Manager | None:
+    """The manager of the open budget, or of the last one."""
+    return _current or _last
+
+
 def stats() -> dict[str, Any]:
     """The figures of the open budget, or of the last one; empty when there was none.
 
@@ -215,7 +220,7 @@ def stats() -> dict[str, Any]:
         `watched_seconds` (the passes in which that was seen: those that were recorded).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
-    manager = _current or _last
+    manager = last()
     return manager.stats() if manager is not None else {}
 
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from memmgr.policies.trace import TierLink
 
 from . import _device
 from ._advice import own_checkpointing
+from ._consumers import log_path
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
@@ -535,7 +535,7 @@ class Manager:
         self._measure_next = False
         if self.config.trace is not None:
             try:
-                write_trace(Path(self.config.trace), self.measured.trace)
+                write_trace(log_path(self.config.trace), self.measured.trace)
             except OSError as error:
                 warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 

@@ -6,12 +6,13 @@ kept here but numbers, so measuring changes neither a bit nor what fits.
 What a measured trace means, beyond what `policies/trace.py` says of all traces:
 
 - A storage's size is what it takes of the budget (its block, after alignment).
+- The pass begins after the last op that writes to a parameter before anything is saved: that is an optimizer's step.
 - Constants are what was there when the pass began. `c.elsewhere` is the rest of what was resident then and is no tensor of
   the pass: optimizer state, gradients that are not touched, memory that no op made. What comes and goes unseen while the
   pass runs (memory that C++ allocates for itself, and our own: generator states, roots that only recipes hold) is a constant
   of the same name that comes and goes.
 - `k.scratch` is what op k needed beyond its outputs at the worst moment inside it. It is released right after the op.
-- An op in a pass that autograd does not record (backward's own, no_grad) is `OpKind.ONCE`: nobody has a recipe for it.
+- What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what the recorder refuses.
 - Batch norm reads and writes its running statistics unseen: a recomputation does without them (design rule 2).
 - `(between ops)` is an op without inputs and outputs that takes the time of the program itself and of recording it, some of
   these per pass: a CPU does nothing else meanwhile.
@@ -24,66 +25,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+from memmgr.policies.trace import OpKind, TierLink
 
 from ._ops import OPAQUE, VIEW, describe
+from ._trace_rows import BETWEEN, Measured, OpRow, Rows, StorageRow
 
 if TYPE_CHECKING:
     from ._manager import Manager
 
-BETWEEN = "(between ops)"
-_BETWEEN_SHARE = 0.005  # of the pass: so much of the program's own time makes one op of that name
 _UNSEEN_SHARE = 1 / 1024  # of what is resident: less is not worth a storage
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A measured pass.
-
-    Attributes:
-        trace: the pass.
-        save_index: of each storage that autograd saved, its place among the cells that the pass saved, by their first save;
-            the shim counts the same (`Cell.save_index`), so it names a cell in every pass that starts the same way. A storage
-            of the trace is left out where the saved cell was none of it any more.
-        numbers: per op of the trace its number among the ops that the pass ran, from 0; -1 for those that are no op of the
-            program (constants, `(between ops)`).
-        unmanaged_peak_bytes: the most that the pass needed, as the allocator measured it.
-        tracing_seconds: what measuring itself took.
-    """
-
-    trace: Trace
-    save_index: dict[int, int]
-    numbers: tuple[int, ...]
-    unmanaged_peak_bytes: int
-    tracing_seconds: float
-
-
-@dataclass(slots=True)
-class _Op:
-    name: str
-    seconds: float
-    inputs: tuple[int, ...]
-    outputs: list[int]
-    kind: OpKind
-    number: int = -1
-    between: float = 0.0
-    writes: tuple[tuple[int, int], ...] = ()
-    saves: list[int] = field(default_factory=list)
-    uses: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Storage:
-    name: str
-    size_bytes: int
-    maker: int  # among `Tracer._ops`; -1: there from the start
-    released: int = HELD
-    alone: int = -1  # the ops that had started when only autograd held it
-    saved: bool = False
 
 
 class Tracer:
@@ -99,6 +52,25 @@ class Tracer:
 
     # -- a pass --
 
+    def _clear(self) -> None:
+        self._ops: list[OpRow] = []
+        self._storages: list[StorageRow] = []
+        self._now: dict[int, int] = {}  # block -> the storage that it is now
+        self._index: dict[int, int] = {}
+        self._turn: int | None = None
+        self._unseen = 0  # bytes that are there and belong to no block
+        self._base = 0  # of these: there from the start, and not known as a constant yet
+        self._came: list[int] = []  # of these: storages that stand for what came later
+        self._last: OpRow | None = None
+        self._began = False
+        self._between = 0.0
+        self._left = time.perf_counter()
+        self._waited = self._elsewhere_seconds()
+        self._number = 0
+        self._peak = 0
+        self._spent = 0.0
+        self._any_saved = False
+
     def begin(self) -> None:
         """The next op of this thread is the first of the pass."""
         self._clear()
@@ -113,7 +85,7 @@ class Tracer:
 
     def turn(self) -> None:
         """Backward begins with the next op."""
-        self._turn = len(self._ops)
+        self._turn = len(self._ops)  # a constant that is first seen there belongs to it
 
     def abort(self) -> None:
         """Forgets the pass that is under way."""
@@ -125,34 +97,21 @@ class Tracer:
     def end(self, links: Sequence[TierLink]) -> Measured:
         """The pass is over. `links` are the tiers below."""
         left = time.perf_counter()
-        released, alone, saves, uses, _, fresh, need, live = self._native.trace_before((), None)
+        released, alone, saves, _, _, fresh, need, live = self._native.trace_before((), None)
         self._between += max(0.0, left - self._left - (self._elsewhere_seconds() - self._waited))
-        self._settle(released, alone, fresh, need, live)
-        for block, index in saves:
-            self._save(block, index, -1)
+        self._known(fresh, need, live)
+        self._saved(saves, ())
+        self._ended(released, alone, need, live)
         self._native.trace_end()
         self.active = False
-        measured = self._build(tuple(links))
+        if self._base > 0:
+            self._storages.append(StorageRow("elsewhere", self._base, -1))
+        rows = Rows(self._ops, self._storages, self._turn, self._between)
+        trace = rows.trace(str(self._manager.device), tuple(links))
+        index = {rows.order[s]: i for s, i in self._index.items()}
+        measured = Measured(trace, index, tuple(rows.numbers), self._peak, self._spent)
         self._clear()
         return measured
-
-    def _clear(self) -> None:
-        self._ops: list[_Op] = []
-        self._storages: list[_Storage] = []
-        self._now: dict[int, int] = {}  # block -> the storage that it is now
-        self._index: dict[int, int] = {}
-        self._turn: int | None = None
-        self._unseen = 0  # bytes that are there and belong to no block
-        self._base = 0  # of these: there from the start, and not known as a constant yet
-        self._came: list[int] = []  # of these: storages that stand for what came later
-        self._began = False
-        self._between = 0.0
-        self._left = time.perf_counter()
-        self._waited = self._elsewhere_seconds()
-        self._number = 0
-        self._peak = 0
-        self._spent = 0.0
-        self._any_saved = False
 
     def _elsewhere_seconds(self) -> float:
         return self._manager.stall_seconds() + self._manager.replayer.seconds
@@ -170,11 +129,10 @@ class Tracer:
         waited = self._elsewhere_seconds()
         released, alone, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
         between = self._between + max(0.0, begun - self._left - (waited - self._waited))
-        self._settle(released, alone, fresh, need, live)
+        self._known(fresh, need, live)
         read = dict.fromkeys([self._now[b] for b in inputs])
-        for block, index in saves:
-            self._save(block, index, len(self._ops) if self._now[block] in read else -1)
-        pending = [self._now[b] for b, _ in saves if self._now[b] in read]
+        pending = self._saved(saves, read)
+        self._ended(released, alone, need, live)
         used = tuple(dict.fromkeys(self._now[b] for b in uses))
         entered = time.perf_counter()
         try:
@@ -198,8 +156,29 @@ class Tracer:
         self._spent += self._left - ended + entered - begun
         return out
 
-    def _settle(self, released: Any, alone: Any, fresh: Any, need: int, live: int) -> None:
-        """What happened before op `len(self._ops)`."""
+    def _known(self, fresh: Any, need: int, live: int) -> None:
+        """Blocks that no op of the pass made, seen for the first time."""
+        grown = need - live + sum(size for _, size, _ in fresh) - self._unseen
+        for block, size, leaf in fresh:
+            came = self._began and not leaf and grown >= size > 0
+            self._constant(block, size, leaf, came)
+            grown -= size if came else 0
+
+    def _saved(self, saves: Any, read: Collection[int]) -> list[int]:
+        """Autograd saved these since the last op began. Inputs are saved before their op: those among `read` come back."""
+        pending: list[int] = []
+        for block, index in saves:
+            storage = self._now[block]
+            self._any_saved = True
+            self._storages[storage].saved = True
+            self._index.setdefault(storage, index)
+            kept = pending if storage in read or self._last is None else self._last.saves
+            if storage not in kept:
+                kept.append(storage)
+        return pending
+
+    def _ended(self, released: Any, alone: Any, need: int, live: int) -> None:
+        """What else happened before op `len(self._ops)`."""
         at = len(self._ops)
         for block in alone:
             storage = self._storages[self._now[block]]
@@ -207,11 +186,6 @@ class Tracer:
                 storage.alone = at
         for block in released:
             self._storages[self._now.pop(block)].released = at
-        grown = need - live + sum(size for _, size, _ in fresh) - self._unseen
-        for block, size, leaf in fresh:
-            came = self._began and not leaf and grown >= size > 0
-            self._constant(block, size, leaf, came)
-            grown -= size if came else 0
         unseen = need - live
         if not self._began:
             self._began = True
@@ -229,9 +203,9 @@ class Tracer:
                 came = True
         self._now[block] = len(self._storages)
         name = "parameter" if leaf else "tensor"
-        self._storages.append(_Storage(name, size, len(self._ops) if came else -1))
+        self._storages.append(StorageRow(name, size, len(self._ops) if came else -1))
         if came:
-            self._ops.append(_Op("constant", 0.0, (), [self._now[block]], OpKind.CONSTANT))
+            self._ops.append(OpRow("constant", 0.0, (), [self._now[block]], OpKind.CONSTANT))
 
     def _unexplained(self, growth: int) -> None:
         """Bytes that belong to no block have come, or gone."""
@@ -243,23 +217,13 @@ class Tracer:
             growth += last.size_bytes
         if growth > 0:
             self._came.append(len(self._storages))
-            self._storages.append(_Storage("elsewhere", growth, at))
-            self._ops.append(_Op("constant", 0.0, (), [self._came[-1]], OpKind.CONSTANT))
+            self._storages.append(StorageRow("elsewhere", growth, at))
+            self._ops.append(OpRow("constant", 0.0, (), [self._came[-1]], OpKind.CONSTANT))
         elif growth < 0:
             gone = min(self._base, -growth)
             self._base -= gone
             if gone:
-                self._storages.append(_Storage("elsewhere", gone, -1, released=at))
-
-    def _save(self, block: int, index: int, op: int) -> None:
-        storage = self._now.get(block)
-        if storage is None:
-            return
-        self._any_saved = True
-        self._storages[storage].saved = True
-        self._index.setdefault(storage, index)
-        if op < 0 and self._ops and storage not in self._ops[-1].saves:
-            self._ops[-1].saves.append(storage)
+                self._storages.append(StorageRow("elsewhere", gone, -1, released=at))
 
     def _note(
         self, info: Any, args: Any, kwargs: Any, read: tuple[int, ...], outputs: Any, new: Any, again: set[int],
@@ -272,7 +236,7 @@ class Tracer:
         for block, size, _ in new:
             self._now[block] = len(self._storages)
             made.append(self._now[block])
-            self._storages.append(_Storage("", size, at))
+            self._storages.append(StorageRow("", size, at))
             can_run &= info.blank or block in again  # what fills a blank one can be made again, and needs one
         self._peak = max(self._peak, peak, need)
         scratch = peak - need - sum(size for _, size, _ in new)
@@ -294,108 +258,20 @@ class Tracer:
                 self._now[block] = len(self._storages)
                 made.append(self._now[block])
                 writes.append((old, self._now[block]))
-                self._storages.append(_Storage("", storage.size_bytes, at))
+                self._storages.append(StorageRow("", storage.size_bytes, at))
         kind = OpKind.VIEW if not made else OpKind.COMPUTE if can_run else OpKind.ONCE
         if scratch > need * _UNSEEN_SHARE:
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
             made.append(len(self._storages))
-            self._storages.append(_Storage("scratch", scratch, at, released=at + 1))
-        op = _Op(info.name, seconds, read, made, kind, self._number, between, tuple(writes), [], used)
-        op.saves = list(dict.fromkeys(pending))
+            self._storages.append(StorageRow("scratch", scratch, at, released=at + 1))
+        op = OpRow(info.name, seconds, read, made, kind, self._number, between, tuple(writes), pending, used)
         self._number += 1
         self._between = 0.0
         self._ops.append(op)
+        self._last = op
 
     def _written(self, info: Any, args: Any, kwargs: Any) -> list[Any]:
         return self._manager.recorder._written(info, args, kwargs or {})
-
-    # -- the whole --
-
-    def _build(self, links: tuple[TierLink, ...]) -> Measured:
-        ops, storages = self._ops, self._storages
-        if self._base > 0:
-            storages.append(_Storage("elsewhere", self._base, -1))
-        start = [i for i, s in enumerate(storages) if s.maker < 0]
-        made: list[Op] = []
-        numbers: list[int] = []
-        order: dict[int, int] = {}  # storage here -> in the trace
-        rows: list[Storage] = []
-        place: list[int] = []  # op here -> in the trace
-        counts: dict[str, int] = {}
-
-        def constant_name(kind: str) -> str:
-            n = counts[kind] = counts.get(kind, -1) + 1
-            return f"c.{kind}" if kind == "elsewhere" and n == 0 else f"c.{kind}.{n}"
-
-        for i in start:
-            order[i] = len(rows)
-            rows.append(Storage(constant_name(storages[i].name), storages[i].size_bytes, len(made)))
-            made.append(Op("constant", 0.0, (), (order[i],), OpKind.CONSTANT))
-            numbers.append(-1)
-        total = sum(op.seconds + op.between for op in ops) + self._between
-        waiting = 0.0
-        turn: int | None = None
-
-        def flush() -> None:
-            nonlocal waiting
-            made.append(Op(BETWEEN, waiting, (), (), OpKind.VIEW))
-            numbers.append(-1)
-            waiting = 0.0
-
-        for k, op in enumerate(ops):
-            waiting += op.between
-            if waiting > total * _BETWEEN_SHARE or (k == self._turn and waiting):
-                flush()
-            if k == self._turn:
-                turn = len(made)
-            at = len(made)
-            place.append(at)
-            for j, i in enumerate(op.outputs):
-                s = storages[i]
-                order[i] = len(rows)
-                name = (
-                    constant_name(s.name)
-                    if op.kind == OpKind.CONSTANT
-                    else f"{at}.scratch"
-                    if s.name == "scratch"
-                    else f"{at}.{j}"
-                )
-                rows.append(Storage(name, s.size_bytes, at))
-            made.append(
-                Op(
-                    op.name,
-                    op.seconds,
-                    tuple(order[i] for i in op.inputs),
-                    tuple(order[i] for i in op.outputs),
-                    op.kind,
-                    tuple((order[a], order[b]) for a, b in op.writes),
-                    tuple(order[i] for i in op.saves),
-                    tuple(order[i] for i in op.uses),
-                )
-            )
-            numbers.append(op.number)
-        if waiting + self._between > 0:
-            waiting += self._between
-            flush()
-        place.append(len(made))
-
-        def moment(k: int) -> int:
-            # After op k - 1 had started: what stands between the two in the trace comes after it.
-            return HELD if k == HELD else place[k - 1] + 1 if k > 0 else len(start)
-
-        for i, s in enumerate(storages):
-            j = order[i]
-            released = moment(s.released)
-            if rows[j].name.startswith("c."):
-                pinned = 0
-            else:
-                pinned = released if not s.saved or s.alone < 0 else min(released, moment(s.alone))
-            rows[j] = Storage(rows[j].name, s.size_bytes, rows[j].maker, released, pinned)
-        trace = Trace(
-            tuple(made), tuple(rows), str(self._manager.device), turn, links, copy_on_write=False
-        ).check()  # fmt: skip
-        index = {order[s]: i for s, i in self._index.items()}
-        return Measured(trace, index, tuple(numbers), self._peak, self._spent)
 
 
 __all__ = ["BETWEEN", "Measured", "Tracer"]
