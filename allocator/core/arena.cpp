@@ -503,6 +503,12 @@ void Arena::Touch(const void* p, StreamMask by) {
   if (block != nullptr) block->touched = sets_.Union(block->touched, sets_.Of(by));
 }
 
+void Arena::Untouch(const void* p, StreamMask by) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block != nullptr) block->touched = sets_.Of(sets_.Mask(block->touched) & ~by);
+}
+
 StreamMask Arena::Touched(const void* p) {
   std::lock_guard hold(lock_);
   const Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));

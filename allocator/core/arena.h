@@ -76,6 +76,7 @@ class Arena final : private ForkAware {
 
   // All of these for live blocks.
   void Touch(const void* p, StreamMask by);
+  void Untouch(const void* p, StreamMask by);
   StreamMask Touched(const void* p);
   int64_t Home(const void* p);  // the number of its stream; -1: no block begins at p
   // Between the two the CPU waits for every stream: what runs were touched by before the first is done at the second.

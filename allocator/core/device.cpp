@@ -134,6 +134,15 @@ std::vector<CUstream> Device::StreamsOf(StreamMask touched, CUstream but) {
 }
 
 CUstream Device::MakeStream(CUresult* error) {
+  {
+    std::lock_guard hold(streams_lock_);
+    if (!given_.empty()) {
+      CUstream stream = given_.back();
+      given_.pop_back();
+      *error = CUDA_SUCCESS;
+      return stream;
+    }
+  }
   const auto context = EnsureContext();
   CUstream stream = nullptr;
   *error = context.error();
@@ -141,7 +150,13 @@ CUstream Device::MakeStream(CUresult* error) {
   if (*error != CUDA_SUCCESS) return nullptr;
   std::lock_guard hold(streams_lock_);
   made_.push_back(stream);
+  given_.reserve(made_.size());
   return stream;
+}
+
+void Device::GiveStream(CUstream stream) {
+  std::lock_guard hold(streams_lock_);
+  given_.push_back(stream);
 }
 
 // A stream that cannot be asked because another one's capture forbids it counts as captured.
@@ -316,6 +331,11 @@ void Device::Free(void* p) {
 void Device::Touch(const void* block, CUstream by) {
   const int number = Number(by);
   Order<"used.touched">([&] { return arena_->Touch(block, number < 0 ? kAnything : Bit(number)), 0; });
+}
+
+void Device::Untouch(const void* block, CUstream by) {
+  const int number = Number(by);
+  if (number >= 0 && number < kSharedBit) arena_->Untouch(block, Bit(number));
 }
 
 CUstream Device::Home(const void* block) {

@@ -45,12 +45,16 @@ class Device final : private ForkAware, private Settler {
   void* TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream);
   void Free(void* p);
   void Touch(const void* block, CUstream by);  // mm_device_used
+  // All that `by`, a stream of MakeStream, had to do with the live block is over, or its home waits for it already.
+  // Only its one user can know that.
+  void Untouch(const void* block, CUstream by);
   CUstream Home(const void* block);
   int Synchronize();  // 0 or -errno
   uint64_t Trim(uint64_t keep_bytes);
 
   // A stream of ours, closed with the device. NULL with the driver's error in *error.
   CUstream MakeStream(CUresult* error);
+  void GiveStream(CUstream stream);  // for the next MakeStream: blocks may count as touched by it for long
   // All later work of `waiter` comes after what is queued now on the streams that touched the live block, or on
   // `other`. 0 or -errno; -EBUSY when one of them is being captured and cannot be waited for. When a stream cannot be
   // recorded (its owner destroyed it) the CPU waits instead.
@@ -120,6 +124,7 @@ class Device final : private ForkAware, private Settler {
   std::unordered_map<CUstream, uint16_t> numbers_;
   std::vector<CUstream> streams_;  // by number
   std::vector<CUstream> made_;     // ours
+  std::vector<CUstream> given_;    // of these, given back
 
   Lock events_lock_;
   std::vector<CUevent> events_;  // not in use

@@ -18,6 +18,18 @@ uint64_t RoundUp(uint64_t bytes) { return (bytes + kGrain - 1) & ~(kGrain - 1); 
 // The device answers with the driver's error, or a negative errno of its own.
 int Errno(int error) { return error > 0 ? DriverErrno(error) : error; }
 
+// The device's context for the calling thread, and leave to do what another thread's capture would forbid: it has
+// nothing to do with these copies.
+class InDriver {
+ public:
+  explicit InDriver(Device* device) : context_(device->driver(), device->ordinal()), relaxed_(device->driver()) {}
+  int error() const { return DriverErrno(context_.error()); }
+
+ private:
+  EnsureContext context_;
+  RelaxedCapture relaxed_;
+};
+
 }  // namespace
 
 // ---- life ------------------------------------------------------------------------------------------------------
@@ -33,21 +45,20 @@ HostTier* HostTier::Open(Device* device, uint64_t capacity_bytes, std::string* w
     *wrong = "a host tier needs a capacity of at least 512 bytes";
     return nullptr;
   }
-  EnsureContext context(driver, device->ordinal());
+  const InDriver in(device);
   std::unique_ptr<HostTier, void (*)(HostTier*)> tier(new HostTier(device, capacity), [](HostTier* t) { delete t; });
   tier->space_.Give(0, capacity);
   void* slab = nullptr;
-  CUresult error = context.error();
-  if (error == CUDA_SUCCESS) error = driver.MemHostAlloc(&slab, capacity, kPortable);
+  CUresult error = driver.MemHostAlloc(&slab, capacity, kPortable);
   if (error != CUDA_SUCCESS) {
     *wrong = "cannot page-lock " + std::to_string(capacity) + " bytes of host memory: " + DriverText(driver, error);
     return nullptr;
   }
   tier->slab_ = static_cast<char*>(slab);
   for (Link& link : tier->links_) {
-    link.stream = device->MakeStream();
+    link.stream = device->MakeStream(&error);
     if (link.stream != nullptr) continue;
-    *wrong = "cannot make a stream for copies";
+    *wrong = "cannot make a stream for copies: " + DriverText(driver, error);
     if (tier->links_[kWrite].stream != nullptr) device->GiveStream(tier->links_[kWrite].stream);
     driver.MemFreeHost(slab);
     return nullptr;
@@ -60,7 +71,7 @@ void HostTier::Close() {
   // In a forked child the driver does not answer, and whoever had the lock is not there: leave it all.
   if (forked_.load()) return;
   IgnoreForks();
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Order<"close.writes">([&] { return driver().StreamSynchronize(links_[kWrite].stream); });
   Order<"close.reads">([&] { return driver().StreamSynchronize(links_[kRead].stream); });
   for (Link& link : links_) {
@@ -267,8 +278,8 @@ mm_slot HostTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   if (forked_.load()) return -ECANCELED;
   if (from == nullptr || bytes == 0) return -EINVAL;
   if (bytes > capacity_bytes_) return -ENOSPC;
-  EnsureContext context(driver(), device_->ordinal());
-  if (context.error() != CUDA_SUCCESS) return DriverErrno(context.error());
+  const InDriver in(device_);
+  if (in.error() != 0) return in.error();
   Hold hold(mutex_);
   Poll();
   const int injected = InjectedError(kWrite);
@@ -290,8 +301,8 @@ mm_slot HostTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
 int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
   if (forked_.load()) return -ECANCELED;
   if (to == nullptr) return -EINVAL;
-  EnsureContext context(driver(), device_->ordinal());
-  if (context.error() != CUDA_SUCCESS) return DriverErrno(context.error());
+  const InDriver in(device_);
+  if (in.error() != 0) return in.error();
   {
     Hold hold(mutex_);
     Poll();
@@ -315,8 +326,8 @@ int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
 
 int HostTier::Use(mm_slot id, mm_stream stream) {
   if (forked_.load()) return -ECANCELED;
-  EnsureContext context(driver(), device_->ordinal());
-  if (context.error() != CUDA_SUCCESS) return DriverErrno(context.error());
+  const InDriver in(device_);
+  if (in.error() != 0) return in.error();
   Hold hold(mutex_);
   Slot* slot = Find(id);
   if (slot == nullptr) return -EBADF;
@@ -346,7 +357,7 @@ int HostTier::OrderMemory(mm_slot id) {
 
 int HostTier::Poll(mm_slot id) {
   if (forked_.load()) return -ECANCELED;
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Hold hold(mutex_);
   Poll();
   const Slot* slot = Find(id);
@@ -358,7 +369,7 @@ int HostTier::Poll(mm_slot id) {
 
 int HostTier::Wait(mm_slot id) {
   if (forked_.load()) return -ECANCELED;
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Hold hold(mutex_);
   const Slot* slot = Find(id);
   if (slot == nullptr) return -EBADF;
@@ -370,7 +381,7 @@ int HostTier::Wait(mm_slot id) {
 
 const void* HostTier::Bytes(mm_slot id) {
   if (forked_.load()) return nullptr;
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Hold hold(mutex_);
   const Slot* slot = Find(id);
   if (slot == nullptr) return nullptr;
@@ -381,7 +392,7 @@ const void* HostTier::Bytes(mm_slot id) {
 
 void HostTier::Free(mm_slot id) {
   if (forked_.load()) return;
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Hold hold(mutex_);
   Poll();
   std::erase_if(fences_, [](const Fence& fence) { return fence.read->done; });
@@ -397,7 +408,7 @@ void HostTier::Free(mm_slot id) {
 void HostTier::Stats(mm_tier_stats* out) {
   *out = {};
   if (forked_.load()) return;
-  EnsureContext context(driver(), device_->ordinal());
+  const InDriver in(device_);
   Hold hold(mutex_);
   Poll();
   *out = stats_;

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,12 +59,20 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = (), shared:
             return target
         for old in FOLDER.glob(f"{name}-*"):
             old.unlink(missing_ok=True)
+        objects = [FOLDER / f"{name}.{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            list(pool.map(lambda to, source: _run([*command, "-c", str(source), "-o", str(to)]), objects, sources))
         scratch = FOLDER / f"{name}.part"
-        command += ["-shared"] * shared + [str(path) for path in sources] + ["-ldl", "-o", str(scratch)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+        _run([*command, *["-shared"] * shared, *map(str, objects), "-ldl", "-o", str(scratch)])
+        for made in objects:
+            made.unlink()
         scratch.rename(target)
     return target
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 
 @functools.cache

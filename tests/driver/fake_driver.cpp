@@ -465,9 +465,9 @@ struct Call {
 
   // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
   static bool IsUnsafe(const std::string& name) {
-    static const std::set<std::string> names = {"cuMemAlloc",   "cuMemFree",     "cuMemCreate",   "cuMemMap",
-                                                "cuMemUnmap",   "cuMemSetAccess", "cuMemHostAlloc", "cuMemFreeHost",
-                                                "cuStreamQuery", "cuEventQuery",  "cuCtxSynchronize"};
+    static const std::set<std::string> names = {"cuMemAlloc",    "cuMemFree",      "cuMemCreate",     "cuMemMap",
+                                                "cuMemUnmap",    "cuMemSetAccess", "cuMemHostAlloc",  "cuMemFreeHost",
+                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize"};
     return names.count(name) > 0;
   }
   // NULL and cudaStreamLegacy: the current device's default stream.

@@ -173,7 +173,7 @@ def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: 
         slot = tier.write(block, size)
         if slot < 0:
             failed += 1
-            assert slot == -errno.ENOMEM
+            assert slot in (-errno.ENOMEM, -errno.EBUSY)  # the latter from what the device waits for
             assert tier.stats.used_bytes == KIB
             slot = tier.write(block, size)
         assert slot >= 0
@@ -182,7 +182,7 @@ def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: 
         result = tier.read_now(slot, target)
         if result < 0:
             failed += 1
-            assert result == -errno.ENOMEM
+            assert result in (-errno.ENOMEM, -errno.EBUSY)
             assert tier.read_now(slot, target) == 0
         driver.fail_next(name.encode(), 1 << 20, 0)  # what did not come to it is for nobody else
         bench.check(target, size, 4)
