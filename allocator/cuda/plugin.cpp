@@ -1,9 +1,11 @@
-// CUDA's allocator in torch: every block of every device comes from memmgr's arenas, unlimited until a budget opens, and
-// whatever a script may ask torch.cuda about its memory is answered.
+// CUDA's allocator in torch: every block of every device comes from memmgr's arenas, unlimited until a budget opens,
+// and whatever a script may ask torch.cuda about its memory is answered.
 //
 // Compiled on the user's machine for the torch that is installed there (memmgr/_cuda.py). One translation unit; links
 // c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); what an allocation under a budget
 // does is the shim's (memmgr/plugin.h).
+#include "memmgr/plugin.h"
+
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -24,7 +26,6 @@
 #include <vector>
 
 #include "history.h"
-#include "memmgr/plugin.h"
 #include "meter.h"
 
 // clang-format off
@@ -94,8 +95,9 @@ class Allocator final : public CUDAAllocator {
   Meter& At(int ordinal) {
     std::string wrong;
     Meter* meter = Open(ordinal, &wrong);
-    TORCH_CHECK(meter, "memmgr: the memory of GPU ", ordinal, " cannot be managed: ", wrong,
-                ". MEMMGR_CUDA_MEMORY=plain does without virtual memory; MEMMGR_INSTALL=0 leaves torch's own allocator.");
+    TORCH_CHECK(
+        meter, "memmgr: the memory of GPU ", ordinal, " cannot be managed: ", wrong,
+        ". MEMMGR_CUDA_MEMORY=plain does without virtual memory; MEMMGR_INSTALL=0 leaves torch's own allocator.");
     return *meter;
   }
 
@@ -259,8 +261,7 @@ class Allocator final : public CUDAAllocator {
       if (meter) AddSegments(*meter, static_cast<c10::DeviceIndex>(ordinal), &out.segments);
       if (ordinal < devices || meter) {
         out.device_traces.resize(static_cast<size_t>(ordinal) + 1);
-        if (include_traces)
-          out.device_traces.back() = history_.Entries(static_cast<c10::DeviceIndex>(ordinal));
+        if (include_traces) out.device_traces.back() = history_.Entries(static_cast<c10::DeviceIndex>(ordinal));
       }
     }
     out.config_metadata = {};
@@ -302,8 +303,9 @@ class Allocator final : public CUDAAllocator {
   }
   void createOrIncrefPool(c10::DeviceIndex ordinal, c10::MempoolId_t pool,
                           std::shared_ptr<CUDAAllocator> allocator) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(!allocator, "memmgr: a memory pool with an allocator of its own (torch.cuda.MemPool(...)); "
-                                            "MEMMGR_INSTALL=0 leaves torch's own allocator in place");
+    TORCH_CHECK_NOT_IMPLEMENTED(!allocator,
+                                "memmgr: a memory pool with an allocator of its own (torch.cuda.MemPool(...)); "
+                                "MEMMGR_INSTALL=0 leaves torch's own allocator in place");
     beginAllocateToPool(ordinal, pool, nullptr);
     endAllocateToPool(ordinal, pool);
   }

@@ -322,7 +322,8 @@ void throw_out_of_memory(size_t bytes) {
       mib(s.budget_bytes) + " is spent: " + mib(resident) +
       " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " + mib(floor) +
       " (" + std::to_string(floor) + " bytes).";
-  if (!g.tier_error.empty()) text += std::string(g.device ? " The host" : " The disk") + " tier failed: " + g.tier_error + ".";
+  if (!g.tier_error.empty())
+    text += std::string(g.device ? " The host" : " The disk") + " tier failed: " + g.tier_error + ".";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 

@@ -14,7 +14,7 @@ extern "C" {
 typedef struct {
   int ordinal;
   void* (*allocate)(size_t bytes, mm_stream stream);  // a block; NULL: no room, and nothing more can be let go
-  int (*only_trying)(void);  // the calling thread can do without: its failures are nobody's out-of-memory
+  int (*only_trying)(void);             // the calling thread can do without: its failures are nobody's out-of-memory
   void (*out_of_memory)(size_t bytes);  // throws c10::OutOfMemoryError
 } mm_plugin_hooks;
 
