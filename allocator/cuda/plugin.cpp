@@ -67,7 +67,11 @@ class Allocator final : public CUDAAllocator {
     driver_ = driver ? driver : "";
     memory_ = memory;
   }
-  void AfterForkInChild() { forked_ = true; }
+  // Memory of the parent cannot be used, nor given back. With none, the child may begin anew: CUDA allows it.
+  void AfterForkInChild() {
+    for (const auto& slot : meters_)
+      if (slot.load()) forked_ = true;
+  }
   void SetHooks(const mm_plugin_hooks* hooks) { hooks_ = hooks; }
 
   Meter* Opened(int ordinal) const {
