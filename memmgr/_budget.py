@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -131,8 +132,12 @@ class budget:
         _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device)
+        self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = int(psutil.virtual_memory().total) if cpu else _device.total_bytes(self._device)
+        whole = int(psutil.virtual_memory().total) if cpu else None
+        if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
+            parse_size(limit, whole=1 << 40)  # refuses now what is no share
+            self._share, limit = limit, None
         folder, disk_bytes = _disk(disk)
         self._config = Config(
             limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),
@@ -161,7 +166,7 @@ class budget:
                     "memmgr: a budget is open already. Budgets do not nest: the limit belongs to the device, not to a block "
                     "of code. Close the other one first."
                 )
-            manager = Manager(self._config, _native())
+            manager = Manager(self._settled(), _native())
             _current = manager
         try:
             manager.start()
@@ -170,6 +175,14 @@ class budget:
             raise
         self._manager = _last = manager
         return self
+
+    def _settled(self) -> Config:
+        """The configuration once the device may be asked."""
+        device = _device.settle(self._device)
+        if self._share is None:
+            return dataclasses.replace(self._config, device=device)
+        limit = parse_size(self._share, whole=_device.total_bytes(device))
+        return dataclasses.replace(self._config, device=device, limit_bytes=limit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -190,6 +203,7 @@ class budget:
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:
             again = budget.__new__(budget)
             again._device, again._config, again._manager = self._device, self._config, None
+            again._share = self._share
             with again:
                 return function(*args, **kwargs)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _cuda
 from ._sizes import UNLIMITED
 
 if TYPE_CHECKING:
     from ._manager import Config
 
-# The library with the driver's entry points; unset: CUDA's own. Tests name a double here.
-DRIVER_VARIABLE = "MEMMGR_DRIVER"
+DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
 MAPPED = 0  # MM_MEMORY_MAPPED: pages are mapped as the range grows
 # What is page-locked is taken from the machine at once, so no more of it than a budget can have below it: a run that
 # needs three times its budget.
@@ -26,33 +26,62 @@ HOST_TIER_BUDGETS = 2
 
 
 def resolve(device: torch.device | str | None) -> torch.device:
-    """The device that `budget(device=...)` means; default the accelerator if there is one, else the CPU.
+    """The device that `budget(device=...)` means; default the accelerator if there is one, else the CPU. CUDA's has no
+    number yet (see `settle`).
 
     Raises:
         NotImplementedError: there is no allocator for it.
     """
     if device is not None:
         chosen = torch.device(device)
+    elif _cuda.in_place():
+        chosen = torch.device(
+            "cuda"
+        )  # without asking CUDA's runtime: in an armed script this runs inside `import torch`
     else:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         chosen = accelerator if accelerator is not None else torch.device("cpu")
     if chosen.type == "cpu":
         return torch.device("cpu")
-    if chosen.type == "cuda" or not os.environ.get(DRIVER_VARIABLE):
-        # A budget that is not kept would be worse than none.
+    # A budget that is not kept would be worse than none.
+    if chosen.type == "cuda":
+        why = _cuda.install()
+        if why is not None:
+            raise NotImplementedError(
+                f"memmgr: a budget on 'cuda' cannot be kept: {why}. device='cpu' manages host memory"
+            )
+        return chosen
+    if not os.environ.get(DRIVER_VARIABLE):
         raise NotImplementedError(
             f"memmgr: a budget on {chosen.type!r} cannot be kept yet: there is no allocator for it in this version; "
             "device='cpu' manages host memory"
         )
-    if chosen.index is not None:
+    if _has_number(chosen):
         return chosen
     return torch.device(chosen.type, torch.accelerator.current_device_index())
+
+
+def _has_number(device: torch.device) -> bool:
+    return ":" in str(device)  # torch's annotations say that `index` is never None
+
+
+def settle(device: torch.device) -> torch.device:
+    """With its number: of the current device if none was named. Only now is CUDA asked, so that a script that is armed at its
+    beginning can still choose its device, and fork."""
+    if device.type == "cuda" and not _has_number(device):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def total_bytes(device: torch.device) -> int | None:
     """The device's memory, for budgets in percent; None: not known."""
     info = getattr(torch.get_device_module(device.type), "mem_get_info", None)
     return None if info is None else int(info(device.index)[1])
+
+
+def live_bytes(device: torch.device) -> int:
+    """What our allocator holds on the device before a budget opens; the CPU's arena is empty then, or counts by itself."""
+    return _cuda.live_bytes(device.index) if device.type == "cuda" else 0
 
 
 def open_memory(native: Any, config: Config, outside_bytes: int) -> None:

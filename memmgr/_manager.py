@@ -145,9 +145,10 @@ class Manager:
         native.reset_counters()
         gc.collect()  # what is garbage already shall not count against the budget
         stock = self._stock = Stock(native, self.device.type)
-        if stock.bytes > config.limit_bytes:
+        there = stock.bytes + _device.live_bytes(self.device)
+        if there > config.limit_bytes:
             stock.close()
-            raise self._states_too_big(stock.bytes)
+            raise self._states_too_big(there)
         try:
             native.configure(
                 on_slow=self.recorder.slow,

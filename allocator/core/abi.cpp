@@ -73,6 +73,12 @@ void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
 }
 
 size_t mm_arena_block_bytes(mm_arena* arena, const void* p) { return Of(arena)->BlockBytes(p); }
+size_t mm_arena_block(mm_arena* arena, const void* p, size_t* requested_bytes) {
+  uint64_t requested = 0;
+  const uint64_t bytes = Of(arena)->BlockBytes(p, &requested);
+  *requested_bytes = requested;
+  return bytes;
+}
 const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
 void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }

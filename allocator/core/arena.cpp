@@ -657,11 +657,13 @@ int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_v
 
 // ---- look ------------------------------------------------------------------------------------------------------
 
-uint64_t Arena::BlockBytes(const void* p) {
+uint64_t Arena::BlockBytes(const void* p, uint64_t* requested_bytes) {
   std::lock_guard hold(lock_);
   if (forked() || !Owns(p)) return 0;
   const Block* block = FindLive(Offset(p));
-  return block != nullptr ? block->bytes : 0;
+  if (block == nullptr) return 0;
+  if (requested_bytes != nullptr) *requested_bytes = block->bytes - block->slack;
+  return block->bytes;
 }
 
 bool Arena::Idle() {

@@ -92,7 +92,7 @@ class Arena final : private ForkAware {
   uint64_t PoolBlocks(uint8_t pool);  // live ones
   // What the pool keeps is everybody's again, touched by `also` too.
   void EndPool(uint8_t pool, StreamMask also);
-  uint64_t BlockBytes(const void* p);
+  uint64_t BlockBytes(const void* p, uint64_t* requested_bytes = nullptr);
   const void* Base() const { return base_; }
   bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
   uint64_t Trim(uint64_t keep_bytes);

@@ -118,14 +118,17 @@ bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n) 
 
 // A block in the order of `home` if there is room without letting go of anything.
 at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home) {
+  if (on_cuda()) {
+    void* p = g.plugin->try_allocate(g.place.index(), n, keep_free, home);
+    return {p, p, g.plugin->release, g.place};
+  }
   void* p = g.device ? mm_device_try_alloc(g.device, n, keep_free, home) : mm_arena_try_alloc(g.arena, n, keep_free);
   return {p, p, g.device ? &device_free : &arena_free, g.place};
 }
 
 const char* out_of_memory_words() {
   if (!g.device) return "DefaultCPUAllocator: can't allocate memory: you tried to allocate ";
-  return g.place.type() == c10::DeviceType::CUDA ? "CUDA out of memory. Tried to allocate "
-                                                 : "Device out of memory. Tried to allocate ";
+  return on_cuda() ? "CUDA out of memory. Tried to allocate " : "Device out of memory. Tried to allocate ";
 }
 
 // ---- the allocator ----
@@ -146,6 +149,15 @@ void device_free(void* p) {
   mm_device_free(device, p);
 }
 
+// What an allocation on the managed device is under a budget. Null: no room, and nothing more can be let go.
+static void* device_allocate(size_t n, mm_stream stream) {
+  void* p = tl_no_reclaim ? mm_device_try_alloc(g.device, n, 0, stream) : mm_device_alloc(g.device, n, stream, tl_side);
+  if (!p) return nullptr;
+  if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
+  if (n >= 512 && counts_for_floor()) scan_floor(false);
+  return p;
+}
+
 // For backends whose allocator is looked up at every use. CUDA's is installed before CUDA is initialised.
 struct DeviceAllocator final : c10::Allocator {
   at::DataPtr allocate(size_t n) override {
@@ -155,12 +167,9 @@ struct DeviceAllocator final : c10::Allocator {
     if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed) ||
         where.index() != g.place.index())
       return g.previous->allocate(n);
-    const mm_stream now = stream_now();
-    void* p = tl_no_reclaim ? mm_device_try_alloc(g.device, n, 0, now) : mm_device_alloc(g.device, n, now, tl_side);
+    void* p = device_allocate(n, stream_now());
     if (!p) throw_out_of_memory(n);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(g.arena, where, p, true);
-    if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
-    if (n >= 512 && counts_for_floor()) scan_floor(false);
     return {p, p, &device_free, where};
   }
   at::DeleterFnPtr raw_deleter() const override { return &device_free; }
@@ -177,8 +186,37 @@ static DeviceAllocator* the_device_allocator() {
 // By type, not c10::GetAllocator: inside our own reclaim torch's table is not to be asked.
 c10::Allocator* allocator_of(c10::DeviceType type) { return c10::GetAllocator(type); }
 
+// ---- CUDA ----
+
+bool on_cuda() { return g.device && g.place.type() == c10::DeviceType::CUDA; }
+
+// Does any memory of ours hold this address?
+bool ours(const void* p) {
+  if (g.host_arena && mm_arena_owns(g.host_arena, p)) return true;
+  return owner_of(p) != nullptr || (g.plugin && g.plugin->owns(p));
+}
+
+// The limit on what is managed now. CUDA's allocator knows another one, of the program's own.
+void set_budget(uint64_t bytes) {
+  if (on_cuda())
+    g.plugin->set_budget(g.place.index(), bytes);
+  else if (g.arena)
+    mm_arena_set_budget(g.arena, bytes);
+}
+
+static const mm_plugin_hooks* hooks_of(int ordinal) {
+  static mm_plugin_hooks hooks[64];  // one for each device: another thread may still be looking at the last budget's
+  hooks[ordinal] = {ordinal, &device_allocate, [] { return tl_no_reclaim ? 1 : 0; }, &throw_out_of_memory};
+  return &hooks[ordinal];
+}
+
 int install_device_allocator() {
-  if (g.place.type() == c10::DeviceType::CUDA) return -1;
+  if (on_cuda()) {
+    g.previous = c10::GetAllocator(c10::DeviceType::CUDA);
+    g.installed.store(true);
+    g.plugin->set_hooks(hooks_of(g.place.index()));
+    return 0;
+  }
   c10::Allocator* now = c10::GetAllocator(g.place.type());
   if (now != the_device_allocator()) g.previous = now;
   g.installed.store(true);
@@ -187,7 +225,10 @@ int install_device_allocator() {
 }
 
 void uninstall_device_allocator() {
-  c10::SetAllocator(g.place.type(), g.previous, 255);
+  if (on_cuda())
+    g.plugin->set_hooks(nullptr);
+  else
+    c10::SetAllocator(g.place.type(), g.previous, 255);
   g.installed.store(false);
 }
 

@@ -34,6 +34,7 @@
 
 #include "memmgr/core.h"
 #include "memmgr/device.h"
+#include "memmgr/plugin.h"
 
 namespace memmgr {
 
@@ -199,10 +200,11 @@ struct Counters {
 
 struct Shim {
   std::mutex mu;
-  mm_arena* arena = nullptr;       // of the memory that the budget is about: the host's or the device's
-  mm_arena* host_arena = nullptr;  // made by the first budget on the CPU device
-  mm_device* device = nullptr;     // null: the budget is about the CPU device
-  mm_device* devices[64] = {};     // all that were ever opened: their tensors live on
+  mm_arena* arena = nullptr;          // of the memory that the budget is about: the host's or the device's
+  mm_arena* host_arena = nullptr;     // made by the first budget on the CPU device
+  mm_device* device = nullptr;        // null: the budget is about the CPU device
+  mm_device* devices[64] = {};        // all that were ever opened here: their tensors live on
+  const mm_plugin* plugin = nullptr;  // CUDA's allocator, when it is ours: it has the devices then
   c10::Device place{c10::DeviceType::CPU};
   mm_stream main_stream = nullptr;           // of a device: where everything runs, as long as nothing else was seen
   std::atomic<bool> several_streams{false};  // something else was
@@ -347,6 +349,9 @@ uint64_t checksum_of(const c10::Device& where, const void* p, size_t n);
 bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n);
 at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
 const char* out_of_memory_words();
+bool on_cuda();
+bool ours(const void* p);
+void set_budget(uint64_t bytes);
 int install_device_allocator();
 void uninstall_device_allocator();
 

@@ -326,7 +326,7 @@ static PyObject* py_storage_info(PyObject*, PyObject* o) {
                      t->is_non_overlapping_and_dense();
   const void* p = s->_mutable_data_ptr_no_checks().get();
   return Py_BuildValue("KKNN", (unsigned long long)reinterpret_cast<uintptr_t>(s), (unsigned long long)s->nbytes(),
-                       PyBool_FromLong(whole), PyBool_FromLong(g.arena && p && mm_arena_owns(g.arena, p)));
+                       PyBool_FromLong(whole), PyBool_FromLong(p && ours(p)));
 }
 
 PyMethodDef cell_functions[] = {

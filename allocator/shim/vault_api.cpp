@@ -33,23 +33,39 @@ static PyObject* py_open_device(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "siziKK", &type, &ordinal, &driver_path, &memory, &budget, &outside)) return nullptr;
   if (ordinal < 0 || ordinal >= 64) return PyErr_Format(PyExc_ValueError, "memmgr: no device %d", ordinal);
   char err[256] = "";
-  if (!g.devices[ordinal]) {
+  const c10::Device place(std::string(type) + ":" + std::to_string(ordinal));
+  mm_device* device = g.devices[ordinal];
+  if (place.type() == c10::DeviceType::CUDA) {
+    if (!g.plugin) return PyErr_Format(PyExc_RuntimeError, "memmgr: torch has its own CUDA allocator");
+    device = g.plugin->device(ordinal, err, sizeof err);
+    if (!device) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
+  } else if (!device) {
     const mm_driver* driver = mm_driver_load(driver_path, err, sizeof err);
     if (!driver) return PyErr_Format(PyExc_RuntimeError, "memmgr: no driver: %s", err);
-    g.devices[ordinal] = mm_device_open(driver, ordinal, budget, memory, err, sizeof err);
-    if (!g.devices[ordinal]) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
+    device = g.devices[ordinal] = mm_device_open(driver, ordinal, budget, memory, err, sizeof err);
+    if (!device) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
   }
-  g.device = g.devices[ordinal];
+  g.device = device;
   g.arena = mm_device_arena(g.device);
-  g.place = c10::Device(std::string(type) + ":" + std::to_string(ordinal));
+  g.place = place;
   g.main_stream = stream_now();
   g.several_streams = false;
   return begin_budget(budget, outside);
 }
 
+// use_plugin(address): CUDA's allocator is ours, and this is its table (memmgr/plugin.h).
+static PyObject* py_use_plugin(PyObject*, PyObject* o) {
+  const auto* plugin = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
+  if (PyErr_Occurred()) return nullptr;
+  if (plugin && plugin->version != MM_PLUGIN_VERSION)
+    return PyErr_Format(PyExc_RuntimeError, "memmgr: the CUDA allocator is of another version than the shim");
+  g.plugin = plugin;
+  Py_RETURN_NONE;
+}
+
 // What every budget begins with, wherever its memory lies.
 static PyObject* begin_budget(uint64_t budget, uint64_t outside) {
-  mm_arena_set_budget(g.arena, budget);
+  set_budget(budget);
   mm_arena_set_outside(g.arena, outside);
   mm_arena_reset_peak(g.arena);
   mm_arena_reset_counts(g.arena);
@@ -67,7 +83,7 @@ static PyObject* begin_budget(uint64_t budget, uint64_t outside) {
 static PyObject* py_close_arena(PyObject*, PyObject*) {
   uninstall_allocator();
   if (g.arena) {
-    mm_arena_set_budget(g.arena, MM_UNLIMITED);
+    set_budget(MM_UNLIMITED);
     mm_arena_set_outside(g.arena, 0);
     Py_BEGIN_ALLOW_THREADS if (g.device) mm_device_trim(g.device, 0);
     else mm_arena_trim(g.arena, 0);
@@ -241,7 +257,7 @@ static PyObject* py_add_outside(PyObject*, PyObject* args) {
 static PyObject* py_set_budget(PyObject*, PyObject* args) {
   unsigned long long budget;
   if (!PyArg_ParseTuple(args, "K", &budget)) return nullptr;
-  if (g.arena) mm_arena_set_budget(g.arena, budget);
+  set_budget(budget);
   Py_RETURN_NONE;
 }
 
@@ -476,6 +492,7 @@ PyMethodDef vault_methods[] = {
     {"arena_address", py_arena_address, METH_NOARGS, "of the core's arena; 0: none"},
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
     {"open_device", py_open_device, METH_VARARGS, "open_device(type, ordinal, driver, memory, budget, outside)"},
+    {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {"open_host_tier", py_open_host_tier, METH_O, "open_host_tier(capacity)"},
     {"device_stats", py_device_stats, METH_NOARGS, "of the device that the budget is about; empty: it is the CPU"},
     {"leave_out", py_leave_out, METH_O, "for tests: a rule of streams that is not kept"},

@@ -111,6 +111,8 @@ void* mm_arena_alloc_at(mm_arena*, size_t bytes, int side);
 void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
 // The block's size after alignment, 0 when p is not the start of a live block.
 size_t mm_arena_block_bytes(mm_arena*, const void* p);
+// The same, and how much of it was asked for (0 as well).
+size_t mm_arena_block(mm_arena*, const void* p, size_t* requested_bytes);
 const void* mm_arena_base(mm_arena*);         // the address that a walk counts from
 int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
 // NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would.

@@ -53,6 +53,10 @@ mm_arena* mm_device_arena(mm_device*);
 int mm_device_ordinal(mm_device*);
 int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
 
+// Kernels of another device may use this one's memory from now on, as far as the hardware lets them: 0 or the driver's
+// error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.
+int mm_device_allow(mm_device*, int peer_ordinal);
+
 // As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
 // return. While `stream` is being captured into a graph nothing is reclaimed, no stream is waited for and no event is
 // recorded: memory comes from what only this stream touched, or is new; else NULL.
