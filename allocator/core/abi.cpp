@@ -73,6 +73,12 @@ void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
 }
 
 size_t mm_arena_block_bytes(mm_arena* arena, const void* p) { return Of(arena)->BlockBytes(p); }
+size_t mm_arena_block(mm_arena* arena, const void* p, size_t* requested_bytes) {
+  uint64_t requested = 0;
+  const uint64_t bytes = Of(arena)->BlockBytes(p, &requested);
+  *requested_bytes = requested;
+  return bytes;
+}
 const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
 void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }
@@ -80,6 +86,7 @@ uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)-
 void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild(); }
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
+uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(arena)->TakeMark(peak_bytes); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }

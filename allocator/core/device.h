@@ -64,6 +64,7 @@ class Device final : private ForkAware, private Settler {
   CUresult Copy(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult Fetch(void* to_host, const void* from, size_t bytes, CUstream stream);
   CUresult Memory(size_t* free_bytes, size_t* total_bytes) const;
+  int Allow(int peer_ordinal) { return forked() ? -1 : pages_.Allow(peer_ordinal); }
 
   int BeginPool(uint64_t a, uint64_t b);
   int EndPool(uint64_t a, uint64_t b);
@@ -104,6 +105,7 @@ class Device final : private ForkAware, private Settler {
   StreamMask WaitFor(CUstream waiter, StreamMask touched);
   int SynchronizeContext();
   int Settle(StreamMask touched) override;
+  int SynchronizeAll(StreamMask touched);
   CUevent TakeEvent();
   void ReturnEvent(CUevent event);
   Pool* FindPool(uint64_t a, uint64_t b);

@@ -48,6 +48,10 @@ int mm_device_memory(mm_device* device, uint64_t* free_bytes, uint64_t* total_by
   return error;
 }
 
+int mm_device_allow(mm_device* device, int peer_ordinal) {
+  return Guarded(-1, [&] { return Of(device)->Allow(peer_ordinal); });
+}
+
 void* mm_device_alloc(mm_device* device, size_t bytes, mm_stream stream, int side) {
   const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
   return Guarded<void*>(nullptr, [&] { return Of(device)->Alloc(bytes, end, stream); });
@@ -64,6 +68,14 @@ void mm_device_used(mm_device* device, void* p, mm_stream stream) {
 }
 
 mm_stream mm_device_home(mm_device* device, const void* p) { return Of(device)->Home(p); }
+
+int mm_device_wait(mm_device* device, mm_stream waiter, mm_stream other) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTail(waiter, other); });
+}
+
+int mm_device_wait_block(mm_device* device, mm_stream waiter, const void* p) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTouched(waiter, p); });
+}
 
 int mm_device_synchronize(mm_device* device) {
   return Guarded(-1, [&] { return Of(device)->Synchronize(); });

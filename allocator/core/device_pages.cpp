@@ -20,6 +20,10 @@ CUmemAllocationProp Properties(int ordinal) {
   return properties;
 }
 
+CUmemAccessDesc AccessOf(int ordinal) {
+  return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+}
+
 class Timed {
  public:
   explicit Timed(std::atomic<uint64_t>* sum) : sum_(sum) {}
@@ -92,7 +96,28 @@ void* DevicePages::Reserve(size_t bytes) {
     return nullptr;
   }
   mapped_ = std::move(mapped);
+  pages_ = bytes / ops_.page_bytes;
+  access_ = {AccessOf(ordinal_)};
   return reinterpret_cast<void*>(base_);
+}
+
+int DevicePages::Allow(int peer_ordinal) {
+  std::lock_guard hold(lock_);
+  if (mapped_ == nullptr) return -1;
+  for (const CUmemAccessDesc& known : access_)
+    if (known.location.id == peer_ordinal) return CUDA_SUCCESS;
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return Noted(context.error());
+  const RelaxedCapture relaxed(driver_);
+  const CUmemAccessDesc peer = AccessOf(peer_ordinal);
+  for (uint64_t page = 0; (page = mapped_->Next(page, pages_, true)) < pages_;) {
+    const uint64_t end = mapped_->Next(page, pages_, false);
+    const CUresult error = Noted(driver_.MemSetAccess(At(page), (end - page) * ops_.page_bytes, &peer, 1));
+    if (error != CUDA_SUCCESS) return error;
+    page = end;
+  }
+  access_.push_back(peer);
+  return CUDA_SUCCESS;
 }
 
 CUresult DevicePages::MapPage(CUdeviceptr at) {
@@ -133,8 +158,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
     if (error == CUDA_SUCCESS) mapped_->Set(page, page + 1);
   }
   if (error == CUDA_SUCCESS) {
-    const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, ordinal_}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    error = driver_.MemSetAccess(at, bytes, &access, 1);
+    error = driver_.MemSetAccess(at, bytes, access_.data(), access_.size());
   }
   if (error != CUDA_SUCCESS) UnmapPages(first, end);  // no work has seen them
   return DriverErrno(Noted(error));

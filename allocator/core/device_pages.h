@@ -56,6 +56,8 @@ class DevicePages {
   // The driver's error, 0 when all is well.
   CUresult UseMapped();
   CUresult UsePlain();
+  // mm_device_allow
+  int Allow(int peer_ordinal);
   const PageOps& ops() const { return ops_; }
   const PageCounts& counts() const { return counts_; }
 
@@ -82,6 +84,8 @@ class DevicePages {
 
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;
+  uint64_t pages_ = 0;                   // of the whole range
+  std::vector<CUmemAccessDesc> access_;  // who may use the pages: the device itself, then its peers
 };
 
 }  // namespace memmgr

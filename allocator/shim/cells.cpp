@@ -112,7 +112,8 @@ static void drop_slot(Cell* c) {
     c->slot_state = NO_SLOT;
     incoming = take_incoming_locked(c);
   }
-  if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);  // waits for what is under way, so `incoming` may go after it
+  // Waits for what is under way, or memory is reused in stream order: either way `incoming` may go after it.
+  if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);
 }
 
 // Our reference goes; with it the bytes, if nobody else has them.
@@ -597,7 +598,7 @@ static Cell* make_cell(c10::TensorImpl* t) {
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
   c->exposed = foreign_memory(s.get()) && !t->requires_grad();
-  c->pinned = c->exposed && memory_elsewhere(s.get());
+  c->pinned = !managed_here(s.get()) || (c->exposed && memory_elsewhere(s.get()));
   const void* p = s->_mutable_data_ptr_no_checks().get();
   if (c->exposed && g.arena && p && mm_arena_owns(g.arena, p)) {
     // Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
@@ -652,8 +653,12 @@ bool bring_back(Cell* c, bool* recompute) {
   }
   const bool prefetched = bytes.get() != nullptr;
   const auto n = static_cast<size_t>(c->nbytes);
-  c10::Allocator* allocator = c10::GetAllocator(c10::kCPU);
-  Py_BEGIN_ALLOW_THREADS if (prefetched) { rc = mm_tier_wait(tier, slot); }
+  c10::Allocator* allocator = allocator_of(g.place.type());
+  Py_BEGIN_ALLOW_THREADS if (prefetched) {
+    rc = mm_tier_use(tier, slot, stream_now());
+    if (g.device && mm_device_home(g.device, bytes.get()) != stream_now())
+      mm_device_used(g.device, bytes.get(), stream_now());
+  }
   else {
     try {
       bytes = allocator->allocate(n);
@@ -694,7 +699,7 @@ bool bring_back(Cell* c, bool* recompute) {
     return false;
   }
   if (c->has_checksum && !c->exposed) {
-    const uint64_t got = checksum_bytes(bytes.get(), n);
+    const uint64_t got = checksum_of(g.place, bytes.get(), n);
     c->has_checksum = false;
     if (got != c->checksum) {
       std::lock_guard<std::mutex> lock(g.mu);
@@ -716,6 +721,7 @@ bool bring_back(Cell* c, bool* recompute) {
       c->weak = WeakStorage(c->strong);
     }
     c->strong->set_data_ptr_noswap(std::move(bytes));
+    c->filled_on = g.device ? stream_now() : nullptr;
     if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
     c->busy = false;
     price_locked(c);

@@ -40,6 +40,7 @@ static PyObject* py_tensor(PyObject*, PyObject* args) {
   } else {
     std::lock_guard<std::mutex> lock(g.mu);
     s = r->cell->strong ? r->cell->strong : r->cell->weak.lock();
+    wait_for_filling(r->cell);
   }
   if (!s || !data_present(s.get()))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
@@ -76,6 +77,7 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
     else
       c->strong.reset();
     c->weak = WeakStorage(s);
+    c->filled_on = g.device && managed_here(s.get()) ? stream_now() : nullptr;
     c->versions.clear();
     c->versions.push_back({t->version_counter(), t->version_counter().current_version(), c->handles > 0});
     c->has_checksum = false;
@@ -96,11 +98,12 @@ static PyObject* py_checksum(PyObject*, PyObject* o) {
   c10::TensorImpl* t = impl_of(o);
   if (!t || !is_plain(t)) Py_RETURN_NONE;
   auto* s = t->unsafe_storage().unsafeGetStorageImpl();
-  if (s->device_type() != c10::DeviceType::CPU || !data_present(s)) Py_RETURN_NONE;
+  const at::Device where = s->device();
+  if ((where.type() != c10::DeviceType::CPU && !managed_here(s)) || !data_present(s)) Py_RETURN_NONE;
   const void* p = s->_mutable_data_ptr_no_checks().get();
   const size_t n = s->nbytes();
   uint64_t h;
-  Py_BEGIN_ALLOW_THREADS h = checksum_bytes(p, n);
+  Py_BEGIN_ALLOW_THREADS h = checksum_of(where, p, n);
   Py_END_ALLOW_THREADS return PyLong_FromUnsignedLongLong(h);
 }
 

@@ -9,11 +9,18 @@ static PyObject* pack(PyObject*, PyObject* o) {
   settle();
   g.n.packs++;
   c10::TensorImpl* t = impl_of(o);
-  if (!g.active || !t || !is_plain(t) || t->is_inference()) return PyObject_CallOneArg(on_pack_other, o);
+  if (!g.active || !t || !is_plain(t) || t->is_inference() || !managed_here(t->unsafe_storage().unsafeGetStorageImpl()))
+    return PyObject_CallOneArg(on_pack_other, o);
   Cell* c = lookup_cell(t);
   if (!c) return nullptr;
   auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
   if (!h) return nullptr;
+  if (c->saved_in != g.pass) {
+    c->saved_in = g.pass;
+    c->save_index = g.saved_in_pass++;
+    plan_saved(c);
+  }
+  if (C10_UNLIKELY(g.tracing)) trace_saved(t, c);
   if (!maybe_rank()) {
     Py_DECREF(h);
     return nullptr;
@@ -71,6 +78,7 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;
   g.last_unpacked = c->seq;
+  if (C10_UNLIKELY(g.tracing)) trace_used(c);
   if (g.detail.load(std::memory_order_relaxed)) {  // what backward waits for from here on is waited for by this op
     tl_op = c->maker;
     tl_op_module = c->module;
@@ -88,11 +96,13 @@ static PyObject* unpack(PyObject*, PyObject* o) {
       if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
         s = c->strong;
         disarm_locked(c);
+        wait_for_filling(c);
       }
     }
     if (s) {
       if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
       c->last_access = g.clock;
+      if (g.device) note_stream(s.get());
       if (s->nbytes() < extent_bytes(h))
         return PyErr_Format(PyExc_RuntimeError,
                             "memmgr: the storage of a saved tensor was resized and is too short for it");

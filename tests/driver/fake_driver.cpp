@@ -321,6 +321,7 @@ Stream* PickFor(Stream* wanted) {
 // Runs until `done` says so. `wanted` NULL: whatever there is to run.
 template <typename Done>
 void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
+  if (fake->mode == kThreaded) fake->changed.notify_all();  // the call that waits may also have queued
   while (!done()) {
     if (fake->mode == kThreaded && !in_task) {
       fake->changed.wait(*hold);

@@ -10,7 +10,9 @@
 //               (mm_device_used). Runs that are coalesced have the union
 // The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
 // own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
-// per block, nothing is polled, and the CPU never waits in an allocation or a free.
+// per block, nothing is polled, and the CPU never waits in a free. In an allocation it waits only where pages have to
+// be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
+// stream that its owner destroyed, or of a released pool's graphs.
 //
 // Threading: as in core.h. A thread without a context gets the device's primary one.
 #ifndef MEMMGR_DEVICE_H
@@ -51,14 +53,22 @@ mm_arena* mm_device_arena(mm_device*);
 int mm_device_ordinal(mm_device*);
 int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
 
+// Kernels of another device may use this one's memory from now on, as far as the hardware lets them: 0 or the driver's
+// error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.
+int mm_device_allow(mm_device*, int peer_ordinal);
+
 // As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
 // return. While `stream` is being captured into a graph nothing is reclaimed, no stream is waited for and no event is
 // recorded: memory comes from what only this stream touched, or is new; else NULL.
 void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
-void mm_device_free(mm_device*, void* p);                  // in stream order; never waits
-void mm_device_used(mm_device*, void* p, mm_stream);       // work on this stream uses the block, now or up to its end
-mm_stream mm_device_home(mm_device*, const void* p);       // of the live block that begins at p; NULL also for none
+void mm_device_free(mm_device*, void* p);             // in stream order; never waits
+void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
+mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that begins at p; NULL also for none
+// Work put on `waiter` from now on comes after the tail of `other` (as it is now), or of all streams that touched the
+// block. 0 or the driver's error.
+int mm_device_wait(mm_device*, mm_stream waiter, mm_stream other);
+int mm_device_wait_block(mm_device*, mm_stream waiter, const void* p);
 int mm_device_synchronize(mm_device*);                     // the CPU waits for all streams; nothing is touched then
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 
