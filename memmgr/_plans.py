@@ -83,7 +83,7 @@ class Plans:
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._next_id = 0
         self._done: list[_Known] = []
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._seen = 0
         self._stop = False
@@ -172,11 +172,11 @@ class Plans:
 
     def _submit(self, known: _Known) -> None:
         known.waiting = True
-        if self._thread is not None:
-            self._thread.join()  # one at a time; a signature that is new while another is planned is rare
-        self._thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
-        self._thread.memmgr_own = True  # type: ignore[attr-defined]
-        self._thread.start()
+        if self.thread is not None:
+            self.thread.join()  # one at a time; a signature that is new while another is planned is rare
+        self.thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
+        self.thread.memmgr_own = True  # type: ignore[attr-defined]
+        self.thread.start()
 
     def _make(self, known: _Known) -> None:
         begun = time.perf_counter()
@@ -204,9 +204,9 @@ class Plans:
 
     def close(self) -> None:
         """Waits for the thread and forgets everything."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         self._known.clear()
         self._done.clear()
         if self.allowed:
