@@ -237,7 +237,8 @@ class Tracer:
             self._now[block] = len(self._storages)
             made.append(self._now[block])
             self._storages.append(StorageRow("", size, at))
-            can_run &= info.blank or block in again  # what fills a blank one can be made again, and needs one
+            # What fills a blank one can be made again, and needs one; nothing needs no recipe.
+            can_run &= info.blank or size == 0 or block in again
         self._peak = max(self._peak, peak, need)
         scratch = peak - need - sum(size for _, size, _ in new)
         writes: list[tuple[int, int]] = []
