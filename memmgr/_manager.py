@@ -111,6 +111,7 @@ class Manager:
         self.measured: Measured | None = None
         self._measured_now: Measured | None = None  # of the pass that is ending
         self._measure_next = False
+        self._for_file = self._trace_written = False  # the pass that is measured is the one to be kept; it is
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
@@ -132,8 +133,9 @@ class Manager:
         self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
-        self.may_evict = self._director() != "offload"
-        self.plans = Plans(self, config.plan and config.policy.plans and hasattr(native, "add_plan"))
+        # A planner of its own decides that too, whatever the net beneath it does.
+        self.may_evict = self._director() != "offload" or self.policy.planner not in ("", "plan")
+        self.plans = Plans(self, config.plan and bool(config.policy.planner) and hasattr(native, "add_plan"))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
@@ -516,8 +518,9 @@ class Manager:
         self._measure_next = True
 
     def _begin_tracing(self) -> None:
-        asked = self.config.trace is not None and self.measured is None and self.passes + 1 >= self.config.trace_pass
-        if self.tracer is None or self.tracer.active or not (asked or self._measure_next):
+        wanted = self.config.trace is not None and not self._trace_written
+        self._for_file = wanted and self.passes + 1 >= self.config.trace_pass
+        if self.tracer is None or self.tracer.active or not (self._for_file or self._measure_next):
             return
         if self.sleeper.asleep:
             self.sleeper.wake()
@@ -534,7 +537,8 @@ class Manager:
         tier = TierLink("disk", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
         self.measured = self._measured_now = self.tracer.end([tier] if self._has_tier else [])
         self._measure_next = False
-        if self.config.trace is not None:
+        if self.config.trace is not None and self._for_file:
+            self._trace_written = True
             try:
                 write_trace(log_path(self.config.trace), self.measured.trace)
             except OSError as error:

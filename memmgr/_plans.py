@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmgr.policies import Action
+from memmgr.policies.capuchin import choose, triggers
+from memmgr.policies.delta_paper import knapsack
 from memmgr.policies.planner import Plan, plan
-from memmgr.policies.trace import TierLink
+from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
+from memmgr.policies.trace import TierLink, Trace
 
 from ._sizes import UNLIMITED
 
@@ -36,9 +41,53 @@ STRICTER = 0.03
 MOST_TRIES = 4
 
 
+MOST_FEEDBACK = 12  # passes after which triggers stay where they are
+
 # Of a pass: how many cells it saved, the hash of their sizes, the id of the plan that it followed to the end or -1, at which
-# save it left one or -1, whether malloc found too little, the sizes as int64.
-Ended = tuple[int, int, int, int, bool, bytes]
+# save it left one or -1, whether malloc found too little, the sizes as int64, the saves that backward had to wait for.
+Ended = tuple[int, int, int, int, bool, bytes, list[int]]
+
+
+@dataclass
+class Made:
+    """What a planner decided.
+
+    Attributes:
+        away: (storage, action, op before which it has to be asked for again), in the order of going.
+        plan: with bound and prediction, where the planner has them.
+    """
+
+    away: list[tuple[int, Action, int]]
+    plan: Plan | None = None
+
+
+Planner = Callable[[Trace, int, TierLink | None, bool], Made | None]
+
+
+def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
+    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT)
+    if not made.feasible:
+        return None
+    away = [(a.storage, Action.OFFLOAD if a.offloaded else Action.EVICT, a.back) for a in made.absences]
+    return Made(away, made)
+
+
+def _decided(decisions: Sequence[Decision]) -> Made:
+    return Made([(d.storage, d.action, d.back_access if d.trigger == ON_DEMAND else d.trigger) for d in decisions])
+
+
+def _capuchin(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
+    accesses = Accesses.of(trace)
+    chosen = choose(trace, accesses, budget_bytes, link)
+    return _decided(triggers(trace, accesses, budget_bytes, link, chosen, {}))
+
+
+def _taco(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
+    return _decided(knapsack(trace, budget_bytes, link))
+
+
+PLANNERS: dict[str, Planner] = {"plan": _ours, "capuchin": _capuchin, "delta_taco": _taco}
+"""By `Policy.planner`."""
 
 
 @dataclass
@@ -49,7 +98,9 @@ class _Known:
     sizes: bytes
     id: int
     tries: int = 0
-    plan: Plan | None = None
+    made: Made | None = None
+    earlier: dict[int, int] = field(default_factory=dict)  # of a save: by how many uses its way back begins earlier
+    feedback: int = 0
     seconds: float = 0.0  # that the planning took
     followed: int = 0
     waiting: bool = False  # for the thread
@@ -65,6 +116,7 @@ class PlanCounts:
     followed: int = 0
     left: int = 0
     short: int = 0
+    late: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
 
@@ -80,7 +132,7 @@ class Plans:
     def __init__(self, manager: Manager, allowed: bool) -> None:
         self._manager = manager
         self.allowed = allowed and manager.config.limit_bytes < UNLIMITED
-        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self.known: OrderedDict[int, _Known] = OrderedDict()
         self._next_id = 0
         self._done: list[_Known] = []
         self.thread: threading.Thread | None = None
@@ -98,19 +150,25 @@ class Plans:
             ended: what `begin_pass` says of it.
             measured: what was seen, if this pass was measured.
         """
-        saves, signature, followed, left_at, short, sizes = ended
+        saves, signature, followed, left_at, short, sizes, late = ended
         if not self.allowed or not saves:
             return
         self._seen += 1
-        known = self._known.get(signature)
+        known = self.known.get(signature)
         if known is not None:
-            self._known.move_to_end(signature)
+            self.known.move_to_end(signature)
         if followed >= 0 and known is not None:
             known.followed += 1
             self.counts.followed += 1
+            self.counts.late += len(late)
             if short:
                 self.counts.short += 1
                 self._again(known)
+            elif late and known.feedback < MOST_FEEDBACK and not known.waiting:
+                known.feedback += 1
+                for save in late:
+                    known.earlier[save] = known.earlier.get(save, 0) + 1
+                self._follow(known)
         elif left_at >= 0:
             self.counts.left += 1
         if measured is not None and known is None:
@@ -127,12 +185,12 @@ class Plans:
         manager = self._manager
         if self._seen <= WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
             return False
-        return signature not in self._known and manager.under_pressure()
+        return signature not in self.known and manager.under_pressure()
 
     def _remember(self, signature: int, known: _Known) -> _Known:
-        self._known[signature] = known
-        while len(self._known) > MOST_PLANS:
-            _, old = self._known.popitem(last=False)
+        self.known[signature] = known
+        while len(self.known) > MOST_PLANS:
+            _, old = self.known.popitem(last=False)
             self._manager.native.drop_plans(old.id)
         return known
 
@@ -147,26 +205,37 @@ class Plans:
         """Plans that the thread has made since are followed from the next pass on."""
         with self._lock:
             done, self._done = self._done, []
-        native = self._manager.native
         for known in done:
             known.waiting = False
-            native.drop_plans(known.id)
-            if known.plan is None or not known.plan.feasible:
+            if known.made is None:
+                self._manager.native.drop_plans(known.id)
                 self.counts.infeasible += 1
                 continue
-            sizes = np.frombuffer(known.sizes, dtype=np.int64)
-            actions = decisions(known.plan, known.measured, len(sizes))
-            native.add_plan(known.id, sizes, actions)
+            actions = self._follow(known)
             self.counts.made += 1
+            predicted = known.made.plan
             self._manager.telemetry.happened(
                 "plan",
-                saves=len(sizes),
+                saves=len(actions),
                 evict=int((actions == Action.EVICT).sum()),
                 offload=int((actions == Action.OFFLOAD).sum()),
-                overhead=round(known.plan.overhead, 4),
-                lower_bound=round(known.plan.lower_bound, 4),
                 seconds=round(known.seconds, 3),
+                **(
+                    {"overhead": round(predicted.overhead, 4), "lower_bound": round(predicted.lower_bound, 4)}
+                    if predicted is not None
+                    else {}
+                ),
             )
+
+    def _follow(self, known: _Known) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """From the next pass on; returns what happens to each save."""
+        assert known.made is not None
+        native = self._manager.native
+        sizes = np.frombuffer(known.sizes, dtype=np.int64)
+        actions = decisions(known.made, known.measured, len(sizes))
+        native.drop_plans(known.id)
+        native.add_plan(known.id, sizes, actions, in_triggers(known.made, known.measured, actions, known.earlier))
+        return actions
 
     # -- the thread --
 
@@ -187,15 +256,11 @@ class Plans:
             tier = None
             if manager.may_offload and link.write_bytes_per_second and link.read_bytes_per_second:
                 tier = TierLink("below", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
-            known.plan = plan(
-                known.measured.trace,
-                int(manager.config.limit_bytes * share),
-                link=tier,
-                recompute=manager.may_evict,
-                effort=EFFORT,
-            )
+            planner = PLANNERS[manager.policy.planner]
+            budget_bytes = int(manager.config.limit_bytes * share)
+            known.made = planner(known.measured.trace, budget_bytes, tier, manager.may_evict)
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; kept for the report
-            known.plan = None
+            known.made = None
             self.counts.errors.append(f"{type(error).__name__}: {error}")
         known.seconds = time.perf_counter() - begun
         self.counts.seconds += known.seconds
@@ -207,7 +272,7 @@ class Plans:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
-        self._known.clear()
+        self.known.clear()
         self._done.clear()
         if self.allowed:
             self._manager.native.drop_plans(-1)
@@ -216,24 +281,67 @@ class Plans:
 
     def latest(self) -> Plan | None:
         """The plan that was followed or made last."""
-        for known in reversed(self._known.values()):
-            if known.plan is not None:
-                return known.plan
+        for known in reversed(self.known.values()):
+            if known.made is not None and known.made.plan is not None:
+                return known.made.plan
         return None
 
+    def brings_back(self) -> bool:
+        """Does the plan that is followed say when what was written out comes back, so that nobody else need?"""
+        return self.allowed and bool(self._manager.native.plan_brings_back())
 
-def decisions(made: Plan, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What the plan does with each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
+
+def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What happens to each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
 
     A storage's first absence decides; what was made again leaves, if it has to, by the dynamic policies.
     """
     actions = np.full(saves, int(Action.KEEP), dtype=np.uint8)
     decided: set[int] = set()
-    for absence in made.absences:
-        if absence.storage in decided:
+    for storage, action, _ in made.away:
+        if storage in decided:
             continue
-        decided.add(absence.storage)
-        index = measured.save_index.get(absence.storage)
+        decided.add(storage)
+        index = measured.save_index.get(storage)
         if index is not None and index < saves:
-            actions[index] = int(Action.OFFLOAD if absence.offloaded else Action.EVICT)
+            actions[index] = int(action)
     return actions
+
+
+def in_triggers(
+    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]], earlier: dict[int, int]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """With the use of which save each save that is offloaded begins to come back: int32, shape (n, 2), (used, save).
+
+    A plan names the op before which the read starts. What a live run can see of ops in backward is which save they ask for:
+    the last such use before that op, or as many uses earlier as the feedback of late ones says (Capuchin, section 4.4, moves
+    a trigger by 5 % of the swap time).
+
+    Args:
+        made: the decisions.
+        measured: the pass they are for.
+        actions: of each save, from `decisions`.
+        earlier: of a save: by how many uses its trigger has moved.
+    """
+    uses: list[tuple[int, int]] = []  # (op, save) of the first use of each in backward
+    position: dict[int, int] = {}
+    for k, op in enumerate(measured.trace.ops):
+        for storage in op.uses:
+            save = measured.save_index.get(storage)
+            if save is not None and save not in position:
+                position[save] = len(uses)
+                uses.append((k, save))
+    ops = [k for k, _ in uses]
+    pairs: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for storage, _, back in sorted(made.away, key=lambda a: a[2]):
+        save = measured.save_index.get(storage)
+        if save is None or save in seen or save not in position or save >= len(actions):
+            continue
+        seen.add(save)
+        if actions[save] != Action.OFFLOAD:
+            continue
+        at = min(bisect_left(ops, back) - 1, position[save] - 1) - earlier.get(save, 0)
+        if position[save] > 0:
+            pairs.append((uses[max(0, at)][1], save))
+    return np.array(pairs, dtype=np.int32).reshape(-1, 2)

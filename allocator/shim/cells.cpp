@@ -652,6 +652,7 @@ bool bring_back(Cell* c, bool* recompute) {
     bytes = take_incoming_locked(c);
   }
   const bool prefetched = bytes.get() != nullptr;
+  if (!prefetched || mm_tier_poll(tier, slot) == 0) plan_late(c);
   const auto n = static_cast<size_t>(c->nbytes);
   c10::Allocator* allocator = allocator_of(g.place.type());
   Py_BEGIN_ALLOW_THREADS if (prefetched) {

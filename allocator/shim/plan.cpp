@@ -14,17 +14,21 @@ namespace {
 
 struct LivePlan {
   int id;
-  std::vector<int64_t> sizes;      // bytes of what is saved, in the order of the first save in the pass
-  std::vector<uint8_t> actions;    // Action
-  std::vector<uint64_t> prefixes;  // hash of the sizes up to and including this one
+  std::vector<int64_t> sizes;                   // bytes of what is saved, in the order of the first save in the pass
+  std::vector<uint8_t> actions;                 // Action
+  std::vector<uint64_t> prefixes;               // hash of the sizes up to and including this one
+  std::vector<std::vector<uint32_t>> triggers;  // by the save that is used in backward: what is read back from then on
 };
 
 struct ThisPass {
   uint64_t hash = 0;
-  std::vector<int64_t> sizes;      // of this pass, for whoever makes a plan of it
-  const LivePlan* plan = nullptr;  // that it follows
-  int64_t left_at = -1;            // the save at which it left the last plan that it followed; -1: it did not
-  std::vector<Cell*> waiting;      // to be let go, but the program still has them; references of ours
+  std::vector<int64_t> sizes;                // of this pass, for whoever makes a plan of it
+  const LivePlan* plan = nullptr;            // that it follows
+  int64_t left_at = -1;                      // the save at which it left the last plan that it followed; -1: it did not
+  std::unordered_map<uint32_t, Cell*> away;  // by save: planned to be written out; references of ours
+  std::vector<uint32_t> owed;                // triggered, and there was no room so far
+  std::vector<uint32_t> late;                // was asked for before it was there
+  std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
 };
 
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
@@ -40,6 +44,9 @@ bool begins_like(const LivePlan* plan, size_t saves, uint64_t hash) {
 }
 
 void forget_waiting() {
+  for (auto& [k, c] : pass.away) deferred_decref(reinterpret_cast<PyObject*>(c));
+  pass.away.clear();
+  pass.owed.clear();
   for (Cell* c : pass.waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
   pass.waiting.clear();
 }
@@ -71,6 +78,9 @@ bool arm_planned(Cell* c, uint8_t action) {
 
 // Is a plan being followed, so that nobody needs to search?
 bool plan_leads() { return pass.plan && !g.plan_short.load(std::memory_order_relaxed); }
+
+// Does it say when what was written out comes back?
+bool plan_brings_back() { return plan_leads() && !pass.plan->triggers.empty(); }
 
 // Between two ops: the program has let go of more.
 void plan_settle() {
@@ -108,26 +118,57 @@ void plan_saved(Cell* c) {
   if (action == KEEP || !plan_leads()) return;
   Py_INCREF(c);
   pass.waiting.push_back(c);
+  if (action == OFFLOAD) {
+    Py_INCREF(c);
+    if (!pass.away.emplace(static_cast<uint32_t>(k), c).second) Py_DECREF(c);
+  }
+}
+
+// Backward asks for a cell: what the plan brings back from here on begins to come (Capuchin's in-trigger).
+void plan_unpacked(const Cell* c) {
+  if (!pass.plan || pass.plan->triggers.empty()) return;
+  if (c->saved_in == g.pass && c->save_index < pass.plan->triggers.size())
+    for (const uint32_t k : pass.plan->triggers[c->save_index]) pass.owed.push_back(k);
+  size_t done = 0;
+  for (; done < pass.owed.size(); ++done) {
+    auto it = pass.away.find(pass.owed[done]);
+    if (it != pass.away.end() && begin_reload(it->second, 0) == 0) break;  // no room: at the next use
+  }
+  pass.owed.erase(pass.owed.begin(), pass.owed.begin() + static_cast<std::ptrdiff_t>(done));
+}
+
+// Somebody waits for bytes of this cell.
+void plan_late(const Cell* c) {
+  if (pass.plan && c->saved_in == g.pass && pass.away.count(c->save_index)) pass.late.push_back(c->save_index);
 }
 
 // ---- Python ----
 
-// add_plan(id, sizes, actions): int64 and uint8, one entry for each save of the pass.
+// add_plan(id, sizes, actions, triggers): int64 and uint8, one entry for each save of the pass; int32 pairs (used, k):
+// with the first use in backward of save `used`, save k begins to come back.
 static PyObject* py_add_plan(PyObject*, PyObject* args) {
   int id;
-  Py_buffer sizes, actions;
-  if (!PyArg_ParseTuple(args, "iy*y*", &id, &sizes, &actions)) return nullptr;
+  Py_buffer sizes, actions, triggers;
+  if (!PyArg_ParseTuple(args, "iy*y*y*", &id, &sizes, &actions, &triggers)) return nullptr;
   const auto n = static_cast<size_t>(actions.len);
   const bool fits = static_cast<size_t>(sizes.len) == 8 * n && n > 0;
   if (fits) {
-    auto* plan = new LivePlan{id, {}, {}, {}};
+    auto* plan = new LivePlan{id, {}, {}, {}, {}};
     const auto* size = static_cast<const int64_t*>(sizes.buf);
     plan->sizes.assign(size, size + n);
     plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
     uint64_t hash = 0;
     for (int64_t s : plan->sizes) plan->prefixes.push_back(hash = mixed(hash, s));
+    const auto* pairs = static_cast<const int32_t*>(triggers.buf);
+    const auto count = static_cast<size_t>(triggers.len) / 8;
+    if (count > 0) plan->triggers.resize(n);
+    for (size_t i = 0; i < count; ++i) {
+      const auto used = static_cast<size_t>(pairs[2 * i]);
+      if (used < n) plan->triggers[used].push_back(static_cast<uint32_t>(pairs[2 * i + 1]));
+    }
     plans.insert(plans.begin(), plan);
   }
+  PyBuffer_Release(&triggers);
   PyBuffer_Release(&sizes);
   PyBuffer_Release(&actions);
   if (!fits) return PyErr_Format(PyExc_ValueError, "add_plan: one int64 and one uint8 for each save");
@@ -156,7 +197,7 @@ static PyObject* py_drop_plans(PyObject*, PyObject* o) {
 }
 
 // begin_pass() -> (saves, hash, id of the plan that was followed to the end or -1, save at which one was left or -1,
-// whether malloc found too little, sizes as bytes) of the pass that ends here.
+// whether malloc found too little, sizes as int64, saves that were waited for) of the pass that ends here.
 static PyObject* py_begin_pass(PyObject*, PyObject*) {
   // A pass that ends before its plan does has not followed it.
   const bool whole = pass.plan && pass.sizes.size() == pass.plan->sizes.size();
@@ -169,11 +210,19 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
         plans.insert(plans.begin(), const_cast<LivePlan*>(pass.plan));
         break;
       }
-  PyObject* out = Py_BuildValue("(nKiLNN)", static_cast<Py_ssize_t>(pass.sizes.size()), (unsigned long long)pass.hash,
+  PyObject* late = PyList_New(0);
+  for (const uint32_t k : pass.late) {
+    PyObject* index = PyLong_FromUnsignedLong(k);
+    PyList_Append(late, index);
+    Py_XDECREF(index);
+  }
+  PyObject* out = Py_BuildValue("(nKiLNNN)", static_cast<Py_ssize_t>(pass.sizes.size()), (unsigned long long)pass.hash,
                                 id, (long long)pass.left_at, PyBool_FromLong(g.plan_short.load()),
                                 PyBytes_FromStringAndSize(reinterpret_cast<const char*>(pass.sizes.data()),
-                                                          static_cast<Py_ssize_t>(8 * pass.sizes.size())));
+                                                          static_cast<Py_ssize_t>(8 * pass.sizes.size())),
+                                late);
   forget_waiting();
+  pass.late.clear();
   g.pass++;
   g.saved_in_pass = 0;
   pass.hash = 0;
@@ -184,13 +233,16 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
   return out;
 }
 
+static PyObject* py_plan_brings_back(PyObject*, PyObject*) { return PyBool_FromLong(plan_brings_back()); }
+
 static PyObject* py_plan_leads(PyObject*, PyObject*) { return PyBool_FromLong(plan_leads()); }
 
 PyMethodDef plan_methods[] = {
-    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions)"},
+    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers)"},
     {"drop_plans", py_drop_plans, METH_O, "drop_plans(id): that one; negative: all"},
     {"begin_pass", py_begin_pass, METH_NOARGS, "-> how the pass that ends here followed its plan"},
     {"plan_leads", py_plan_leads, METH_NOARGS, "whether a plan is being followed"},
+    {"plan_brings_back", py_plan_brings_back, METH_NOARGS, "whether it says when what was written out comes back"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace memmgr

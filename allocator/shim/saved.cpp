@@ -83,7 +83,8 @@ static PyObject* unpack(PyObject*, PyObject* o) {
     tl_op = c->maker;
     tl_op_module = c->module;
   }
-  if (g.offloaded_cells > 0 && g.on_progress) {
+  plan_unpacked(c);
+  if (g.offloaded_cells > 0 && g.on_progress && !plan_brings_back()) {
     PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
     if (!r) return nullptr;
     Py_DECREF(r);

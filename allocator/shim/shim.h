@@ -357,8 +357,12 @@ void uninstall_device_allocator();
 
 // plan.cpp
 bool plan_leads();
+bool plan_brings_back();
 void plan_settle();
 void plan_saved(Cell* c);
+void plan_unpacked(const Cell* c);
+void plan_late(const Cell* c);
+int begin_reload(Cell* c, uint64_t keep_free);
 extern PyMethodDef plan_methods[];
 
 // window.cpp

@@ -166,22 +166,25 @@ static PyObject* py_write_back(PyObject*, PyObject* o) {
   Py_RETURN_TRUE;
 }
 
+// 1 begun, 0 no room, -1 nothing to do.
+int begin_reload(Cell* c, uint64_t keep_free) {
+  if (c->gone != OFFLOADED || c->incoming.get() || c->busy || c->slot < 0 || !g.tier || !g.arena) return -1;
+  at::DataPtr bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, c->filled_on);
+  if (!bytes.get()) return 0;
+  std::lock_guard<std::mutex> lock(g.mu);
+  const int rc = mm_tier_read(g.tier, c->slot, bytes.get());
+  if (rc < 0) return 0;
+  c->incoming = std::move(bytes);
+  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
+  return 1;
+}
+
 // prefetch(cell, keep_free) -> 1 begun, 0 no room, -1 nothing to do.
 static PyObject* py_prefetch(PyObject*, PyObject* args) {
   PyObject* co;
   unsigned long long keep_free;
   if (!PyArg_ParseTuple(args, "O!K", &CellType, &co, &keep_free)) return nullptr;
-  auto* c = reinterpret_cast<Cell*>(co);
-  if (c->gone != OFFLOADED || c->incoming.get() || c->busy || c->slot < 0 || !g.tier || !g.arena)
-    return PyLong_FromLong(-1);
-  at::DataPtr bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, c->filled_on);
-  if (!bytes.get()) return PyLong_FromLong(0);
-  std::lock_guard<std::mutex> lock(g.mu);
-  const int rc = mm_tier_read(g.tier, c->slot, bytes.get());
-  if (rc < 0) return PyLong_FromLong(0);
-  c->incoming = std::move(bytes);
-  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
-  return PyLong_FromLong(1);
+  return PyLong_FromLong(begin_reload(reinterpret_cast<Cell*>(co), keep_free));
 }
 
 static PyObject* py_clone_storage(PyObject*, PyObject* o) {

@@ -173,6 +173,52 @@ def test_the_plan_says_how_far_it_is_from_the_best() -> None:
     assert 1.0 <= made.lower_bound <= made.overhead < 2.0
 
 
+@pytest.mark.parametrize("policy", ["capuchin", "delta_taco"])
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_published_planners_run_by_name(policy: str, share: float) -> None:
+    stats = same(lambda case, i: case.step(), share, policy=policy)
+    assert stats["plans"] >= 1 and stats["planned_passes"] >= 2, stats
+
+
+def test_late_reads_move_their_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow tier what comes back at the plan's moment is late; with the feedback it is asked for earlier."""
+    moved: list[int] = []
+    original = _plans.in_triggers
+
+    def spy(made: Any, measured: Any, actions: Any, earlier: dict[int, int]) -> Any:
+        moved.append(sum(earlier.values()))
+        return original(made, measured, actions, earlier)
+
+    monkeypatch.setattr(_plans, "in_triggers", spy)
+    stats = same(lambda case, i: case.step(), 0.6, steps=14, policy="capuchin", _throttle=60_000_000)
+    assert stats["planned_passes"] >= 4
+    assert max(moved) > 0
+
+
+def test_a_read_begins_at_the_use_that_the_plan_names() -> None:
+    case = Case()
+    there = bytes_already_there()
+    with memmgr.budget(there + (NEED - there) // 2, quiet=True, policy="offload"):
+        for _ in range(6):
+            case.step()
+            settle()
+        known = next(iter(manager().plans.known.values()))
+        assert known.made is not None
+        actions = _plans.decisions(known.made, known.measured, len(known.sizes) // 8)
+        pairs = _plans.in_triggers(known.made, known.measured, actions, {})
+        earlier = _plans.in_triggers(known.made, known.measured, actions, {int(save): 2 for _, save in pairs})
+    assert len(pairs) and {int(actions[save]) for _, save in pairs} == {2}
+    order: list[int] = []
+    for op in known.measured.trace.ops:
+        for storage in op.uses:
+            save = known.measured.save_index.get(storage)
+            if save is not None and save not in order:
+                order.append(save)
+    for (used, save), (sooner, _) in zip(pairs.tolist(), earlier.tolist(), strict=True):
+        assert order.index(used) < order.index(save)
+        assert order.index(sooner) == max(0, order.index(used) - 2)
+
+
 def test_other_policies_run_as_themselves() -> None:
     stats = same(lambda case, i: case.step(), policy="dtr")
     assert stats["plans"] == stats["planned_passes"] == 0 < stats["rankings"]
