@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_PLANS = 16  # signatures that are remembered; variable shapes have several
 MOST_MEASURED = 32  # passes that are measured in all: where every pass is new, measuring them buys nothing
-WARM_PASSES = 1  # the first pass compiles, proves its kinds and makes the gradients
+WARM_PASSES = 1  # the first pass compiles and proves its kinds; optimizer state comes after it
 EFFORT = 100_000  # steps of the planner's search: about a third of a second
 # Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves). A pass that
 # ran short all the same takes that much more off, so often.
@@ -183,7 +183,7 @@ class Plans:
     def _worth_measuring(self, signature: int) -> bool:
         """Is the next pass likely one that a plan could be made of and is not known?"""
         manager = self._manager
-        if self._seen <= WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
+        if self._seen < WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
             return False
         return signature not in self.known and manager.under_pressure()
 
