@@ -61,12 +61,18 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 
 
-def _log(path: str | os.PathLike[str]) -> str:
+def _file(path: str | os.PathLike[str], what: str) -> str:
     name = os.fspath(path)
     folder = os.path.dirname(os.path.expanduser(name)) or "."
     if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
-        raise ValueError(f"log: {name!r} is not a file in a folder that exists")
+        raise ValueError(f"{what}: {name!r} is not a file in a folder that exists")
     return name
+
+
+def _pass(number: int) -> int:
+    if number < 1:
+        raise ValueError(f"trace_pass: {number!r} is not the number of a pass; the first is 1")
+    return number
 
 
 class budget:
@@ -92,6 +98,8 @@ class budget:
         log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`.
+        trace: a file for the trace of one pass, for `memmgr simulate` (docs/planner.md); compressed if the name ends in .gz.
+        trace_pass: which pass is traced, from 1; the first one compiles, and is not like the others.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -116,9 +124,12 @@ class budget:
         verify: bool = False,
         quiet: bool = False,
         log: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        trace_pass: int = 2,
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
+        _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device)
         self._share: str | None = None  # of the device, until it is asked how much it has
@@ -140,7 +151,10 @@ class budget:
             throttle=_throttle,
             sleep=_sleep,
             placement=parse_placement(_placement),
-            log=None if log is None else _log(log),
+            plan=_plan,
+            log=None if log is None else _file(log, "log"),
+            trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
+            trace_pass=_pass(trace_pass),
         )
         self._manager: Manager | None = None
 
@@ -202,6 +216,11 @@ class budget:
         return self._manager.stats()
 
 
+def last() -> Manager | None:
+    """The manager of the open budget, or of the last one."""
+    return _current or _last
+
+
 def stats() -> dict[str, Any]:
     """The figures of the open budget, or of the last one; empty when there was none.
 
@@ -215,7 +234,7 @@ def stats() -> dict[str, Any]:
         `watched_seconds` (the passes in which that was seen: those that were recorded).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
-    manager = _current or _last
+    manager = last()
     return manager.stats() if manager is not None else {}
 
 

@@ -20,19 +20,24 @@ import numpy as np
 import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
+from memmgr.policies.trace import TierLink
 
 from . import _device
 from ._advice import own_checkpointing
+from ._consumers import log_path
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
 from ._placement import REMAP, Placement
+from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
+from ._trace import Measured, Tracer
+from ._trace_file import write_trace
 
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
@@ -58,7 +63,10 @@ class Config:
     throttle: int = 0
     sleep: bool = True
     placement: Placement = REMAP
+    plan: bool = True
     log: str | None = None
+    trace: str | None = None
+    trace_pass: int = 2
 
 
 @dataclass
@@ -99,6 +107,10 @@ class Manager:
         self.proving = config.limit_bytes < UNLIMITED
         self.replayer = Replayer(native, self)
         self.recorder = Recorder(native, self)
+        self.tracer = Tracer(native, self) if hasattr(native, "trace_begin") else None  # not without the shim
+        self.measured: Measured | None = None
+        self._measured_now: Measured | None = None  # of the pass that is ending
+        self._measure_next = False
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
@@ -116,8 +128,12 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
+        self._pressed = False  # the last pass would not have fitted
+        self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
+        self.may_evict = self._director() != "offload"
+        self.plans = Plans(self, config.plan and config.policy.plans and hasattr(native, "add_plan"))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
@@ -163,6 +179,8 @@ class Manager:
             native.set_watching(True)
             self.guards.install()
             self.open = True
+            if self.tracer is not None:
+                native.begin_pass()
             native.set_active(True)
             if self._has_tier:
                 self._measure_link()
@@ -171,6 +189,9 @@ class Manager:
             self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
+            if config.trace is not None and self.tracer is None:
+                warnings.warn("memmgr: a pass cannot be traced without a C++ compiler", stacklevel=5)
+            self._begin_tracing()
         except BaseException:
             self.close(report=False)
             raise
@@ -179,6 +200,8 @@ class Manager:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
         native = self.native
         was_open, self.open = self.open, False
+        if self.tracer is not None:
+            self.tracer.abort()
         self._leave_thread()
         if self.daemon is not None:
             self.daemon.stop()
@@ -186,6 +209,7 @@ class Manager:
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
         lazily = False
+        self.plans.close()
         try:
             if was_open:
                 native.set_always_rank(False)
@@ -267,8 +291,7 @@ class Manager:
 
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
-        director = self._director()
-        self.native.set_options(director != "offload", self._has_tier, self.config.verify, SAMPLE)
+        self.native.set_options(self.may_evict, self._has_tier, self.config.verify, SAMPLE)
 
     def _director(self) -> str:
         name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
@@ -394,8 +417,13 @@ class Manager:
         self._at_turn = native.resident()
         clock = native.clock()
         popped = self._pop_for_backward(create_graph)
+        tracing = self.tracer is not None and self.tracer.here
+        if tracing:
+            self.tracer.turn()  # type: ignore[union-attr]
+        completed = False
         try:
             yield
+            completed = True
         except torch.OutOfMemoryError as error:
             if isinstance(error, BudgetError):
                 raise
@@ -404,12 +432,14 @@ class Manager:
             if popped:
                 self._push_after_backward()
             end = time.perf_counter()
+            if tracing:
+                self._end_tracing(completed)
             last.in_backward = False
             if self.open:
                 self.passes += 1
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
-                last.begun = end
+                last.begun = time.perf_counter() if tracing else end
                 if not create_graph and not self.sleeper.asleep:
                     # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
                     self._recomputed[0] += native.clock() - clock
@@ -428,6 +458,8 @@ class Manager:
         native = self.native
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
+            return False
+        if self.tracer is not None and self.tracer.here:
             return False
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
@@ -470,7 +502,52 @@ class Manager:
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
+        self._pressed = unmanaged > self.config.limit_bytes
         self.sleeper.end_of_pass(unmanaged)
+        if self.tracer is not None:
+            self.plans.end_of_pass(self.native.begin_pass(), self._measured_now)
+            self._measured_now = None
+            self._begin_tracing()
+
+    # -- measuring a pass --
+
+    def measure_next_pass(self) -> None:
+        """The pass that begins at the next end of a backward is measured; `measured` has it at its own end."""
+        self._measure_next = True
+
+    def _begin_tracing(self) -> None:
+        asked = self.config.trace is not None and self.measured is None and self.passes + 1 >= self.config.trace_pass
+        if self.tracer is None or self.tracer.active or not (asked or self._measure_next):
+            return
+        if self.sleeper.asleep:
+            self.sleeper.wake()
+        state = getattr(self._tls, "state", None)
+        if state is not None and state.mode_in and state.hooks_in:
+            self.tracer.begin()
+
+    def _end_tracing(self, completed: bool) -> None:
+        assert self.tracer is not None
+        if not completed or not self.open:
+            self.tracer.abort()  # the next pass is tried
+            return
+        link = self.link()
+        tier = TierLink("disk", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
+        self.measured = self._measured_now = self.tracer.end([tier] if self._has_tier else [])
+        self._measure_next = False
+        if self.config.trace is not None:
+            try:
+                write_trace(log_path(self.config.trace), self.measured.trace)
+            except OSError as error:
+                warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
+
+    def under_pressure(self) -> bool:
+        """Would the last pass not have fitted without us?"""
+        return self._pressed
+
+    @property
+    def may_offload(self) -> bool:
+        """Is there a tier that the policy may use?"""
+        return self._has_tier
 
     # -- what the policies see --
 
@@ -559,6 +636,7 @@ class Manager:
     # -- callbacks of the shim --
 
     def _rank(self, reserve: int) -> int:
+        self.rankings += 1
         if self._searches:
             self.native.disarm_all()  # a search chooses among all cells, so all are ranked anew
         cells, candidates = self.candidates()
@@ -730,6 +808,10 @@ class Manager:
             "checkpoint_seconds": self._recomputed[0],
             "watched_seconds": self._recomputed[1],
             "passes": self.passes,
+            "planned_passes": self.plans.counts.followed,
+            "plans": self.plans.counts.made,
+            "plan_seconds": self.plans.counts.seconds,
+            "rankings": self.rankings,
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],
             "reclaims": a.get("reclaims", 0),

@@ -222,7 +222,8 @@ class Recorder:
             native.overwritten(target, kept)
             if trial is not None:
                 self._judge(recipe, [target], trial)
-        native.after_op()
+        # No ranking here: the tensor's counter moves when this handler has returned, and who looks at cells before that
+        # takes the old count for settled, so the next look would see a write that nobody announced.
         return out
 
     def _batch_norm(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ class Policy:
         director: see directors.py.
         prefetcher: see prefetchers.py.
         torture: every cell that can leave leaves at once, pressure or not (tests).
+        plans: passes are measured and planned, and the filter and director decide only what no plan does.
         tunable: the caller may replace the director by `Auto(bias)` from `next_bias`; true where the director is
             `auto`.
     """
@@ -31,6 +32,7 @@ class Policy:
     director: Director
     prefetcher: Prefetcher
     torture: bool = False
+    plans: bool = False
 
     @property
     def tunable(self) -> bool:
@@ -38,17 +40,17 @@ class Policy:
         return self.director is DIRECTORS["auto"]
 
 
-def _policy(name: str, filter_: str, director: str, prefetch: str = "bandwidth") -> Policy:
-    return Policy(name, FILTERS[filter_], DIRECTORS[director], PREFETCHERS[prefetch])
+def _policy(name: str, filter_: str, director: str, prefetch: str = "bandwidth", *, plans: bool = False) -> Policy:
+    return Policy(name, FILTERS[filter_], DIRECTORS[director], PREFETCHERS[prefetch], plans=plans)
 
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off)
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
-        "auto": _policy("auto", "price", "auto"),
-        "evict": _policy("evict", "dtr_eq", "evict", "off"),
-        "offload": _policy("offload", "lru", "offload"),
+        "auto": _policy("auto", "price", "auto", plans=True),
+        "evict": _policy("evict", "dtr_eq", "evict", "off", plans=True),
+        "offload": _policy("offload", "lru", "offload", plans=True),
         "delta": _policy("delta", "delta", "delta"),
         "keep": _KEEP,
         "nothing": _KEEP,

@@ -170,14 +170,15 @@ void Arena::ObeyBudgetNow(Hold* hold) {
   if (excess > 0) GiveBackSettled(hold, excess);
 }
 
-void Arena::ResidentChanged() {
+inline void Arena::ResidentChanged() {
   const uint64_t now = held_bytes_ + stats_.outside_bytes;
   resident_.store(now, std::memory_order_relaxed);
   stats_.live_peak_bytes = std::max(stats_.live_peak_bytes, stats_.live_bytes);
   stats_.resident_peak_bytes = std::max(stats_.resident_peak_bytes, now);
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
-  stats_.unmanaged_peak_bytes =
-      std::max(stats_.unmanaged_peak_bytes, static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0)));
+  const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
+  stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
+  marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
@@ -238,13 +239,16 @@ void Arena::SetLayout(int remap, int apart) {
   apart_ = apart != 0;
 }
 
-Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit, End end) const {
-  const StreamMask allowed = request.order != nullptr ? request.order->allowed : ~StreamMask{0};
-  if (allowed != ~StreamMask{0}) return heap.FindWithin(request.bytes, limit, allowed);
-  return heap.SpotAt(heap.Find(request.bytes, limit), request.bytes, limit, end);
+// Memory in stream order may have to be of few streams; otherwise any run will do.
+inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit, End end) const {
+  if (request.order != nullptr && request.order->allowed != ~StreamMask{0})
+    return heap.FindWithin(request.bytes, limit, request.order->allowed);
+  Block* run = heap.Find(request.bytes, limit);
+  if (run == nullptr) return {};
+  return {run, end == End::kLow ? run->offset : heap.UpperEnd(run, limit, request.bytes)};
 }
 
-Block* Arena::Place(Heap* heap, Request* request) {
+inline Block* Arena::Place(Heap* heap, Request* request) {
   const bool large = heap == &large_;
   const End end = large && apart_ ? request->end : End::kLow;
   // The upper end of the range is no place for anybody: the high side ends at the limit, and what finds no room below
@@ -254,11 +258,11 @@ Block* Arena::Place(Heap* heap, Request* request) {
   if (spot.run == nullptr && large && request->remap && limit < heap->bytes())
     spot = Find(*heap, *request, heap->bytes(), End::kLow);
   if (spot.run == nullptr) return nullptr;
-  return Back(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
+  Block* block = heap->Take(spot, request->bytes, request->requested_bytes);
+  return block->holes == 0 ? block : Back(heap, block, request);
 }
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
-  if (block->holes == 0) return block;
   const uint64_t excess = ExcessPages(block->holes);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
     const uint64_t committed = committed_pages();
@@ -280,9 +284,10 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   return block;
 }
 
-void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
+inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   if (StreamOrder* order = request->order) {
     order->touched = sets_.Mask(block->touched);
+    order->frees = stats_.frees;
     block->touched = sets_.Of(order->own);
     block->home = order->home;
   }
@@ -332,16 +337,25 @@ void* Arena::Try(Request* request) {
   return HandOut(heap, block, request);
 }
 
+inline void* Arena::MakeRoomAndTry(Hold* hold, Request* request) {
+  const bool at_once = request->order != nullptr && request->order->at_once;
+  if (waits() && !at_once) {
+    ObeyBudgetNow(hold);
+    return MakeRoom(hold, request);
+  }
+  request->room = 0;
+  void* p = Try(request);
+  return p != nullptr || request->room == 0 || at_once ? p : MakeRoom(hold, request);
+}
+
 // Tries as long as giving pages back elsewhere helps. When it does not, the missing pages are missing bytes: that is
 // what reclaim is told.
-void* Arena::MakeRoomAndTry(Hold* hold, Request* request) {
-  const bool at_once = request->order != nullptr && request->order->at_once;
-  if (waits() && !at_once) ObeyBudgetNow(hold);
+void* Arena::MakeRoom(Hold* hold, Request* request) {
   bool helped = true;
   for (int round = 0;; ++round) {
     request->room = 0;
     void* p = Try(request);
-    if (p != nullptr || request->room == 0 || at_once) return p;
+    if (p != nullptr || request->room == 0) return p;
     if (!helped || round == kRoundsForRoom) {
       request->need = request->room * pages_.page_bytes;
       return nullptr;
@@ -448,21 +462,7 @@ void* Arena::Episode(Hold* hold, Request* request) {
 
 // ---- free ------------------------------------------------------------------------------------------------------
 
-void Arena::Free(void* p) {
-  if (p == nullptr || forked()) return;
-  std::lock_guard hold(lock_);
-  const uint64_t offset = Offset(p);
-  Block* block = offset < range_bytes_ ? FindLive(offset) : nullptr;
-  if (block == nullptr) {
-    // A second free, or a pointer into the middle: from here on two owners would share memory. Rather stop, as libc
-    // does.
-    fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
-    abort();
-  }
-  Release(block, offset);
-}
-
-void Arena::Release(Block* block, uint64_t offset) {
+inline void Arena::Release(Block* block, uint64_t offset) {
   stats_.live_bytes -= block->bytes;
   stats_.requested_bytes -= block->bytes - block->slack;
   if (block->pool == 0) {
@@ -477,6 +477,20 @@ void Arena::Release(Block* block, uint64_t offset) {
   Verify("free");
 }
 
+void Arena::Free(void* p) {
+  if (p == nullptr || forked()) return;
+  std::lock_guard hold(lock_);
+  const uint64_t offset = Offset(p);
+  Block* block = offset < range_bytes_ ? FindLive(offset) : nullptr;
+  if (block == nullptr) {
+    // A second free, or a pointer into the middle: from here on two owners would share memory. Rather stop, as libc
+    // does.
+    fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
+    abort();
+  }
+  Release(block, offset);
+}
+
 uint64_t Arena::Trim(uint64_t keep_bytes) {
   Hold hold(lock_);
   if (forked()) return 0;
@@ -488,6 +502,16 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
 }
 
 // ---- stream order ----------------------------------------------------------------------------------------------
+
+void Arena::Waited(const void* p, const StreamOrder& order) {
+  std::lock_guard hold(lock_);
+  if (forked() || stats_.frees != order.frees) return;
+  const Block* block = FindLive(Offset(p));
+  for (Block* run : {block->previous, block->next}) {
+    if (run == nullptr || run->live || run->touched == 0) continue;
+    if ((sets_.Mask(run->touched) & ~order.touched) == 0) run->touched = sets_.Of(order.own);
+  }
+}
 
 void Arena::Return(void* p, StreamMask touched) {
   std::lock_guard hold(lock_);
@@ -668,6 +692,14 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
   ResidentChanged();
+}
+
+uint64_t Arena::TakeMark(uint64_t* peak_bytes) {
+  std::lock_guard hold(lock_);
+  *peak_bytes = marked_peak_bytes_;
+  marked_peak_bytes_ = 0;
+  ResidentChanged();
+  return marked_peak_bytes_;
 }
 
 void Arena::ResetCounts() {

@@ -43,6 +43,7 @@ struct StreamOrder {
   bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
   StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
   StreamMask touched = 0;               // out: who has to be waited for, the stream itself included
+  uint64_t frees = 0;                   // out: of the arena, up to then
 };
 
 // The lengths of the two areas. `least_large`: what will do for the large one where addresses are few.
@@ -71,6 +72,9 @@ class Arena final : private ForkAware {
   void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
   void Free(void* p);
+  // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
+  // whoever waits for this stream from now on waits for those others too.
+  void Waited(const void* p, const StreamOrder& order);
   // As if p had never been handed out: `touched` is what Alloc said.
   void Return(void* p, StreamMask touched);
 
@@ -103,6 +107,7 @@ class Arena final : private ForkAware {
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
+  uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
@@ -145,6 +150,7 @@ class Arena final : private ForkAware {
   void* Try(Request* request);
   void* TryPool(Request* request);
   void* MakeRoomAndTry(Hold* hold, Request* request);
+  void* MakeRoom(Hold* hold, Request* request);
   Spot Find(const Heap& heap, const Request& request, uint64_t limit, End end) const;
   Block* Place(Heap* heap, Request* request);
   Block* Back(Heap* heap, Block* block, Request* request);
@@ -188,6 +194,7 @@ class Arena final : private ForkAware {
   int64_t virtual_bytes_ = 0;
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
+  uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;

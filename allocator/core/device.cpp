@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <mutex>
+#include <new>
 
 #include "ordering.h"
 
@@ -112,7 +113,7 @@ int Device::Number(CUstream stream) {
     number = known->second;
   } else {
     if (number == kMaxStreams) return -1;
-    streams_.reserve(streams_.size() + 1);
+    if (streams_.size() == streams_.capacity()) streams_.reserve(2 * streams_.size() + 8);
     numbers_.emplace(stream, static_cast<uint16_t>(number));
     streams_.push_back(stream);
   }
@@ -236,11 +237,15 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
 
 // The streams that could not be waited for, as their bits.
 StreamMask Device::WaitFor(CUstream waiter, StreamMask touched) {
-  if ((touched & kAnything) != 0) return Synchronize() == 0 ? 0 : touched;
-  StreamMask failed = 0;
-  for (CUstream other : StreamsOf(touched, waiter))
-    if (WaitForTail(waiter, other) != 0) failed |= Bit(Number(other));
-  return failed;
+  try {
+    if ((touched & kAnything) != 0) return Synchronize() == 0 ? 0 : touched;
+    StreamMask failed = 0;
+    for (CUstream other : StreamsOf(touched, waiter))
+      if (WaitForTail(waiter, other) != 0) failed |= Bit(Number(other));
+    return failed;
+  } catch (const std::bad_alloc&) {
+    return touched;
+  }
 }
 
 int Device::WaitForTouched(CUstream waiter, const void* block) {
@@ -259,21 +264,27 @@ int Device::Synchronize() {
 }
 
 int Device::Settle(StreamMask touched) {
-  return Order<"trim.touched">([&]() -> int {
-    if ((touched & kAnything) != 0) return Synchronize();
-    const auto context = EnsureContext();
-    if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
-    const RelaxedCapture relaxed(driver_);
+  try {
+    return Order<"trim.touched">([&] { return SynchronizeAll(touched); });
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+int Device::SynchronizeAll(StreamMask touched) {
+  if ((touched & kAnything) != 0) return Synchronize();
+  const auto context = EnsureContext();
+  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
+  const RelaxedCapture relaxed(driver_);
+  for (CUstream stream : StreamsOf(touched, reinterpret_cast<CUstream>(-1))) {
     CUresult error;
-    for (CUstream stream : StreamsOf(touched, reinterpret_cast<CUstream>(-1))) {
-      if (Capturing(stream, &error)) return -EBUSY;
-      ++synchronizations_;
-      if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);
-      if (Noted(error) == CUDA_SUCCESS) continue;
-      if (const int failed = SynchronizeContext(); failed != 0) return failed;
-    }
-    return 0;
-  });
+    if (Capturing(stream, &error)) return -EBUSY;
+    ++synchronizations_;
+    if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);
+    if (Noted(error) == CUDA_SUCCESS) continue;
+    if (const int failed = SynchronizeContext(); failed != 0) return failed;
+  }
+  return 0;
 }
 
 // ---- allocate and free -----------------------------------------------------------------------------------------
@@ -306,6 +317,7 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
       const StreamMask failed = captured ? foreign : Order<"reuse.touched">([&] { return WaitFor(stream, foreign); });
       if (failed == 0) {
         ++cross_reuses_;
+        arena_->Waited(p, order);
         return p;
       }
       arena_->Return(p, order.touched);

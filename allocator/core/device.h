@@ -105,6 +105,7 @@ class Device final : private ForkAware, private Settler {
   StreamMask WaitFor(CUstream waiter, StreamMask touched);
   int SynchronizeContext();
   int Settle(StreamMask touched) override;
+  int SynchronizeAll(StreamMask touched);
   CUevent TakeEvent();
   void ReturnEvent(CUevent event);
   Pool* FindPool(uint64_t a, uint64_t b);

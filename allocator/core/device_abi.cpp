@@ -69,6 +69,14 @@ void mm_device_used(mm_device* device, void* p, mm_stream stream) {
 
 mm_stream mm_device_home(mm_device* device, const void* p) { return Of(device)->Home(p); }
 
+int mm_device_wait(mm_device* device, mm_stream waiter, mm_stream other) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTail(waiter, other); });
+}
+
+int mm_device_wait_block(mm_device* device, mm_stream waiter, const void* p) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTouched(waiter, p); });
+}
+
 int mm_device_synchronize(mm_device* device) {
   return Guarded(-1, [&] { return Of(device)->Synchronize(); });
 }

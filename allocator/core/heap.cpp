@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "ordering.h"
 #include "window.h"
 
 namespace memmgr {
@@ -33,26 +34,29 @@ RunKind Heap::KindOf(const Block* run) const {
   return run->holes == whole ? RunKind::kHole : RunKind::kMixed;
 }
 
-void Heap::Publish(Block* run) {
+inline void Heap::Publish(Block* run) {
   run->kind = KindOf(run);
-  Of(run).Insert(run);
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
   if (run->pool != 0) {
+    pools_[run->pool]->Insert(run);
     pooled_bytes_ += run->bytes;
     ++odd_blocks_;
     return;
   }
+  runs_[static_cast<int>(run->kind)].Insert(run);
   free_bytes_ += run->bytes;
   hole_pages_ += run->holes;
   spare_pages_ += Whole(run).count() - run->holes;
 }
 
-void Heap::Withdraw(Block* run) {
-  Of(run).Erase(run);
+inline void Heap::Withdraw(Block* run) {
   if (run->pool != 0) {
+    pools_[run->pool]->Erase(run);
     pooled_bytes_ -= run->bytes;
     --odd_blocks_;
     return;
   }
+  runs_[static_cast<int>(run->kind)].Erase(run);
   free_bytes_ -= run->bytes;
   hole_pages_ -= run->holes;
   spare_pages_ -= Whole(run).count() - run->holes;
@@ -73,12 +77,11 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
 }
 
-Spot Heap::SpotAt(Block* run, uint64_t bytes, uint64_t limit, End end) const {
-  if (run == nullptr || end == End::kLow) return {run, run != nullptr ? run->offset : 0};
+uint64_t Heap::UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
   // Below the block stays a run, and beyond the limit another one.
   const uint64_t run_end = run->offset + run->bytes;
   const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
-  return {run, top - bytes};
+  return top - bytes;
 }
 
 Block* Heap::BestAllowed(const RunIndex& index, uint64_t bytes, uint64_t limit, StreamMask allowed) const {
@@ -153,8 +156,7 @@ Block* Heap::Take(Spot spot, uint64_t bytes, uint64_t requested_bytes) {
     }
     Publish(rest);
   }
-  // Pages lose their memory only when nobody uses it any more, so new ones are nobody's.
-  if (run->holes == Touched(run->offset, bytes).count()) run->touched = 0;
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
   run->slack = static_cast<uint16_t>(bytes - requested_bytes);
   run->home = 0;
   run->owner = nullptr;
@@ -171,7 +173,7 @@ Block* Heap::SplitOff(Block* run, uint64_t at) {
   Block* upper = pool_.Take();
   upper->offset = at;
   upper->bytes = run->offset + run->bytes - at;
-  upper->touched = run->touched;
+  upper->touched = Order<"split.touched">([&] { return run->touched; });
   upper->pool = run->pool;
   upper->previous = run;
   upper->next = run->next;
@@ -216,7 +218,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(before);
     before->bytes += block->bytes;
     before->holes += block->holes;
-    before->touched = sets_->Union(before->touched, block->touched);
+    before->touched = Order<"coalesce.touched">([&] { return sets_->Union(before->touched, block->touched); });
     before->next = block->next;
     (block->next != nullptr ? block->next->previous : last_) = before;
     pool_.Return(block);
@@ -227,7 +229,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(after);
     block->bytes += after->bytes;
     block->holes += after->holes;
-    block->touched = sets_->Union(block->touched, after->touched);
+    block->touched = Order<"coalesce.touched">([&] { return sets_->Union(block->touched, after->touched); });
     block->next = after->next;
     (after->next != nullptr ? after->next->previous : last_) = block;
     pool_.Return(after);

@@ -40,7 +40,8 @@ class Heap {
 
   // Best fit, committed runs first; nullptr when no run is long enough.
   Block* Find(uint64_t bytes, uint64_t limit) const;
-  Spot SpotAt(Block* run, uint64_t bytes, uint64_t limit, End end) const;
+  // Where a block begins that is cut from the upper end of a run.
+  uint64_t UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
   // As Find, but only memory that no stream outside of `allowed` touched: a run, or pages of one that are not
   // committed.
   Spot FindWithin(uint64_t bytes, uint64_t limit, StreamMask allowed) const;
@@ -104,7 +105,8 @@ class Heap {
     const uint64_t end = (run->offset + run->bytes) >> page_shift_;
     return {first, end > first ? end : first};
   }
-  RunIndex& Of(const Block* run) { return run->pool == 0 ? runs_[static_cast<int>(run->kind)] : *pools_[run->pool]; }
+  // Not a page of it is committed. Pages lose their memory only when nobody uses it any more: no stream touches these.
+  bool IsNew(const Block* block) const { return block->holes == Touched(block->offset, block->bytes).count(); }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
   Block* BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const;

@@ -84,6 +84,8 @@ static PyObject* Cell_num(PyObject* self, void* which) {
       return PyLong_FromLong(c->names);
     case 7:
       return PyLong_FromLong(c->gone);
+    case 9:
+      return PyLong_FromLongLong(c->saved_in == g.pass ? static_cast<long long>(c->save_index) : -1);
     default:
       return PyBool_FromLong(c->incoming.get() != nullptr);
   }
@@ -122,6 +124,8 @@ static PyGetSetDef Cell_getset[] = {
     {"handles", Cell_num, nullptr, nullptr, (void*)5},
     {"names", Cell_num, nullptr, nullptr, (void*)6},
     {"gone", Cell_num, nullptr, nullptr, (void*)7},
+    {"save_index", Cell_num, nullptr, "among the cells that this pass saved, by their first save; -1: none of them",
+     (void*)9},
     {"arriving", Cell_num, nullptr, nullptr, (void*)8},
     {"note", Cell_get_note, Cell_set_note, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

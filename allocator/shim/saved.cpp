@@ -15,6 +15,12 @@ static PyObject* pack(PyObject*, PyObject* o) {
   if (!c) return nullptr;
   auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
   if (!h) return nullptr;
+  if (c->saved_in != g.pass) {
+    c->saved_in = g.pass;
+    c->save_index = g.saved_in_pass++;
+    plan_saved(c);
+  }
+  if (C10_UNLIKELY(g.tracing)) trace_saved(t, c);
   if (!maybe_rank()) {
     Py_DECREF(h);
     return nullptr;
@@ -72,6 +78,7 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;
   g.last_unpacked = c->seq;
+  if (C10_UNLIKELY(g.tracing)) trace_used(c);
   if (g.detail.load(std::memory_order_relaxed)) {  // what backward waits for from here on is waited for by this op
     tl_op = c->maker;
     tl_op_module = c->module;

@@ -11,4 +11,6 @@
 #include "vault.cpp"
 #include "vault_api.cpp"
 #include "device.cpp"
+#include "plan.cpp"
 #include "watch.cpp"
+#include "trace.cpp"

@@ -120,8 +120,10 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;  // belongs to a ManagedTensor
-  bool pinned;   // never released
+  bool managed;         // belongs to a ManagedTensor
+  uint32_t saved_in;    // the pass in which it was saved last
+  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
+  bool pinned;          // never released
 };
 
 struct Recipe {
@@ -234,9 +236,10 @@ struct Shim {
   std::vector<Cell*> armed;  // in the order in which they leave; entries may be stale (cell->armed == KEEP)
   size_t armed_next = 0;
   uint64_t armed_bytes = 0;
-  uint64_t handled_bytes = 0;   // present bytes of cells with handles
-  uint64_t gone_bytes = 0;      // bytes of cells with handles that are gone
-  uint64_t incoming_bytes = 0;  // prefetched, not asked for yet
+  std::atomic<bool> plan_short{false};  // malloc took all that the plan had for it, and needed more
+  uint64_t handled_bytes = 0;           // present bytes of cells with handles
+  uint64_t gone_bytes = 0;              // bytes of cells with handles that are gone
+  uint64_t incoming_bytes = 0;          // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
   uint64_t offloaded_bytes = 0;  // of them: gone, and the tier has them
 
@@ -250,13 +253,16 @@ struct Shim {
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
-  double clock = 0;  // virtual time: the sum of the costs of recorded ops
+  uint32_t pass = 1;           // counted by begin_pass()
+  uint32_t saved_in_pass = 0;  // cells that this pass has saved so far
+  double clock = 0;            // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
   std::vector<Cell*> kept_large;     // large roots that recipes hold: looked at before every op, so they go in time
   uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;          // torture: after every op
   bool active = false;               // a budget is open
+  bool tracing = false;              // see trace.cpp
   std::atomic<bool> detail{false};   // the telemetry has a reader or a log
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
@@ -349,6 +355,12 @@ void set_budget(uint64_t bytes);
 int install_device_allocator();
 void uninstall_device_allocator();
 
+// plan.cpp
+bool plan_leads();
+void plan_settle();
+void plan_saved(Cell* c);
+extern PyMethodDef plan_methods[];
+
 // window.cpp
 void price_locked(Cell* c);
 void unprice_locked(Cell* c);
@@ -373,6 +385,14 @@ void note_place(PyObject* func);
 void note_end_of_pass();
 void forked_watch();
 extern PyMethodDef watch_methods[];
+
+// trace.cpp
+bool traced_here();
+PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs);
+void trace_saved(c10::TensorImpl* t, Cell* c);
+void trace_used(Cell* c);
+void trace_took(uint64_t ns);
+extern PyMethodDef trace_methods[];
 
 // recorder.cpp
 extern PyMethodDef recorder_methods[];

@@ -231,6 +231,7 @@ uint64_t release_from_vault(uint64_t want) {
   }
   if (released < want) released += cancel_prefetches(want - released, lock);
   if (released >= want) return released;
+  g.plan_short = true;  // the policies rank from here on
   // The list may change whenever the lock is dropped, so begin again after each release.
   bool found = true;
   uint32_t guard = 0;
@@ -310,8 +311,9 @@ void throw_out_of_memory(size_t bytes) {
   if (g.arena) mm_arena_stats_get(g.arena, &s);
   const uint64_t resident = s.live_bytes + s.outside_bytes;
   const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
-  const uint64_t floor =
-      std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  // Reclaim has taken all that could go, so what is there now has to be, whatever the last look at it said.
+  if (!tl_no_reclaim) floor = std::max<uint64_t>(floor, resident + bytes);
   // A trial may fail; a recomputation that does ends the run, so its budget was too small whatever it could have been.
   if (!tl_no_reclaim) raise_to(g.floor_bytes, floor);
   auto mib = [](uint64_t b) {

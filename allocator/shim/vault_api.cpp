@@ -5,6 +5,8 @@
 
 namespace memmgr {
 
+static PyObject* py_leave_out(PyObject*, PyObject* o);
+
 // ---- Python's view of the vault ----
 
 static PyObject* begin_budget(uint64_t budget, uint64_t outside);
@@ -493,6 +495,7 @@ PyMethodDef vault_methods[] = {
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {"open_host_tier", py_open_host_tier, METH_O, "open_host_tier(capacity)"},
     {"device_stats", py_device_stats, METH_NOARGS, "of the device that the budget is about; empty: it is the CPU"},
+    {"leave_out", py_leave_out, METH_O, "for tests: a rule of streams that is not kept"},
     {"synchronize", py_synchronize, METH_NOARGS, "waits for all that the device has been given"},
     {"several_streams", py_several_streams, METH_NOARGS, "whether work on more than one stream was seen"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},

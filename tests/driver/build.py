@@ -43,7 +43,8 @@ def _locked(path: Path) -> Iterator[None]:
 def build(name: str, sources: Sequence[Path], flags: Sequence[str] = (), shared: bool = True) -> Path:
     """Compiles ``sources`` into ``build/tests/<name>-<hash>`` and returns that path.
 
-    The hash is of the sources, all headers of the core and the flags. Older builds of the name are removed.
+    The hash is of the sources, all headers of the core and the flags. Older builds of the name are removed. A source
+    that is a shared library is linked.
     """
     command = [compiler(), *FLAGS, *flags, "-I", str(ROOT / "allocator" / "include"), "-I", str(CORE)]
     assert command[0] is not None, "no C++ compiler"
@@ -59,11 +60,13 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = (), shared:
             return target
         for old in FOLDER.glob(f"{name}-*"):
             old.unlink(missing_ok=True)
+        libraries = [source for source in sources if source.suffix == ".so"]
+        sources = [source for source in sources if source.suffix != ".so"]
         objects = [FOLDER / f"{name}.{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(max_workers=2) as pool:
             list(pool.map(lambda to, source: _run([*command, "-c", str(source), "-o", str(to)]), objects, sources))
         scratch = FOLDER / f"{name}.part"
-        _run([*command, *["-shared"] * shared, *map(str, objects), "-ldl", "-o", str(scratch)])
+        _run([*command, *["-shared"] * shared, *map(str, objects + libraries), "-ldl", "-o", str(scratch)])
         for made in objects:
             made.unlink()
         scratch.rename(target)

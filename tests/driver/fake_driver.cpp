@@ -321,6 +321,7 @@ Stream* PickFor(Stream* wanted) {
 // Runs until `done` says so. `wanted` NULL: whatever there is to run.
 template <typename Done>
 void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
+  if (fake->mode == kThreaded) fake->changed.notify_all();  // the call that waits may also have queued
   while (!done()) {
     if (fake->mode == kThreaded && !in_task) {
       fake->changed.wait(*hold);
@@ -504,6 +505,7 @@ struct Call {
     }
     stream->tasks.push_back(std::move(task));
     ++stream->queued;
+    fake.changed.notify_all();  // the workers: this very call may wait for them
   }
   void MustNotBeUsed(const char* what, Range range) {
     for (const auto& stream : fake.streams) {

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .tier_abi import Device, HostTier
-from .workload import pattern, run_seed
+from .workload import Workload, pattern, run_seed
 
 KIB = 1024
 MODES = [PROMPT, RANDOM, LATE, THREADED]
@@ -43,7 +45,10 @@ class Bench:
         self.tier.close()
         self.driver.drain()
         assert self.wrong.value == 0
-        assert self.driver.illegal_uses() == 0
+        for block in list(self.device.live):
+            self.device.free(block)
+        assert self.device.close() == 0
+        assert self.driver.outstanding(b"host") == self.driver.outstanding(b"events") == 0
 
 
 @pytest.fixture(params=MODES, ids=["prompt", "random", "late", "threaded"])
@@ -258,10 +263,7 @@ def test_opening_and_closing_leave_nothing_behind(core, driver: FakeDriver) -> N
         tier.close()
         counts.append([driver.outstanding(what) for what in (b"events", b"streams", b"host")])
     assert counts[1] == counts[-1]
-    bench.device.free(block)
     bench.close()
-    assert bench.device.close() == 0
-    assert driver.outstanding(b"host") == driver.outstanding(b"events") == 0
 
 
 def test_reads_do_not_hold_up_memory_that_was_used(core, driver: FakeDriver) -> None:
@@ -382,3 +384,24 @@ def test_random_programs(core, driver: FakeDriver, mode: int) -> None:
         workload = run_seed(core, driver, seed, mode)
         checks, no_room, reads = checks + workload.checks, no_room + workload.no_room, reads + workload.reads
     assert checks > 1000 and no_room > 100 and reads > 500  # the programs do what they are for
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    rng=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from([RANDOM, LATE]),
+    slab=st.sampled_from([512, 1536, 4096, 8192, 1 << 20]),
+    steps=st.integers(1, 60),
+)
+def test_any_program(core, loaded_driver: FakeDriver, rng, seed: int, mode: int, slab: int, steps: int) -> None:
+    workload = Workload(core, loaded_driver, seed, mode, slab=slab)
+    workload.rng = rng
+    workload.run(steps)
+
+
+def test_the_same_seed_gives_the_same_run(core, driver: FakeDriver) -> None:
+    for mode in (RANDOM, LATE):
+        runs = [run_seed(core, driver, 7, mode) for _ in range(2)]
+        first, second = [(run.checks, run.no_room, run.reads, run.traffic) for run in runs]
+        assert first == second

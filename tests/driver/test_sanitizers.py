@@ -1,4 +1,4 @@
-"""Threads on the host tier and the double, in C++, under AddressSanitizer and ThreadSanitizer."""
+"""Threads on a device's memory, the host tier and the double, in C++, under AddressSanitizer and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ def works(sanitizer: str) -> str:
     return "" if done.returncode == 0 else done.stderr
 
 
+@pytest.mark.parametrize("stress", ["tier_stress", "device_stress"])
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_threads_under_a_sanitizer(sanitizer: str) -> None:
+def test_threads_under_a_sanitizer(sanitizer: str, stress: str) -> None:
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
     why_not = works(sanitizer)
     if why_not:
         pytest.skip(f"-fsanitize={sanitizer} does not work here: {why_not}")
     flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"]
-    sources = [Path(__file__).parent / "tier_stress.cpp", *build.core_sources()]
-    program = build.build(f"tier_stress_{sanitizer}", sources, flags, shared=False)
+    core = build.build(f"core_{sanitizer}", build.core_sources(), flags)
+    sources = [Path(__file__).parent / f"{stress}.cpp", core]
+    program = build.build(f"{stress}_{sanitizer}", sources, flags, shared=False)
     command = [str(program), str(build.fake_driver(sanitizer)), str(SECONDS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **OPTIONS})
     assert done.returncode == 0, done.stdout + done.stderr

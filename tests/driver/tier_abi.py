@@ -20,6 +20,8 @@ _SIGNATURES = {
     "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
     "mm_device_free": (None, [_P, _P]),
     "mm_device_used": (None, [_P, _P, _P]),
+    "mm_device_copy": (c.c_int, [_P, _P, _P, c.c_size_t, _P]),
+    "mm_device_fetch": (c.c_int, [_P, _P, _P, c.c_size_t, _P]),
     "mm_tier_open": (_P, [c.c_char_p, _U64, _U64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_tier_open_host": (_P, [_P, _U64, c.c_char_p, c.c_size_t]),
     "mm_tier_close": (None, [_P]),
@@ -60,13 +62,16 @@ class Device:
         assert driver, text.value
         self.handle = library.mm_device_open(driver, ordinal, budget, MAPPED, text, len(text))
         assert self.handle, text.value
+        self.live: set[int] = set()
 
     def alloc(self, size: int, stream: int | None) -> int:
         address = self.library.mm_device_alloc(self.handle, size, stream, 0)
         assert address
+        self.live.add(address)
         return address
 
     def free(self, address: int) -> None:
+        self.live.remove(address)
         self.library.mm_device_free(self.handle, address)
 
     def used(self, address: int, stream: int | None) -> None:

@@ -267,6 +267,8 @@ class Workload:
                 self.write(cell)
             if cell.slot is not None:
                 self.give_slot(cell)
+        stats = self.tier.stats
+        self.traffic = (stats.written_bytes, stats.read_bytes, stats.queued_write_bytes, stats.queued_read_bytes)
         self.tier.close()
         for cell in self.cells:
             self.check_on(cell, self.streams[0])

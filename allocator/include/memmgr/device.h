@@ -10,7 +10,9 @@
 //               (mm_device_used). Runs that are coalesced have the union
 // The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
 // own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
-// per block, nothing is polled, and the CPU never waits in an allocation or a free.
+// per block, nothing is polled, and the CPU never waits in a free. In an allocation it waits only where pages have to
+// be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
+// stream that its owner destroyed, or of a released pool's graphs.
 //
 // Threading: as in core.h. A thread without a context gets the device's primary one.
 #ifndef MEMMGR_DEVICE_H
@@ -99,7 +101,7 @@ void mm_device_stats_get(mm_device*, mm_device_stats* out);
 // One page-locked slab of `capacity_bytes`, copies on two side streams. A tier like the one of core.h; what differs:
 //   write, write_now  the source is the start of a live block of the device. Both only queue: the copy runs behind
 //                     every stream that touched the block, the block counts as touched by the copy, so it may be freed
-//                     at once, and nobody may write to it until then
+//                     at once, and nobody may write to it until then (a stream that will: mm_tier_use)
 //   read              the target is the start of a live block; the copy runs behind its home's tail and the slot's
 //                     write. Whoever uses the block first calls mm_tier_use
 //   read_now          read, and the block's home waits for it
@@ -110,7 +112,8 @@ mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_
 // What the memory of this slot's operations is used for after this call comes after them: the calling thread waits (a
 // file), or nothing has to be done (the host tier: memory is reused in stream order). 0 or a negative errno.
 int mm_tier_order(mm_tier*, mm_slot);
-// Work put on `stream` from now on comes after the last read of this slot. A file: the calling thread waits.
+// Work put on `stream` from now on comes after the last operation of this slot: a read; before the first one the write
+// (so that the block that was written out may be overwritten). A file: the calling thread waits.
 int mm_tier_use(mm_tier*, mm_slot, mm_stream stream);
 // The slot's bytes in host memory, complete (the CPU waits), valid until the slot is freed. NULL: a file, or an error.
 const void* mm_tier_bytes(mm_tier*, mm_slot);
