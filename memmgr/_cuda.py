@@ -132,6 +132,11 @@ def find_headers() -> list[Path]:
     for folder in fitting:
         if (folder / "crt" / "host_config.h").is_file():
             return [folder]
+    # CUDA's own packages have crt/ apart, and torch does not ask for that one. Triton has it, of whatever release: what is
+    # there only tells compilers apart, and the folder comes last, so that nothing else is taken from it.
+    lent = [folder for folder in header_folders() if (folder / "crt" / "host_config.h").is_file()]
+    if fitting and lent:
+        return [fitting[0], lent[0]]
     hint = f"pip install nvidia-cuda-runtime nvidia-cuda-crt (of CUDA {torch.version.cuda}), or set CUDA_HOME"
     if folders and not fitting:
         raise _shim.NoShim(f"CUDA's headers in {folders[0]} are of another release than torch ({wanted}): {hint}")

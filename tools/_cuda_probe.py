@@ -195,11 +195,12 @@ def _answers() -> dict[str, Callable[[], None]]:
 
     def refusals() -> None:
         """What is not there says so."""
-        shared = torch.ones(10, device="cuda")
-        for act in (
+        shared: Any = torch.ones(10, device="cuda")
+        acts: list[Callable[[], Any]] = [
             lambda: shared.untyped_storage()._share_cuda_(),
             lambda: private._cuda_getCheckpointState(0, (0, 1)),
-        ):
+        ]
+        for act in acts:
             try:
                 act()
             except (RuntimeError, NotImplementedError) as error:

@@ -276,7 +276,7 @@ def allocator(device: str, quick: bool) -> bool:
         variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
         run = _probed("train", order, str(limit), **variables)
         same = run["digest"] == native["digest"]
-        good = good and same and run["allocator"] == "memmgr" and run["reserved_peak_bytes"] <= limit
+        good = good and same and run["allocator"] == "memmgr" and run["peak_bytes"] <= limit
         sizes = (megabytes(limit), megabytes(run["peak_bytes"]), megabytes(run["reserved_peak_bytes"]))
         _line(order, run["allocator"], *sizes, _yes(same))
     print(flush=True)

@@ -14,6 +14,8 @@ import torch
 
 from memmgr.tools import _cuda_probe
 
+PAGE = 2 << 20
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -60,7 +62,7 @@ def test_a_budget_gives_the_same_bits(order: str) -> None:
     assert managed["allocator"] == "memmgr"
     assert (managed["digest"], managed["losses"]) == (plain["digest"], plain["losses"])
     assert managed["peak_bytes"] <= limit
-    assert managed["reserved_peak_bytes"] <= limit
+    assert managed["reserved_peak_bytes"] <= limit + 2 * PAGE  # in two areas, each of whole pages
     assert managed["stats"]["evictions"] + managed["stats"]["offloads"] > 0
 
 

@@ -147,6 +147,11 @@ def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypa
     with pytest.raises(_shim.NoShim, match="another release than torch"):
         _cuda.find_headers()
     folders.append(_headers(tmp_path / "half", 13000, whole=False))
+    assert _cuda.find_headers() == [
+        tmp_path / "half",
+        tmp_path / "old",
+    ]  # of the latter, what says which compiler it is
+    del folders[0]
     with pytest.raises(_shim.NoShim, match="not found"):
         _cuda.find_headers()
     folders.append(_headers(tmp_path / "whole", 13000))
