@@ -495,9 +495,8 @@ class Manager:
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self.sleeper.end_of_pass(unmanaged)
-        if self.tracer is not None:
-            self.native.begin_pass()
-            self._begin_tracing()
+        self.native.begin_pass()
+        self._begin_tracing()
 
     # -- measuring a pass --
 
