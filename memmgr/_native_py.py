@@ -300,6 +300,7 @@ class Native(Vault):
         if not self._active or not is_plain(tensor) or tensor.is_inference():
             return self._call["on_pack_other"](tensor)
         ref = self.handle(tensor)
+        assert ref is not None  # a plain tensor has a cell
         cell = ref.cell
         if cell.saved_in != Cell.this_pass:
             cell.saved_in, cell.place, self._saved_in_pass = (
