@@ -506,10 +506,11 @@ class Manager:
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self._pressed = unmanaged > self.config.limit_bytes
         self.sleeper.end_of_pass(unmanaged)
-        if self.tracer is not None:
-            self.plans.end_of_pass(self.native.begin_pass(), self._measured_now)
-            self._measured_now = None
-            self._begin_tracing()
+        ended = self.native.begin_pass()
+        if self.plans.allowed:
+            self.plans.end_of_pass(ended, self._measured_now)
+        self._measured_now = None
+        self._begin_tracing()
 
     # -- measuring a pass --
 

@@ -151,7 +151,7 @@ class Plans:
             measured: what was seen, if this pass was measured.
         """
         saves, signature, followed, left_at, short, sizes, late = ended
-        if not self.allowed or not saves:
+        if not saves:
             return
         self._seen += 1
         known = self.known.get(signature)
