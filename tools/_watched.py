@@ -163,8 +163,8 @@ class Watched:
             text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"
         if line["what"] == "plan":
             text += (
-                f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded; made in "
-                f"{float(line['seconds']):.2f} s"
+                f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded; "
+                f"made in {float(line['seconds']):.2f} s"
             )
             if "overhead" in line:
                 text += f", predicted {float(line['overhead']):.3f}x, bound {float(line['lower_bound']):.3f}x"
