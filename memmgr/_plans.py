@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ._trace import Measured
 
 MOST_PLANS = 16  # signatures that are remembered; variable shapes have several
-MOST_MEASURED = 32  # passes that are measured in all: where every pass is new, measuring them buys nothing
+MOST_MEASURED = 32  # passes that are measured in all
+MOST_MET = 256  # signatures that are remembered although nothing was measured: one that comes again is worth it
 WARM_PASSES = 1  # the first pass compiles and proves its kinds; optimizer state comes after it
 EFFORT = 100_000  # steps of the planner's search: about a third of a second
 # Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves). A pass that
@@ -61,28 +62,28 @@ class Made:
     plan: Plan | None = None
 
 
-Planner = Callable[[Trace, int, TierLink | None, bool], Made | None]
+Planner = Callable[[Trace, int, TierLink | None, bool, bool], Made | None]
 
 
-def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
-    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT)
+def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
+    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=solve)
     if not made.feasible:
         return None
     away = [(a.storage, Action.OFFLOAD if a.offloaded else Action.EVICT, a.back) for a in made.absences]
-    return Made(away, made)
+    return Made(away, replace(made, steps=(), absences=()))  # the schedule is as long as the pass
 
 
 def _decided(decisions: Sequence[Decision]) -> Made:
     return Made([(d.storage, d.action, d.back_access if d.trigger == ON_DEMAND else d.trigger) for d in decisions])
 
 
-def _capuchin(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
+def _capuchin(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
     accesses = Accesses.of(trace)
     chosen = choose(trace, accesses, budget_bytes, link)
     return _decided(triggers(trace, accesses, budget_bytes, link, chosen, {}))
 
 
-def _taco(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Made | None:
+def _taco(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
     return _decided(knapsack(trace, budget_bytes, link))
 
 
@@ -133,6 +134,7 @@ class Plans:
         self._manager = manager
         self.allowed = allowed and manager.config.limit_bytes < UNLIMITED
         self.known: OrderedDict[int, _Known] = OrderedDict()
+        self._met: OrderedDict[int, None] = OrderedDict()  # signatures that came and have no plan
         self._next_id = 0
         self._done: list[_Known] = []
         self.thread: threading.Thread | None = None
@@ -185,7 +187,15 @@ class Plans:
         manager = self._manager
         if self._seen < WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
             return False
-        return signature not in self.known and manager.under_pressure()
+        if signature in self.known or not manager.under_pressure():
+            return False
+        # The first of all; later only what has come before: where no pass is like another, measuring them buys nothing.
+        before = signature in self._met
+        self._met[signature] = None
+        self._met.move_to_end(signature)
+        while len(self._met) > MOST_MET:
+            self._met.popitem(last=False)
+        return before or not self.known
 
     def _remember(self, signature: int, known: _Known) -> _Known:
         self.known[signature] = known
@@ -258,7 +268,9 @@ class Plans:
                 tier = TierLink("below", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
             planner = PLANNERS[manager.policy.planner]
             budget_bytes = int(manager.config.limit_bytes * share)
-            known.made = planner(known.measured.trace, budget_bytes, tier, manager.may_evict)
+            # On the CPU device a solver's own memory is what the budget is about.
+            solve = manager.device.type != "cpu"
+            known.made = planner(known.measured.trace, budget_bytes, tier, manager.may_evict, solve)
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; kept for the report
             known.made = None
             self.counts.errors.append(f"{type(error).__name__}: {error}")
