@@ -134,9 +134,7 @@ bool wait_for_filling(const c10::StorageImpl* s, mm_stream filled_on, StreamRule
 }
 
 // What was used while nobody looked (the recorder sleeps) is used no more when this returns true. Without the GIL.
-bool quiet_device() {
-  return !g.device || !rule_holds(RULE_ASLEEP) || mm_device_synchronize(g.device) == 0;
-}
+bool quiet_device() { return !g.device || !rule_holds(RULE_ASLEEP) || mm_device_synchronize(g.device) == 0; }
 
 // ---- bytes ----
 

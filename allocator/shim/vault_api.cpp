@@ -12,8 +12,8 @@ static PyObject* py_stream_rules(PyObject*, PyObject*);
 
 static PyObject* begin_budget(uint64_t budget, uint64_t outside);
 
-// The budgets are about something else from now on. Nobody knows later which stream has to wait for what we brought back
-// there, so that is waited for now.
+// The budgets are about something else from now on. Nobody knows later which stream has to wait for what we brought
+// back there, so that is waited for now.
 static void leave_device(const mm_device* next) {
   if (!g.device || g.device == next) return;
   Py_BEGIN_ALLOW_THREADS mm_device_synchronize(g.device);

@@ -340,7 +340,9 @@ def _run(name: str, handles: Any, leave_out: str | None) -> dict[str, Any]:
             del walls
             main.synchronize()  # who takes the memory is first
             torch.accelerator.synchronize()
-            found += [t.detach().cpu() for t in [*results, *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]]
+            found += [
+                t.detach().cpu() for t in [*results, *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
+            ]
             del results, p
             for leaf in leaves.values():
                 leaf.grad = None
@@ -365,6 +367,11 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
     names = only or list(RULES)
     return {
         "rules": sorted(_shim.load().stream_rules()),
-        "seen": {name: {how or "plain": _run(name, handles, out) for how, out in
-                (("plain", None), ("kept", ""), ("left out", name))} for name in names},
+        "seen": {
+            name: {
+                how or "plain": _run(name, handles, out)
+                for how, out in (("plain", None), ("kept", ""), ("left out", name))
+            }
+            for name in names
+        },
     }
