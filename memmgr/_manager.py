@@ -146,7 +146,9 @@ class Manager:
         self._begun = time.perf_counter()
         native.reset_counters()
         gc.collect()  # what is garbage already shall not count against the budget
-        stock = self._stock = Stock(native, self.device.type)
+        if hasattr(native, "place") and native.place() != str(self.device):
+            self._settle_doomed_tier()  # into the memory that it is about, while that is the one at hand
+        stock = self._stock = Stock(native, self.device)
         there = stock.bytes + _device.live_bytes(self.device)
         if there > config.limit_bytes:
             stock.close()
@@ -461,6 +463,8 @@ class Manager:
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
             return False
+        if hasattr(native, "several_streams") and native.several_streams():
+            return False  # the mode notes on which of them backward uses what may leave
         if self.tracer is not None and self.tracer.here:
             return False
         last = self.last
@@ -683,7 +687,6 @@ class Manager:
         """A malloc without the GIL found the vault empty, or the recorder is asleep: hand over what there is."""
         if self.sleeper.asleep:
             self.sleeper.surprises += 1
-            self.native.synchronize()  # on which streams these tensors were used nobody has noted
             with self.unseen():
                 return adopt_graph(self)
         return self._lose_roots(0)
@@ -742,8 +745,8 @@ class Manager:
         stats = self.native.arena_stats()
         floor = int(self.native.counters()["floor_bytes"])
         with self.unseen():
-            kinds, modules = holders(self.native, self.device.type)
-            missing = missing_states(self.device.type)
+            kinds, modules = holders(self.native, self.device)
+            missing = missing_states(self.device)
         # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
         states = sum(kinds[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state") if kind in kinds)
         floor = max(floor, states + missing)
@@ -766,8 +769,8 @@ class Manager:
 
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
-            kinds, modules = holders(self.native, self.device.type)
-            missing = missing_states(self.device.type)
+            kinds, modules = holders(self.native, self.device)
+            missing = missing_states(self.device)
         by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         split = ", ".join(
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])

@@ -353,10 +353,11 @@ Cell* private_copy(c10::TensorImpl* t) {
   auto* from = t->unsafe_storage().unsafeGetStorageImpl();
   const at::Device where = from->device();
   c10::Allocator* a = allocator_of(where.type());
-  if (!a) return nullptr;
+  if (!a || (where.type() != c10::DeviceType::CPU && !managed_here(from))) return nullptr;
   try {
-    auto to = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), from->nbytes(),
-                                                    a->allocate(from->nbytes()), a, true);
+    auto to = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), from->nbytes(),
+        managed_here(from) ? managed_block(from->nbytes()) : a->allocate(from->nbytes()), a, true);
     if (!copy_bytes(where, to->_mutable_data_ptr_no_checks().get(), from->_mutable_data_ptr_no_checks().get(),
                     from->nbytes()))
       return nullptr;

@@ -129,12 +129,24 @@ void plan_unpacked(const Cell* c) {
   if (!pass.plan || pass.plan->triggers.empty()) return;
   if (c->saved_in == g.pass && c->save_index < pass.plan->triggers.size())
     for (const uint32_t k : pass.plan->triggers[c->save_index]) pass.owed.push_back(k);
-  size_t done = 0;
-  for (; done < pass.owed.size(); ++done) {
-    auto it = pass.away.find(pass.owed[done]);
-    if (it != pass.away.end() && begin_reload(it->second, 0) == 0) break;  // no room: at the next use
+  if (pass.owed.empty()) return;
+  // The GIL is dropped below, and another thread may come by: what is being asked for belongs to this call.
+  std::vector<uint32_t> asked;
+  asked.swap(pass.owed);
+  const uint32_t number = g.pass;
+  for (size_t i = 0; i < asked.size() && number == g.pass; ++i) {
+    auto it = pass.away.find(asked[i]);
+    if (it == pass.away.end()) continue;
+    Cell* wanted = it->second;
+    Py_INCREF(wanted);
+    const int begun = begin_reload(wanted, 0);
+    deferred_decref(reinterpret_cast<PyObject*>(wanted));
+    if (begun == 0) {  // no room: at the next use
+      if (number == g.pass)
+        pass.owed.insert(pass.owed.begin(), asked.begin() + static_cast<std::ptrdiff_t>(i), asked.end());
+      break;
+    }
   }
-  pass.owed.erase(pass.owed.begin(), pass.owed.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
 // Somebody waits for bytes of this cell.

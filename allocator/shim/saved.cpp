@@ -92,18 +92,20 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   for (int tries = 0; tries < 64; ++tries) {
     if (c->stale || (c->gone == PRESENT && !saved_current(c))) return modified_error(h);
     StorageRef s;
+    mm_stream filled_on = kNotFilled;
     {
       std::lock_guard<std::mutex> lock(g.mu);
       if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
         s = c->strong;
+        filled_on = c->filled_on;
         disarm_locked(c);
-        wait_for_filling(c);
       }
     }
     if (s) {
+      if (!wait_for_filling(s.get(), filled_on, RULE_FILLED)) return nullptr;
       if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
       c->last_access = g.clock;
-      if (g.device) note_stream(s.get());
+      note_stream(s.get(), RULE_UNPACKED);
       if (s->nbytes() < extent_bytes(h))
         return PyErr_Format(PyExc_RuntimeError,
                             "memmgr: the storage of a saved tensor was resized and is too short for it");

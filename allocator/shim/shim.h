@@ -38,6 +38,9 @@
 
 namespace memmgr {
 
+// A cell's bytes are still those that the program made: whoever may use them is behind that in stream order already.
+inline mm_stream const kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
+
 using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
@@ -99,7 +102,7 @@ struct Cell {
   uint64_t checksum;
   void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
-  mm_stream filled_on;   // on a device: the stream that we brought its bytes back on, or whose block it last had
+  mm_stream filled_on;   // present: the stream that we brought its bytes back on; gone: whose block it last had
   const Kind* maker;     // the kind of op that made it, for reports; kinds live as long as the process
   uint32_t module;       // where it was made, while the telemetry asks (0: unknown)
   PyObject* note;        // Python's remark: the module path, for reports
@@ -338,14 +341,29 @@ void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
 
 // device.cpp
+enum StreamRule : uint32_t {
+  RULE_USES = 1,
+  RULE_UNPACKED = 2,
+  RULE_REPLAYED = 4,
+  RULE_EXPOSED = 8,
+  RULE_FILLED = 16,
+  RULE_FILLED_REPLAY = 32,
+  RULE_PREFETCHED = 64,
+  RULE_CHECKED = 128,
+  RULE_ASLEEP = 256
+};
+bool rule_holds(StreamRule rule);
 bool managed_here(const c10::StorageImpl* s);
 c10::Allocator* allocator_of(c10::DeviceType type);
 c10::DispatchKeySet keys_of(c10::DeviceType type);
 mm_stream stream_now();
-void note_stream(c10::StorageImpl* s);
+void note_stream(c10::StorageImpl* s, StreamRule rule);
 void note_streams(PyObject* args, PyObject* kwargs);
-void wait_for_filling(const Cell* c);
-uint64_t checksum_of(const c10::Device& where, const void* p, size_t n);
+bool wait_for_filling(const c10::StorageImpl* s, mm_stream filled_on, StreamRule rule);
+bool quiet_device();
+bool checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
+bool last_checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
+at::DataPtr managed_block(size_t n);
 bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n);
 at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
 const char* out_of_memory_words();

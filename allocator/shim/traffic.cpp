@@ -166,12 +166,23 @@ static PyObject* py_write_back(PyObject*, PyObject* o) {
   Py_RETURN_TRUE;
 }
 
-// 1 begun, 0 no room, -1 nothing to do.
+// 1 begun, 0 no room, -1 nothing to do. The GIL is held; it is dropped meanwhile.
 int begin_reload(Cell* c, uint64_t keep_free) {
-  if (c->gone != OFFLOADED || c->incoming.get() || c->busy || c->slot < 0 || !g.tier || !g.arena) return -1;
-  at::DataPtr bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, c->filled_on);
-  if (!bytes.get()) return 0;
+  const auto wanted = [c] {
+    return c->gone == OFFLOADED && !c->incoming.get() && !c->busy && c->slot >= 0 && g.tier && g.arena;
+  };
+  mm_stream home;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (!wanted()) return -1;
+    home = c->filled_on;
+  }
+  at::DataPtr bytes;
+  // Mapping memory on a device may wait for it.
+  Py_BEGIN_ALLOW_THREADS bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, home);
+  Py_END_ALLOW_THREADS if (!bytes.get()) return 0;
   std::lock_guard<std::mutex> lock(g.mu);
+  if (!wanted()) return -1;  // somebody needed it at once
   const int rc = mm_tier_read(g.tier, c->slot, bytes.get());
   if (rc < 0) return 0;
   c->incoming = std::move(bytes);
@@ -191,19 +202,24 @@ static PyObject* py_clone_storage(PyObject*, PyObject* o) {
   // A private copy of the cell's bytes, for ops that write (rule 2); returned as a byte tensor.
   auto* c = reinterpret_cast<Cell*>(o);
   StorageRef src;
+  mm_stream filled_on;
   {
     std::lock_guard<std::mutex> lock(g.mu);
     src = c->strong ? c->strong : c->weak.lock();
+    filled_on = c->filled_on;
   }
   if (!src || !data_present(src.get()))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
+  if (!wait_for_filling(src.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
+  note_stream(src.get(), RULE_REPLAYED);
   const at::Device where = src->device();
   c10::Allocator* a = allocator_of(where.type());
   StorageRef copy;
   std::string oom;
   Py_BEGIN_ALLOW_THREADS try {
-    copy = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), src->nbytes(),
-                                                 a->allocate(src->nbytes()), a, true);
+    copy = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), src->nbytes(),
+        managed_here(src.get()) ? managed_block(src->nbytes()) : a->allocate(src->nbytes()), a, true);
     if (!copy_bytes(where, copy->_mutable_data_ptr_no_checks().get(), src->_mutable_data_ptr_no_checks().get(),
                     src->nbytes()))
       oom = "memmgr: a copy on the device failed";
@@ -252,6 +268,7 @@ static PyObject* py_expose(PyObject*, PyObject* o) {
   // Parameters are handed to optimizers' and profilers' raw code all the time, and their writes count versions.
   if (!c->recipe && t->requires_grad()) Py_RETURN_NONE;
   expose_cell(c);
+  note_stream(t->unsafe_storage().unsafeGetStorageImpl(), RULE_EXPOSED);  // whoever has it computes on this stream
   Py_RETURN_NONE;
 }
 

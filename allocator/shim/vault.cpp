@@ -161,10 +161,12 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     if (g.device) {  // the bytes have to be fetched, which waits for the device
       c->busy = true;
       lock.unlock();
-      const uint64_t sum = checksum_of(g.place, p, static_cast<size_t>(c->nbytes));
+      const mm_slot slot = c->slot;
+      uint64_t sum = 0;
+      const bool got = last_checksum_of(g.place, p, static_cast<size_t>(c->nbytes), &sum);
       lock.lock();
       c->busy = false;
-      if (!ours_alone_locked(c) || !versions_current(c)) return false;
+      if (!got || c->slot != slot || !ours_alone_locked(c) || !versions_current(c)) return false;
       c->checksum = sum;
     } else {
       c->checksum = checksum_bytes(p, static_cast<size_t>(c->nbytes));
@@ -345,6 +347,9 @@ static uint64_t ask_daemon(uint64_t want) {
 static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   const uint64_t t0 = now_ns();
   const uint64_t want = need ? need : request;
+  // Asleep nobody notes on which streams tensors are used, so none may be used at all while they leave.
+  const bool unseen = g.device && !g.watching.load(std::memory_order_relaxed);
+  if (unseen && !quiet_device()) return 0;
   uint64_t released = g.search >= 0 ? release_chosen(need, request) : release_from_vault(want);
   if (g.search >= 0 && !released) {
     // No choice makes a run. Where addresses further up may help, only bytes can be missing now.
@@ -365,6 +370,7 @@ static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
       released = ask_daemon(want);
     }
     // What Python handed over is in the vault now.
+    if (unseen && !quiet_device()) return released;
     released += release_from_vault(want);
   }
   const uint64_t dt = now_ns() - t0;
@@ -399,11 +405,13 @@ void arena_free(void* p) {
 }
 
 struct CpuAllocator final : c10::Allocator {
+  c10::Allocator* previous = nullptr;
   at::DataPtr allocate(size_t n) override {
     const at::Device cpu(at::DeviceType::CPU);
     if (n == 0) return {nullptr, nullptr, &arena_free, cpu};
-    if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed))
-      return g.previous->allocate(n);
+    // Storages remember this allocator, and may grow when no budget is open, or one on a device.
+    if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed) || g.device)
+      return previous->allocate(n);
     void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc_at(g.arena, n, tl_side);
     if (!p) throw_out_of_memory(n);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(g.arena, cpu, p, true);
@@ -442,7 +450,8 @@ int install_allocator() {
     return install_device_allocator();
   }
   c10::Allocator* now = c10::GetAllocator(at::DeviceType::CPU);
-  if (now != the_allocator()) g.previous = now;
+  if (now != the_allocator()) the_allocator()->previous = now;
+  g.previous = the_allocator()->previous;
   mm_arena_set_reclaim(g.arena, &reclaim, nullptr);
   g.installed.store(true);
   c10::SetAllocator(at::DeviceType::CPU, the_allocator(), 255);

@@ -6,10 +6,22 @@
 namespace memmgr {
 
 static PyObject* py_leave_out(PyObject*, PyObject* o);
+static PyObject* py_stream_rules(PyObject*, PyObject*);
 
 // ---- Python's view of the vault ----
 
 static PyObject* begin_budget(uint64_t budget, uint64_t outside);
+
+// The budgets are about something else from now on. Nobody knows later which stream has to wait for what we brought
+// back there, so that is waited for now.
+static void leave_device(const mm_device* next) {
+  if (!g.device || g.device == next) return;
+  Py_BEGIN_ALLOW_THREADS mm_device_synchronize(g.device);
+  Py_END_ALLOW_THREADS
+}
+
+// place() -> what the last budget was about, as torch writes it.
+static PyObject* py_place(PyObject*, PyObject*) { return PyUnicode_FromString(g.place.str().c_str()); }
 
 static PyObject* py_open_arena(PyObject*, PyObject* args) {
   unsigned long long budget, outside, reserve = 0;
@@ -19,6 +31,7 @@ static PyObject* py_open_arena(PyObject*, PyObject* args) {
     g.host_arena = mm_arena_create(budget, reserve, err, sizeof err);
     if (!g.host_arena) return PyErr_Format(PyExc_RuntimeError, "memmgr: no address range: %s", err);
   }
+  leave_device(nullptr);
   g.arena = g.host_arena;
   g.device = nullptr;
   g.place = c10::Device(c10::DeviceType::CPU);
@@ -45,6 +58,7 @@ static PyObject* py_open_device(PyObject*, PyObject* args) {
     device = g.devices[ordinal] = mm_device_open(driver, ordinal, budget, memory, err, sizeof err);
     if (!device) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
   }
+  leave_device(device);
   g.device = device;
   g.arena = mm_device_arena(g.device);
   g.place = place;
@@ -495,6 +509,8 @@ PyMethodDef vault_methods[] = {
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {"open_host_tier", py_open_host_tier, METH_O, "open_host_tier(capacity)"},
     {"device_stats", py_device_stats, METH_NOARGS, "of the device that the budget is about; empty: it is the CPU"},
+    {"place", py_place, METH_NOARGS, "what the last budget was about: \"cpu\", \"cuda:0\""},
+    {"stream_rules", py_stream_rules, METH_NOARGS, "the names that leave_out takes"},
     {"leave_out", py_leave_out, METH_O, "for tests: a rule of streams that is not kept"},
     {"synchronize", py_synchronize, METH_NOARGS, "waits for all that the device has been given"},
     {"several_streams", py_several_streams, METH_NOARGS, "whether work on more than one stream was seen"},

@@ -92,6 +92,13 @@ def prompt_ops() -> dict[str, int]:
     return {name: int(count) for name, count in (line.rsplit(" ", 1) for line in lines)}
 
 
+def _mem_get_info(made: Handles) -> tuple[int, int]:
+    """(free, total), of all devices together, which is the device where there is one."""
+    made.fake.fake_outstanding.restype = ctypes.c_uint64
+    total = int(os.environ["FAKE_DRIVER_MEMORY"])
+    return total - int(made.fake.fake_outstanding(b"bytes")), total
+
+
 def _module(made: Handles) -> types.ModuleType:
     """``torch.memdev``. Random numbers come from the CPU's default generator, so its state is what is kept."""
     module = types.ModuleType("torch.memdev")
@@ -112,6 +119,7 @@ def _module(made: Handles) -> types.ModuleType:
         "current_stream": accelerator.current_stream,
         "set_stream": accelerator.set_stream,
         "synchronize": accelerator.synchronize,
+        "mem_get_info": lambda device=0: _mem_get_info(made),
         "empty_cache": made.lib.memdev_empty_cache,
         "device": lambda device: accelerator.device_index(torch._utils._get_device_index(device, optional=True)),
         "get_rng_state": get_rng_state,

@@ -95,11 +95,16 @@ def train(mode: str, seed: int, devices: list[str]) -> dict[str, Any]:
 # ---- asynchrony --------------------------------------------------------------------------------------------------
 
 
+def outstanding(handles: Handles, what: bytes) -> int:
+    """How many there are now; see fake_outstanding."""
+    ask = handles.fake.fake_outstanding
+    ask.restype = ctypes.c_uint64
+    return int(ask(what))
+
+
 def queued(handles: Handles) -> int:
     """Tasks that have not run."""
-    outstanding = handles.fake.fake_outstanding
-    outstanding.restype = ctypes.c_uint64
-    return outstanding(b"work")
+    return outstanding(handles, b"work")
 
 
 def lateness(handles: Handles) -> dict[str, Any]:
@@ -198,13 +203,11 @@ def copies(handles: Handles) -> dict[str, Any]:
 
     z = torch.full((4,), 8.0).pin_memory().to(DEVICE, non_blocking=True)  # the source's last name is gone
     result["from page-locked memory that was freed"] = z.cpu().tolist()
-    outstanding = handles.fake.fake_outstanding
-    outstanding.restype = ctypes.c_uint64
     torch.zeros(1, device=DEVICE)
     torch.accelerator.synchronize()
     torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of what finished work held
     del page_locked
-    result["page-locked ranges left"] = int(outstanding(b"host"))
+    result["page-locked ranges left"] = outstanding(handles, b"host")
     return result
 
 
