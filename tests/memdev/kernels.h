@@ -16,19 +16,6 @@
 
 namespace memdev {
 
-// In a fresh thread's dispatch state, without autograd and without the program's modes: a kernel may run in any thread,
-// the program's included, and some meta kernels are written in Python.
-struct PlainDispatch {
-  PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
-  }
-  ~PlainDispatch() { at::impl::PythonTorchFunctionTLS::set_disabled_state(saved); }
-  at::impl::TorchFunctionDisabledState saved;
-  c10::impl::ForceDispatchKeyGuard guard{
-      c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
-      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
-};
-
 enum class Result { kFresh, kArgument, kView };
 
 // What an op's schema says about its results.
