@@ -52,6 +52,8 @@ DEVICES = {
     "device_stats",
     "several_streams",
     "leave_out",
+    "stream_rules",
+    "place",
     "use_plugin",
 }  # need the core
 
