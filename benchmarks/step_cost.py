@@ -1,6 +1,6 @@
 """What memmgr costs a training step: interleaved runs in one process, as ratios of the unmanaged run.
 
-    python benchmarks/step_cost.py [--quick] [--json out.json] [--only ops,full,asleep,half,prefetch,link] [--rounds N]
+    python benchmarks/step_cost.py [--quick] [--json out.json] [--only ops,full,asleep,half,planned,prefetch,link] [--rounds N]
 
 Sections:
   ops       microseconds per recorded op and per saved tensor, over plain torch: median and p99. An empty dispatch mode
@@ -9,6 +9,8 @@ Sections:
             about 10 us, and a launch-bound one whose ops take 1 to 2. An empty dispatch mode stands beside them.
   asleep    the same three with 10 % to spare and more, after the recorder has gone to sleep.
   half      the demo's GPT in 50 % of what it needs: auto, evict, offload; full activation checkpointing beside them.
+  planned   at the peak that full activation checkpointing reaches: auto, evict and offload with plans and without them; the
+            plan's own prediction and the bound that no recompute-only schedule passes beside evict.
   prefetch  offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
             of reloads that were hits.
   link      auto at 50 % beside evict and offload, on the tier as it is and throttled.
@@ -39,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memmgr
+from memmgr import _budget
 from memmgr.tools.gpt import GPT, GPTConfig
 
 WARM_STEPS = 3
@@ -134,12 +137,15 @@ class Series:
     seconds: list[float] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
+    plan: Any = None
 
 
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def interleaved(make: dict[str, tuple[Callable[[], Run], Setting]], rounds: int, steps: int) -> dict[str, Series]:
+def interleaved(
+    make: dict[str, tuple[Callable[[], Run], Setting]], rounds: int, steps: int, warm: int = WARM_STEPS
+) -> dict[str, Series]:
     """Runs the settings in turns: in each round every one trains a block of steps, in an order that rotates."""
     series = {name: Series() for name in make}
     names = list(make)
@@ -152,18 +158,25 @@ def interleaved(make: dict[str, tuple[Callable[[], Run], Setting]], rounds: int,
             try:
                 with setting() as budget:
                     run = build()
-                    for _ in range(WARM_STEPS):
+                    for _ in range(warm):
                         run.step()
                     for _ in range(steps):
                         start = time.perf_counter()
                         run.step()
                         series[name].seconds.append(time.perf_counter() - start)
                     del run
+                    series[name].plan = _plan()
                 if budget is not None:
                     series[name].stats = budget.stats()
             except torch.OutOfMemoryError as error:
                 series[name].failed = str(error).splitlines()[0]
     return series
+
+
+def _plan() -> Any:
+    """The plan that the open budget follows, if it does."""
+    manager = _budget.current()
+    return None if manager is None else manager.plans.latest()
 
 
 def plain() -> contextlib.AbstractContextManager[None]:
@@ -415,6 +428,34 @@ def half(quick: bool, rounds: int) -> list[Row]:
     return rows
 
 
+def planned(quick: bool, rounds: int) -> list[Row]:
+    """With plans and without, at checkpointing's peak. Blocks warm up until a plan is followed."""
+
+    def build() -> Run:
+        return demo_gpt(quick)
+
+    def checkpointing() -> Run:
+        return demo_gpt(quick, checkpointed=True)
+
+    limit, whole = needs(checkpointing), needs(build)
+    make: dict[str, tuple[Callable[[], Run], Setting]] = {
+        "plain": (build, plain),
+        "full checkpointing": (checkpointing, plain),
+    }
+    for policy in ("evict", "auto", "offload"):
+        make[f"{policy}, planned"] = (build, budget(limit, policy=policy))
+        make[f"{policy}, dynamic"] = (build, budget(limit, policy=policy, _plan=False))
+    series = interleaved(make, rounds, 2 if quick else 5, warm=2 * WARM_STEPS)
+    rows = ratio_rows("planned", series)
+    for row in rows:
+        row["budget_share"] = round(limit / whole, 3)
+        plan = series[row["what"]].plan if row["what"] in series else None
+        if plan is not None:
+            row["predicted"], row["lower_bound"] = round(plan.overhead, 3), round(plan.lower_bound, 3)
+            row["planned_passes"] = series[row["what"]].stats["planned_passes"]
+    return rows
+
+
 def prefetch(quick: bool, rounds: int) -> list[Row]:
     """Offload with the prefetcher and without."""
 
@@ -486,6 +527,7 @@ SECTIONS: dict[str, Callable[[bool, int], list[Row]]] = {
     "full": full,
     "asleep": asleep,
     "half": half,
+    "planned": planned,
     "prefetch": prefetch,
     "link": link,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,3 +34,24 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def _install() -> None:
+    """CUDA's allocator, where there is CUDA (see `_cuda`). torch is there."""
+    torch = sys.modules["torch"]
+    if torch.version.cuda is None or not torch.backends.cuda.is_built():
+        return
+    from . import _cuda
+
+    _cuda.install()
+
+
+def _torch_is_loading() -> bool:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+# Did the script ask for us, or torch, for its entry point? An `import memmgr` before torch's is finished by `_environ`.
+_wanted = not _torch_is_loading()
+if _wanted and "torch" in sys.modules:
+    _install()

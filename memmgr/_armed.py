@@ -19,7 +19,7 @@ import torch
 from ._budget import budget
 from ._recorder import Plain
 
-KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, placement"
+KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, placement, trace, trace_pass"
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -46,8 +46,10 @@ def parse_conf(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     folder, size = None, None
     for key, value in _pairs(text):
-        if key in ("policy", "device", "host", "log"):
+        if key in ("policy", "device", "host", "log", "trace"):
             found[key] = value
+        elif key == "trace_pass":
+            found[key] = int(value)
         elif key == "placement":
             found["_placement"] = value
         elif key == "disk":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -15,7 +16,7 @@ import torch
 
 from memmgr.policies import Policy, parse_policy
 
-from . import _shim
+from . import _device, _shim
 from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
@@ -45,21 +46,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        chosen = torch.device(device)
-    else:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        chosen = accelerator if accelerator is not None else torch.device("cpu")
-    if chosen.type != "cpu":
-        # A budget that is not kept would be worse than none.
-        raise NotImplementedError(
-            f"memmgr: a budget on {chosen.type!r} cannot be kept yet: there is no allocator for it in this version; "
-            "device='cpu' manages host memory"
-        )
-    return chosen
-
-
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
     if disk is False:
         return None, 0
@@ -75,12 +61,18 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
 
 
-def _log(path: str | os.PathLike[str]) -> str:
+def _file(path: str | os.PathLike[str], what: str) -> str:
     name = os.fspath(path)
     folder = os.path.dirname(os.path.expanduser(name)) or "."
     if not name or os.path.isdir(os.path.expanduser(name)) or not os.path.isdir(folder):
-        raise ValueError(f"log: {name!r} is not a file in a folder that exists")
+        raise ValueError(f"{what}: {name!r} is not a file in a folder that exists")
     return name
+
+
+def _pass(number: int) -> int:
+    if number < 1:
+        raise ValueError(f"trace_pass: {number!r} is not the number of a pass; the first is 1")
+    return number
 
 
 class budget:
@@ -106,6 +98,8 @@ class budget:
         log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`.
+        trace: a file for the trace of one pass, for `memmgr simulate` (docs/planner.md); compressed if the name ends in .gz.
+        trace_pass: which pass is traced, from 1; the first one compiles, and is not like the others.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -130,12 +124,20 @@ class budget:
         verify: bool = False,
         quiet: bool = False,
         log: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        trace_pass: int = 2,
         _throttle: int = 0,
         _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
+        _plan: bool = True,
     ) -> None:
-        self._device = _device(device)
-        whole = int(psutil.virtual_memory().total)
+        self._device = _device.resolve(device)
+        self._share: str | None = None  # of the device, until it is asked how much it has
+        cpu = self._device.type == "cpu"
+        whole = int(psutil.virtual_memory().total) if cpu else None
+        if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
+            parse_size(limit, whole=1 << 40)  # refuses now what is no share
+            self._share, limit = limit, None
         folder, disk_bytes = _disk(disk)
         self._config = Config(
             limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),
@@ -149,7 +151,10 @@ class budget:
             throttle=_throttle,
             sleep=_sleep,
             placement=parse_placement(_placement),
-            log=None if log is None else _log(log),
+            plan=_plan,
+            log=None if log is None else _file(log, "log"),
+            trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
+            trace_pass=_pass(trace_pass),
         )
         self._manager: Manager | None = None
 
@@ -161,7 +166,7 @@ class budget:
                     "memmgr: a budget is open already. Budgets do not nest: the limit belongs to the device, not to a block "
                     "of code. Close the other one first."
                 )
-            manager = Manager(self._config, _native())
+            manager = Manager(self._settled(), _native())
             _current = manager
         try:
             manager.start()
@@ -170,6 +175,14 @@ class budget:
             raise
         self._manager = _last = manager
         return self
+
+    def _settled(self) -> Config:
+        """The configuration once the device may be asked."""
+        device = _device.settle(self._device)
+        if self._share is None:
+            return dataclasses.replace(self._config, device=device)
+        limit = parse_size(self._share, whole=_device.total_bytes(device))
+        return dataclasses.replace(self._config, device=device, limit_bytes=limit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -190,6 +203,7 @@ class budget:
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:
             again = budget.__new__(budget)
             again._device, again._config, again._manager = self._device, self._config, None
+            again._share = self._share
             with again:
                 return function(*args, **kwargs)
 
@@ -200,6 +214,11 @@ class budget:
         if self._manager is None:
             return {}
         return self._manager.stats()
+
+
+def last() -> Manager | None:
+    """The manager of the open budget, or of the last one."""
+    return _current or _last
 
 
 def stats() -> dict[str, Any]:
@@ -215,7 +234,7 @@ def stats() -> dict[str, Any]:
         `watched_seconds` (the passes in which that was seen: those that were recorded).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
-    manager = _current or _last
+    manager = last()
     return manager.stats() if manager is not None else {}
 
 

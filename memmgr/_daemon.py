@@ -85,7 +85,7 @@ class Daemon:
 
     def _prefetch(self) -> None:
         manager, native = self._manager, self._native
-        if not manager.last.in_backward:
+        if not manager.last.in_backward or manager.plans.brings_back():
             return
         cells, position, in_flight = native.offloaded(self.LOOK)
         if not cells:

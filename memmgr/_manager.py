@@ -20,18 +20,24 @@ import numpy as np
 import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
+from memmgr.policies.trace import TierLink
 
+from . import _device
 from ._advice import own_checkpointing
+from ._consumers import log_path
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
 from ._placement import REMAP, Placement
+from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer, _BelowAutograd
 from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
+from ._trace import Measured, Tracer
+from ._trace_file import write_trace
 
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
@@ -57,7 +63,10 @@ class Config:
     throttle: int = 0
     sleep: bool = True
     placement: Placement = REMAP
+    plan: bool = True
     log: str | None = None
+    trace: str | None = None
+    trace_pass: int = 2
 
 
 @dataclass
@@ -98,6 +107,11 @@ class Manager:
         self.proving = config.limit_bytes < UNLIMITED
         self.replayer = Replayer(native, self)
         self.recorder = Recorder(native, self)
+        self.tracer = Tracer(native, self) if hasattr(native, "trace_begin") else None  # not without the shim
+        self.measured: Measured | None = None
+        self._measured_now: Measured | None = None  # of the pass that is ending
+        self._measure_next = False
+        self._for_file = self._trace_written = False  # the pass that is measured is the one to be kept; it is
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
@@ -115,8 +129,13 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
+        self._pressed = False  # the last pass would not have fitted
+        self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
+        # A planner of its own decides that too, whatever the net beneath it does.
+        self.may_evict = self._director() != "offload" or self.policy.planner not in ("", "plan")
+        self.plans = Plans(self, config.plan and bool(config.policy.planner) and hasattr(native, "add_plan"))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
@@ -127,10 +146,13 @@ class Manager:
         self._begun = time.perf_counter()
         native.reset_counters()
         gc.collect()  # what is garbage already shall not count against the budget
-        stock = self._stock = Stock(native, self.device.type)
-        if stock.bytes > config.limit_bytes:
+        if hasattr(native, "place") and native.place() != str(self.device):
+            self._settle_doomed_tier()  # into the memory that it is about, while that is the one at hand
+        stock = self._stock = Stock(native, self.device)
+        there = stock.bytes + _device.live_bytes(self.device)
+        if there > config.limit_bytes:
             stock.close()
-            raise self._states_too_big(stock.bytes)
+            raise self._states_too_big(there)
         try:
             native.configure(
                 on_slow=self.recorder.slow,
@@ -147,23 +169,22 @@ class Manager:
                 on_unpack_other=Plain.get,
                 out_of_memory_type=torch.OutOfMemoryError,
             )
-            native.open_arena(config.limit_bytes, stock.bytes)
+            _device.open_memory(native, config, stock.bytes)
             places = hasattr(native, "set_placement")  # an arena; not without the shim
             if config.placement != REMAP and not places:
                 warnings.warn("memmgr: placement is not available without a C++ compiler and is ignored", stacklevel=5)
             self._searches = places and config.placement.search >= 0 and config.limit_bytes < UNLIMITED
             if config.limit_bytes < UNLIMITED and places:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
-            wants_tier = config.folder is not None and self._director() != "evict"
             self._settle_doomed_tier()
-            if wants_tier:
-                native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
-                self._has_tier = True
+            self._has_tier = self._director() != "evict" and _device.open_tier(native, config)
             self.restore_options()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
             self.guards.install()
             self.open = True
+            if self.tracer is not None:
+                native.begin_pass()
             native.set_active(True)
             if self._has_tier:
                 self._measure_link()
@@ -172,6 +193,9 @@ class Manager:
             self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
+            if config.trace is not None and self.tracer is None:
+                warnings.warn("memmgr: a pass cannot be traced without a C++ compiler", stacklevel=5)
+            self._begin_tracing()
         except BaseException:
             self.close(report=False)
             raise
@@ -180,6 +204,8 @@ class Manager:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
         native = self.native
         was_open, self.open = self.open, False
+        if self.tracer is not None:
+            self.tracer.abort()
         self._leave_thread()
         if self.daemon is not None:
             self.daemon.stop()
@@ -187,6 +213,7 @@ class Manager:
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
         lazily = False
+        self.plans.close()
         try:
             if was_open:
                 native.set_always_rank(False)
@@ -268,8 +295,7 @@ class Manager:
 
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
-        director = self._director()
-        self.native.set_options(director != "offload", self._has_tier, self.config.verify, SAMPLE)
+        self.native.set_options(self.may_evict, self._has_tier, self.config.verify, SAMPLE)
 
     def _director(self) -> str:
         name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
@@ -395,8 +421,13 @@ class Manager:
         self._at_turn = native.resident()
         clock = native.clock()
         popped = self._pop_for_backward(create_graph)
+        tracing = self.tracer is not None and self.tracer.here
+        if tracing:
+            self.tracer.turn()  # type: ignore[union-attr]
+        completed = False
         try:
             yield
+            completed = True
         except torch.OutOfMemoryError as error:
             if isinstance(error, BudgetError):
                 raise
@@ -405,12 +436,14 @@ class Manager:
             if popped:
                 self._push_after_backward()
             end = time.perf_counter()
+            if tracing:
+                self._end_tracing(completed)
             last.in_backward = False
             if self.open:
                 self.passes += 1
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
-                last.begun = end
+                last.begun = time.perf_counter() if tracing else end
                 if not create_graph and not self.sleeper.asleep:
                     # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
                     self._recomputed[0] += native.clock() - clock
@@ -429,6 +462,10 @@ class Manager:
         native = self.native
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
+            return False
+        if hasattr(native, "several_streams") and native.several_streams():
+            return False  # the mode notes on which of them backward uses what may leave
+        if self.tracer is not None and self.tracer.here:
             return False
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
@@ -471,7 +508,55 @@ class Manager:
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
+        self._pressed = unmanaged > self.config.limit_bytes
         self.sleeper.end_of_pass(unmanaged)
+        ended = self.native.begin_pass()
+        if self.plans.allowed:
+            self.plans.end_of_pass(ended, self._measured_now)
+        self._measured_now = None
+        self._begin_tracing()
+
+    # -- measuring a pass --
+
+    def measure_next_pass(self) -> None:
+        """The pass that begins at the next end of a backward is measured; `measured` has it at its own end."""
+        self._measure_next = True
+
+    def _begin_tracing(self) -> None:
+        wanted = self.config.trace is not None and not self._trace_written
+        self._for_file = wanted and self.passes + 1 >= self.config.trace_pass
+        if self.tracer is None or self.tracer.active or not (self._for_file or self._measure_next):
+            return
+        if self.sleeper.asleep:
+            self.sleeper.wake()
+        state = getattr(self._tls, "state", None)
+        if state is not None and state.mode_in and state.hooks_in:
+            self.tracer.begin()
+
+    def _end_tracing(self, completed: bool) -> None:
+        assert self.tracer is not None
+        if not completed or not self.open:
+            self.tracer.abort()  # the next pass is tried
+            return
+        link = self.link()
+        tier = TierLink("disk", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
+        self.measured = self._measured_now = self.tracer.end([tier] if self._has_tier else [])
+        self._measure_next = False
+        if self.config.trace is not None and self._for_file:
+            self._trace_written = True
+            try:
+                write_trace(log_path(self.config.trace), self.measured.trace)
+            except OSError as error:
+                warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
+
+    def under_pressure(self) -> bool:
+        """Would the last pass not have fitted without us?"""
+        return self._pressed
+
+    @property
+    def may_offload(self) -> bool:
+        """Is there a tier that the policy may use?"""
+        return self._has_tier
 
     # -- what the policies see --
 
@@ -490,12 +575,11 @@ class Manager:
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: bandwidth, and the processor time that a byte costs (design §5)."""
         native = self.native
-        size = 8 << 20
         c0 = time.process_time()
-        written = native.tier_probe(size)
-        if written is None:
+        probed = _device.probe(native)
+        if probed is None:
             return
-        wrote, read = written
+        size, wrote, read = probed
         cpu = max(0.0, time.process_time() - c0)
         self._probe = (size / max(wrote, 1e-9), size / max(read, 1e-9), cpu / (2 * size))
         link = self.link()
@@ -561,6 +645,7 @@ class Manager:
     # -- callbacks of the shim --
 
     def _rank(self, reserve: int) -> int:
+        self.rankings += 1
         if self._searches:
             self.native.disarm_all()  # a search chooses among all cells, so all are ranked anew
         cells, candidates = self.candidates()
@@ -660,8 +745,8 @@ class Manager:
         stats = self.native.arena_stats()
         floor = int(self.native.counters()["floor_bytes"])
         with self.unseen():
-            kinds, modules = holders(self.native, self.device.type)
-            missing = missing_states(self.device.type)
+            kinds, modules = holders(self.native, self.device)
+            missing = missing_states(self.device)
         # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
         states = sum(kinds[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state") if kind in kinds)
         floor = max(floor, states + missing)
@@ -684,14 +769,14 @@ class Manager:
 
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
-            kinds, modules = holders(self.native, self.device.type)
-            missing = missing_states(self.device.type)
+            kinds, modules = holders(self.native, self.device)
+            missing = missing_states(self.device)
         by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         split = ", ".join(
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
         )
         error = BudgetError(
-            f"DefaultCPUAllocator: can't allocate memory: memmgr: {show_size(held)} are on the device already, more than "
+            f"{_device.out_of_memory_words(self.device)} memmgr: {show_size(held)} are on the device already, more than "
             f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. Parameters and buffers by module: "
             f"{by_module or 'none'}. Smallest budget that could work: {show_size(held + missing)} ({held + missing} bytes); "
             "the run will need more."
@@ -731,6 +816,10 @@ class Manager:
             "checkpoint_seconds": self._recomputed[0],
             "watched_seconds": self._recomputed[1],
             "passes": self.passes,
+            "planned_passes": self.plans.counts.followed,
+            "plans": self.plans.counts.made,
+            "plan_seconds": self.plans.counts.seconds,
+            "rankings": self.rankings,
             "recorded_ops": n["recorded_ops"],
             "saved_tensors": n["packs"],
             "reclaims": a.get("reclaims", 0),

@@ -64,6 +64,7 @@ class Native(Vault):
         self._always_rank = False
         self._events = self._backoff = 0
         self._position = 0
+        self._saved_in_pass = 0
         self._serial = 0
         self._deferred = Deferred(self._is_critical)
         self.dispatch = self._make_dispatch()
@@ -299,6 +300,14 @@ class Native(Vault):
         if not self._active or not is_plain(tensor) or tensor.is_inference():
             return self._call["on_pack_other"](tensor)
         ref = self.handle(tensor)
+        assert ref is not None  # a plain tensor has a cell
+        cell = ref.cell
+        if cell.saved_in != Cell.this_pass:
+            cell.saved_in, cell.place, self._saved_in_pass = (
+                Cell.this_pass,
+                self._saved_in_pass,
+                self._saved_in_pass + 1,
+            )
         self._maybe_rank()
         return ref
 
@@ -386,6 +395,11 @@ class Native(Vault):
 
     def clock(self) -> float:
         return self._clock
+
+    def begin_pass(self) -> None:
+        """Cells are numbered from 0 again as they are saved."""
+        Cell.this_pass += 1
+        self._saved_in_pass = 0
 
     def position(self) -> int:
         return self._position

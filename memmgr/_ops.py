@@ -64,9 +64,11 @@ STORAGE_OPS = frozenset(
         "aten::swap_",
         "aten::share_memory_",
         "aten::storage_",
-        "aten::record_stream",
     }
 )
+
+# Written to by their schema only: the bytes stay what they are, and running them again means nothing.
+REMARKS = frozenset({"aten::record_stream"})
 
 # Atomic additions on CUDA: other bits each time unless deterministic algorithms are on. Offload only (rule 7).
 CUDA_NONDETERMINISTIC = frozenset(
@@ -166,6 +168,10 @@ def describe(func: Any) -> Op:
     if func.namespace not in REPLAYABLE_NAMESPACES:
         op.cls, op.replayable = OPAQUE, False
         op.written_args = op.written_kwargs = ()  # whatever it was given counts as written (rule 6)
+        return op
+    if name in REMARKS:
+        op.cls = VIEW
+        op.written_args = op.written_kwargs = ()
         return op
     if name in NEVER_REPLAY:
         op.cls, op.replayable = OPAQUE, False

@@ -360,6 +360,9 @@ class Ledger(Watch):
     def resident(self) -> int:
         return self._resident()
 
+    def synchronize(self) -> None:
+        """Nothing is asynchronous on the CPU device."""
+
     def set_watching(self, value: bool) -> None:
         """False while the recorder sleeps: what could leave is not known then."""
         self._watching = bool(value)

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -121,7 +121,9 @@ class Cell:
         "nbytes",
         "note",
         "pinned",
+        "place",
         "recipe",
+        "saved_in",
         "seq",
         "slot",
         "stale",
@@ -131,6 +133,8 @@ class Cell:
         "versions",
     )
 
+    this_pass: ClassVar[int] = 1  # counted by begin_pass()
+
     def __init__(self, known: Known, exposed: bool, clock: float) -> None:
         self.strong: Any = None  # our one reference to the storage
         self.known: Known | None = known
@@ -139,6 +143,8 @@ class Cell:
         self.named_by: dict[int, Any] = {}  # serial of a recipe that needs this cell -> weak reference to it
         self.nbytes = known.nbytes
         self.seq = -1
+        self.saved_in = 0  # the pass that saved it last,
+        self.place = -1  # and its place among the cells that this pass saved
         self.slot = -1
         self.armed = KEEP
         self.armed_at = 0  # index in the list of armed cells
@@ -168,6 +174,11 @@ class Cell:
         if self.strong is not None:
             return self.strong
         return self.known() if self.known is not None else None
+
+    @property
+    def save_index(self) -> int:
+        """Among the cells that this pass saved, by their first save; -1: none of them."""
+        return self.place if self.saved_in == Cell.this_pass else -1
 
     @property
     def present(self) -> bool:

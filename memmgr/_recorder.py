@@ -222,7 +222,8 @@ class Recorder:
             native.overwritten(target, kept)
             if trial is not None:
                 self._judge(recipe, [target], trial)
-        native.after_op()
+        # No ranking here: the tensor's counter moves when this handler has returned, and who looks at cells before that
+        # takes the old count for settled, so the next look would see a write that nobody announced.
         return out
 
     def _batch_norm(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,8 +299,10 @@ class Recorder:
         try:
             native.set_no_reclaim(True)
             with _BelowAutograd():
+                native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
                 begun = time.perf_counter()
                 outputs = run_recipe(native, recipe)
+                native.synchronize()
                 # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
                 recipe.cost = time.perf_counter() - begun
                 return outputs

@@ -63,46 +63,71 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memmgr"
 
 
-def _compile(sources: Path, target: Path) -> None:
+def include_folder(sources: Path) -> Path:
+    """Where `memmgr/core.h` is: beside the sources when installed."""
+    return sources if (sources / "memmgr" / "core.h").is_file() else sources.parent / "include"
+
+
+def cxx_standard() -> str:
+    """The one that torch's headers ask for."""
+    minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return "c++20" if minor >= (2, 12) else "c++17"
+
+
+def compile_library(source: Path, target: Path, include: list[Path], libraries: list[str], what: str = "shim") -> None:
+    """Compiles one translation unit against the installed torch; `target` appears whole or not at all.
+
+    Raises:
+        NoShim: no compiler, or an error; the first one is in the text.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler or not shutil.which(compiler.split()[0]):
         raise NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
-    python_include = sysconfig.get_paths()["include"]
-    if not (Path(python_include) / "Python.h").is_file():
-        raise NoShim("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
     torch_root = Path(torch.__file__).parent
-    core_header = sources / "memmgr" / "core.h"
-    include = sources if core_header.is_file() else sources.parent / "include"
-    minor = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    standard = "c++20" if minor >= (2, 12) else "c++17"
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         out = Path(folder) / target.name
         command = [
             *compiler.split(),
-            f"-std={standard}",
+            f"-std={cxx_standard()}",
             "-O2",
             "-DNDEBUG",  # torch's headers assert against a release build otherwise
             "-fPIC",
             "-shared",
             "-fvisibility=hidden",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            str(sources / "shim.cpp"),
+            str(source),
             "-o",
             str(out),
-            f"-I{include}",
-            f"-I{torch_root / 'include'}",
-            f"-I{python_include}",
+            *(f"-I{path}" for path in (*include, torch_root / "include")),
             f"-L{torch_root / 'lib'}",
-            "-lc10",
-            "-ltorch_cpu",
-            "-ltorch_python",
+            *(f"-l{name}" for name in libraries),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise NoShim(f"compiling the shim failed: {errors[0] if errors else 'no message'}")
+            raise NoShim(f"compiling the {what} failed: {errors[0] if errors else 'no message'}")
         os.replace(out, target)
+
+
+def load_core() -> ctypes.CDLL:
+    """The core library, its symbols open to whatever is loaded later.
+
+    Raises:
+        NoShim: it is not installed.
+    """
+    global _core
+    if _core is None:
+        _core = ctypes.CDLL(str(core_library()), mode=ctypes.RTLD_GLOBAL)
+    return _core
+
+
+def _compile(sources: Path, target: Path) -> None:
+    python_include = Path(sysconfig.get_paths()["include"])
+    if not (python_include / "Python.h").is_file():
+        raise NoShim("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
+    include = [include_folder(sources), python_include]
+    compile_library(sources / "shim.cpp", target, include, ["c10", "torch_cpu", "torch_python"])
 
 
 def load() -> ModuleType:
@@ -111,22 +136,24 @@ def load() -> ModuleType:
     Raises:
         NoShim: no compiler, no headers, or a torch that the shim does not know.
     """
-    global _loaded, _core
+    from . import _cuda  # which needs this module to compile
+
+    global _loaded
     if _loaded is not None:
         return _loaded
     if os.environ.get("MEMMGR_SHIM") == "0":
         raise NoShim("MEMMGR_SHIM=0 asks to do without it")
-    core = core_library()
+    core_library()
     sources = _sources()
     digest = hashlib.sha256()
-    for file in sorted([*sources.glob("*.cpp"), *sources.glob("*.h"), *sources.glob("memmgr/*.h")]):
+    headers = (include_folder(sources) / "memmgr").glob("*.h")
+    for file in sorted([*sources.glob("*.cpp"), *sources.glob("*.h"), *headers]):
         digest.update(file.name.encode() + file.read_bytes())
     digest.update(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
     target = cache_folder() / f"shim-{digest.hexdigest()[:20]}" / "_native.so"
     if not target.is_file():
         _compile(sources, target)
-    # The shim's calls into the core are resolved through the global symbols of the process.
-    _core = ctypes.CDLL(str(core), mode=ctypes.RTLD_GLOBAL)
+    load_core()  # the shim's calls into it are resolved through the global symbols of the process
     spec = importlib.util.spec_from_file_location(
         "memmgr._native", target, loader=importlib.machinery.ExtensionFileLoader("memmgr._native", str(target))
     )
@@ -138,5 +165,6 @@ def load() -> ModuleType:
         module.find_payload(torch.zeros(1))
     except ImportError as error:
         raise NoShim(str(error)) from error
+    _cuda.attach(module)
     _loaded = module
     return module

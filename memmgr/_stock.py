@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 
-def live_tensors(device_type: str) -> list[torch.Tensor]:
-    """The plain tensors on the device that Python can see, gradients included.
+def live_tensors(device: torch.device | str) -> list[torch.Tensor]:
+    """The plain tensors on the device (with its number) that Python can see, gradients included.
 
     Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
     """
     found: list[torch.Tensor] = []
+    device = torch.device(device)
     for thing in gc.get_objects():
         # type(), not isinstance(): lazy proxies answer isinstance by importing things.
         if not issubclass(type(thing), torch.Tensor):
@@ -23,7 +24,7 @@ def live_tensors(device_type: str) -> list[torch.Tensor]:
         if type(thing) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             continue
         try:
-            if thing.device.type != device_type or thing.layout != torch.strided:
+            if thing.device != device or thing.layout != torch.strided:
                 continue
             found.append(thing)
             if thing.is_leaf and thing.grad is not None:
@@ -36,11 +37,11 @@ def live_tensors(device_type: str) -> list[torch.Tensor]:
 class Stock:
     """The bytes that were there before: they count against the budget until they are freed."""
 
-    def __init__(self, native: Any, device_type: str) -> None:
+    def __init__(self, native: Any, device: torch.device | str) -> None:
         self._finalizers: list[Any] = []
         self.bytes = 0
         seen: set[int] = set()
-        for tensor in live_tensors(device_type):
+        for tensor in live_tensors(device):
             try:
                 storage = tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):
@@ -65,7 +66,7 @@ class Stock:
         self._finalizers.clear()
 
 
-def holders(native: Any, device_type: str, top: int = 5) -> tuple[dict[str, int], list[tuple[str, int]]]:
+def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Who holds the resident bytes: by kind, and the largest modules by class name.
 
     Returns:
@@ -75,9 +76,10 @@ def holders(native: Any, device_type: str, top: int = 5) -> tuple[dict[str, int]
     kinds: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
+    device = torch.device(device)
 
     def take(tensor: Any, kind: str) -> int:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != device_type:
+        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
             return 0
         info = native.storage_info(tensor)
         if info is None or info[0] in seen:
@@ -110,7 +112,7 @@ def holders(native: Any, device_type: str, top: int = 5) -> tuple[dict[str, int]
             lease = native.lease(cell)
             if lease is not None:
                 take(lease, "saved for backward")
-    for tensor in live_tensors(device_type):
+    for tensor in live_tensors(device):
         take(tensor, "other tensors")
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
     return dict(kinds), ranked[:top]
@@ -131,13 +133,14 @@ _MOMENTS = {
 }
 
 
-def missing_states(device_type: str) -> int:
+def missing_states(device: torch.device | str) -> int:
     """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
 
     An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
     another library that has made none yet is taken to need none.
     """
     missing = 0
+    device = torch.device(device)
     wanted: dict[int, torch.Tensor] = {}
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
@@ -145,7 +148,7 @@ def missing_states(device_type: str) -> int:
         made: list[tuple[int, int]] = []  # of each parameter: its bytes, its state's
         for group in getattr(thing, "param_groups", []):
             for parameter in group["params"]:
-                if not parameter.requires_grad or parameter.device.type != device_type:
+                if not parameter.requires_grad or parameter.device != device:
                     continue
                 wanted[id(parameter)] = parameter
                 state = thing.state.get(parameter) or {}

@@ -21,6 +21,7 @@ Without scipy (an extra) the bound is the weaker knapsack of one moment, and 0 w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,10 @@ INFEASIBLE = float("inf")
 
 class Unsolved(Exception):
     """There is no answer of the linear program: no solver, or it gave up."""
+
+
+SOLVE: ContextVar[bool] = ContextVar("SOLVE", default=True)
+"""False: as if there were no solver. Loading scipy takes some 50 MB, too much where these bytes are the budget."""
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Rows:
         """
         if not self.cost:
             return 0.0, []
+        if not SOLVE.get():
+            raise Unsolved("linear programs are not wanted here")
         try:  # imported here: scipy is an extra, and a budget with room for all never gets here
             from scipy.optimize import linprog
             from scipy.sparse import csr_array

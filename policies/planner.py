@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .bound import INFEASIBLE, with_link
+from .bound import INFEASIBLE, SOLVE, with_link
 from .bound_room import least_bytes
 from .planner_offload import offloading
 from .planner_recompute import recompute_only
@@ -87,6 +87,7 @@ def plan(
     link: TierLink | None = None,
     recompute: bool = True,
     effort: int = EFFORT,
+    solve: bool = True,
 ) -> Plan:
     """The best plan found. The same arguments give the same plan.
 
@@ -98,11 +99,21 @@ def plan(
         link: the tier that may be used; None: recompute only.
         recompute: whether ops may run again; without it the link alone has to do.
         effort: steps of search, about 3 us each.
+        solve: whether linear programs are solved, for the bound and as advice; without them the bound is weaker, plans with a
+            slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
 
     *Known limitations*: what the program holds at the end (gradients) may be dropped and made again, but close to the room
     that constants, these and the largest op need together a plan may not be found although one exists. In a trace that is
     not `copy_on_write`, recomputing an in-place op is taken to need a private copy (design rule 2).
     """
+    wanted = SOLVE.set(solve)
+    try:
+        return _plan(trace, budget_bytes, link, recompute, effort)
+    finally:
+        SOLVE.reset(wanted)
+
+
+def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int) -> Plan:
     problem = Problem.of(trace)
     swapping = replace(problem, again=[False] * len(problem.size))
     at = trace.unmanaged_peak[1]

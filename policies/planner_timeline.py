@@ -10,7 +10,7 @@ retention intervals of Moccasin as its only state.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -123,8 +123,9 @@ class Timeline:
         for s, uses in enumerate(self.uses):
             if s in held:
                 uses.append(own[n])
-            if self.pin[s] > (uses[-1] if uses else own[p.maker[s]]):
-                uses.append(self.pin[s])
+            pin = self.pin[s]  # counts as a use: a gap that begins before it begins with it
+            if pin > own[p.maker[s]] and pin not in uses[bisect_left(uses, pin) :][:1]:
+                insort(uses, pin)
             last = self.stage(uses[-1]) if uses else p.maker[s]
             change[p.maker[s]] += p.size[s]
             change[last + 1] -= p.size[s]

@@ -22,6 +22,8 @@ class Policy:
         director: see directors.py.
         prefetcher: see prefetchers.py.
         torture: every cell that can leave leaves at once, pressure or not (tests).
+        planner: who plans the passes that were measured ("plan", "capuchin", "delta_taco"); filter and director then decide
+            only what no plan does. Empty: nobody.
         tunable: the caller may replace the director by `Auto(bias)` from `next_bias`; true where the director is
             `auto`.
     """
@@ -31,6 +33,7 @@ class Policy:
     director: Director
     prefetcher: Prefetcher
     torture: bool = False
+    planner: str = ""
 
     @property
     def tunable(self) -> bool:
@@ -38,18 +41,20 @@ class Policy:
         return self.director is DIRECTORS["auto"]
 
 
-def _policy(name: str, filter_: str, director: str, prefetch: str = "bandwidth") -> Policy:
-    return Policy(name, FILTERS[filter_], DIRECTORS[director], PREFETCHERS[prefetch])
+def _policy(name: str, filter_: str, director: str, prefetch: str = "bandwidth", *, planner: str = "") -> Policy:
+    return Policy(name, FILTERS[filter_], DIRECTORS[director], PREFETCHERS[prefetch], planner=planner)
 
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off)
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
-        "auto": _policy("auto", "price", "auto"),
-        "evict": _policy("evict", "dtr_eq", "evict", "off"),
-        "offload": _policy("offload", "lru", "offload"),
+        "auto": _policy("auto", "price", "auto", planner="plan"),
+        "evict": _policy("evict", "dtr_eq", "evict", "off", planner="plan"),
+        "offload": _policy("offload", "lru", "offload", planner="plan"),
         "delta": _policy("delta", "delta", "delta"),
+        "capuchin": _policy("capuchin", "lru", "offload", "off", planner="capuchin"),
+        "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", planner="delta_taco"),
         "keep": _KEEP,
         "nothing": _KEEP,
         "torture": Policy("torture", FILTERS["lru"], Alternate(), off, torture=True),

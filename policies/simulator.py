@@ -160,11 +160,13 @@ class Simulation:
 
     def _release(self, s: int) -> None:
         self.held[s] = False
-        self.clean[s] = False
-        if self.resident[s] and self.movable[s]:
-            self.drop(s)
+        if self.recomputable[s]:
+            self.clean[s] = False
+            if self.resident[s]:
+                self.drop(s)
         for root in self.chains.release(s):  # a root stays while a recipe needs it (design section 2)
-            if self.resident[root] and not self.movable[root]:
+            self.clean[root] = False
+            if self.resident[root] and not self.recomputable[root]:
                 self.drop(root)
 
     def _run(self, k: int, do: Do) -> None:
@@ -173,7 +175,8 @@ class Simulation:
         stay = Counter(s for s in op.outputs if self.resident[s])  # if one left now, the op would make it, too
         self.pins.update(stay)
         try:
-            self.room(int(self.size[fresh].sum()))
+            handed = self.trace.handed_bytes[k] if do is Do.COMPUTE else 0
+            self.room(int(self.size[fresh].sum()) - handed)
         finally:
             self.pins -= stay
         self._step(do, k)

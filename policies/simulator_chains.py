@@ -14,7 +14,7 @@ class Chains:
     """Chains and components over a trace, of which the part that has run is known.
 
     Attributes:
-        readers: per storage, the ops so far that read it and make something of it.
+        readers: per storage, the ops so far that read it and could run again.
     """
 
     def __init__(self, trace: Trace, gone: Callable[[int], bool]) -> None:
@@ -33,7 +33,7 @@ class Chains:
 
     def ran(self, k: int) -> None:
         """Op k has run for the first time."""
-        if self._ops[k].kind not in (OpKind.VIEW, OpKind.CONSTANT):
+        if self._ops[k].kind == OpKind.COMPUTE:
             for s in self._ops[k].inputs:
                 self.readers[s].append(k)
                 self._useful_readers[s] += 1
@@ -49,7 +49,7 @@ class Chains:
             dead.append(y)
             k = self._maker[y]
             self._useful_outputs[k] -= 1
-            if self._useful_outputs[k] == 0:
+            if self._useful_outputs[k] == 0 and self._ops[k].kind == OpKind.COMPUTE:
                 for i in self._ops[k].inputs:
                     self._useful_readers[i] -= 1
                     if self._useful_readers[i] == 0:

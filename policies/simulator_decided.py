@@ -56,9 +56,9 @@ class Accesses:
             start.append(start[-1] + op.seconds)
             for s in op.wanted:
                 ops[s].append(k)
-            live += sum(trace.storages[s].size_bytes for s in op.outputs)
+            live += sum(trace.storages[s].size_bytes for s in op.outputs) - trace.handed_bytes[k]
             used.append(live)
-            live -= sum(trace.storages[s].size_bytes for s in trace.released_before[k + 1])
+            live -= sum(trace.storages[s].size_bytes for s in trace.released_before[k + 1]) - trace.handed_bytes[k]
         return cls(start, ops, used)
 
     def around(self, storage: int, at: int) -> tuple[int, int] | None:

@@ -166,6 +166,13 @@ class Trace:
         return tuple(tuple(row) for row in rows)
 
     @cached_property
+    def handed_bytes(self) -> tuple[int, ...]:
+        """Per op, bytes of the blocks that its in-place writes take over: not there twice. 0 with `copy_on_write`."""
+        if self.copy_on_write:
+            return (0,) * len(self.ops)
+        return tuple(sum(self.storages[old].size_bytes for old, _ in op.writes) for op in self.ops)
+
+    @cached_property
     def seconds(self) -> float:
         """Time of the unmanaged pass."""
         return sum(op.seconds for op in self.ops)
@@ -179,10 +186,10 @@ class Trace:
         """
         live = peak = at = 0
         for k, op in enumerate(self.ops):
-            live += sum(self.storages[s].size_bytes for s in op.outputs)
+            live += sum(self.storages[s].size_bytes for s in op.outputs) - self.handed_bytes[k]
             if live > peak:
                 peak, at = live, k
-            live -= sum(self.storages[s].size_bytes for s in self.released_before[k + 1])
+            live -= sum(self.storages[s].size_bytes for s in self.released_before[k + 1]) - self.handed_bytes[k]
         return peak, at
 
     def check(self) -> Trace:

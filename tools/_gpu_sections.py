@@ -5,7 +5,10 @@ A section prints Markdown, a line as soon as it is known, and ends with 0 if wha
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memmgr.tools import _cuda_probe
 from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
 from memmgr.tools._screen import megabytes
 
@@ -232,9 +236,63 @@ def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, floa
     return costs
 
 
+def _probed(*words: str, **variables: str) -> dict[str, Any]:
+    """What a program of `_cuda_probe` says; it runs by path, so that it decides when memmgr is imported."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
+    kept = {k: v for k, v in os.environ.items() if k == "MEMMGR_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(_cuda_probe.__file__), *words],
+        env={**clean, **kept, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    if done.returncode != 0:
+        raise _Failed(f"{' '.join(words)}: {done.stderr[-2000:] or 'no message'}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def allocator(device: str, quick: bool) -> bool:
+    """What torch.cuda answers under memmgr's allocator; the same bits in both orders of importing; what a block costs."""
+    if device != "cuda":
+        print("Not rehearsed: there is nothing of it without CUDA.")
+        return True
+    good = True
+    _head("question", "mapped memory", "plain memory")
+    mapped, plain = (_probed("answers", MEMMGR_CUDA_MEMORY=memory) for memory in ("mapped", "plain"))
+    for name, said in mapped.items():
+        other = plain.get(name, "-").replace("|", "/")
+        good = (
+            good and (name == "allocator" or said == "ok") and (name in ("allocator", "empty_cache") or other == "ok")
+        )
+        _line(name, said.replace("|", "/"), other)
+    print(flush=True)
+    native = _probed("train", "native", MEMMGR_INSTALL="0")
+    limit = int(0.6 * native["peak_bytes"])
+    _head("order", "allocator", "budget", "peak", "reserved at most", "same bits")
+    _line("unmanaged", native["allocator"], "none", megabytes(native["peak_bytes"]), "-", "-")
+    for order in ("environment", "first"):
+        variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
+        run = _probed("train", order, str(limit), **variables)
+        same = run["digest"] == native["digest"]
+        good = good and same and run["allocator"] == "memmgr" and run["peak_bytes"] <= limit
+        sizes = (megabytes(limit), megabytes(run["peak_bytes"]), megabytes(run["reserved_peak_bytes"]))
+        _line(order, run["allocator"], *sizes, _yes(same))
+    print(flush=True)
+    _head("host time", "torch's own", "memmgr, mapped")
+    theirs, ours = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
+    for name, value in ours.items():
+        if name != "allocator":
+            unit = "" if "," in name else " ns"
+            _line(name, f"{theirs[name]:,.1f}{unit}" if name in theirs else "-", f"{value:,.1f}{unit}")
+    return good
+
+
 SECTIONS: dict[str, Callable[[str, bool], bool]] = {
     "exactness": exactness,
     "peak": peak,
+    "allocator": allocator,
     "overlap": overlap,
     "timings": timings,
 }

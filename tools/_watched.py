@@ -161,6 +161,13 @@ class Watched:
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
             text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"
+        if line["what"] == "plan":
+            text += (
+                f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded; "
+                f"made in {float(line['seconds']):.2f} s"
+            )
+            if "overhead" in line:
+                text += f", predicted {float(line['overhead']):.3f}x, bound {float(line['lower_bound']):.3f}x"
         self._note(line, text)
 
     def _take_cells(self, line: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("report", "memmgr.tools.report", "one HTML page about a finished run, from its log"),
     ("doctor", "memmgr.tools.doctor", "what will and will not work on this machine, and what to do about it"),
     ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
 )

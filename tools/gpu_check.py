@@ -28,10 +28,11 @@ from pathlib import Path
 from memmgr.tools._gpu_sections import DID_NOT_HOLD
 
 SECTIONS = (
-    ("exactness", "Exactness", 170),
-    ("peak", "Peak, seen from outside", 90),
-    ("overlap", "Copies under compute", 100),
-    ("timings", "Timings", 140),
+    ("exactness", "Exactness", 150),
+    ("peak", "Peak, seen from outside", 80),
+    ("allocator", "CUDA's allocator", 80),
+    ("overlap", "Copies under compute", 80),
+    ("timings", "Timings", 110),
 )
 """Name, title, seconds that it may take at most: 500 in all, which leaves the rest of 9 minutes for the installation."""
 

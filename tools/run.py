@@ -95,6 +95,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "log": os.path.abspath(args.log) if args.log is not None else None,
         "verify": args.verify or None,
         "quiet": args.quiet or None,
+        "trace": getattr(args, "trace", None),  # of the verb trace
+        "trace_pass": getattr(args, "trace_pass", None),
     }
     return {key: value for key, value in wanted.items() if value is not None}
 

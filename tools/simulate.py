@@ -2,7 +2,8 @@
 
 The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
 
-  auto        the online default: recompute only without --link; with it, the live default (price, auto, bandwidth)
+  auto        what a live run does by default (price, auto, bandwidth); for operator logs without --link: online
+  online      decides op by op what runs again, for operator logs
   plan        the planner, which knows the whole pass
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
@@ -26,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from memmgr._trace_file import read_trace
 from memmgr.policies.capuchin import capuchin
 from memmgr.policies.delta_paper import delta_online, delta_taco
 from memmgr.policies.online import run_online
@@ -35,7 +37,6 @@ from memmgr.policies.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
-from memmgr.tools._trace_file import read_trace
 
 ALL = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "dtr_eq", "dtr", "msps", "lru+evict", "largest+evict")
 ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
@@ -220,7 +221,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
     if name == "plan":
         return _plan(tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
-        return _online
+        return _online if name == "online" else _auto
     own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
         "capuchin": capuchin,
         "delta_paper": delta_online,
@@ -236,7 +237,15 @@ def _outcome(run: Run) -> _Outcome:
     return run.feasible, run.steps, run.why
 
 
+def _auto(trace: Trace, budget: int) -> _Outcome:
+    if trace.copy_on_write:
+        return _online(trace, budget)
+    return _outcome(simulate(trace, budget, parse_policy("auto"), None))
+
+
 def _online(trace: Trace, budget: int) -> _Outcome:
+    if not trace.copy_on_write:
+        raise _Refused("online is for operator logs: in a measured pass the program itself holds tensors; try auto")
     feasible, machine = run_online(trace, budget)
     return feasible, machine.steps, machine.why
 

@@ -7,12 +7,15 @@
 #include <string>
 
 #include "arena.h"
+#include "device.h"
 #include "file_tier.h"
+#include "host_tier.h"
 
 namespace {
 
 memmgr::Arena* Of(mm_arena* arena) { return reinterpret_cast<memmgr::Arena*>(arena); }
-memmgr::FileTier* Of(mm_tier* tier) { return reinterpret_cast<memmgr::FileTier*>(tier); }
+memmgr::Tier* Of(mm_tier* tier) { return reinterpret_cast<memmgr::Tier*>(tier); }
+mm_tier* Handle(memmgr::Tier* tier) { return reinterpret_cast<mm_tier*>(tier); }
 
 void Say(const std::string& text, char* err, size_t err_len) {
   if (err != nullptr && err_len > 0) snprintf(err, err_len, "%s", text.c_str());
@@ -39,7 +42,7 @@ int mm_abi_version(void) { return MM_ABI_VERSION; }
 mm_arena* mm_arena_create(uint64_t budget_bytes, uint64_t reserve_bytes, char* err, size_t err_len) {
   std::string wrong = "out of memory";
   auto* arena = Guarded<memmgr::Arena*>(
-      nullptr, [&] { return memmgr::Arena::Create(memmgr::HostPages(), budget_bytes, reserve_bytes, &wrong); });
+      nullptr, [&] { return memmgr::Arena::CreateOnHost(budget_bytes, reserve_bytes, &wrong); });
   if (arena == nullptr) Say(wrong, err, err_len);
   return reinterpret_cast<mm_arena*>(arena);
 }
@@ -70,6 +73,12 @@ void* mm_arena_try_alloc(mm_arena* arena, size_t bytes, uint64_t keep_free) {
 }
 
 size_t mm_arena_block_bytes(mm_arena* arena, const void* p) { return Of(arena)->BlockBytes(p); }
+size_t mm_arena_block(mm_arena* arena, const void* p, size_t* requested_bytes) {
+  uint64_t requested = 0;
+  const uint64_t bytes = Of(arena)->BlockBytes(p, &requested);
+  *requested_bytes = requested;
+  return bytes;
+}
 const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
 void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }
@@ -77,6 +86,7 @@ uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)-
 void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild(); }
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
+uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(arena)->TakeMark(peak_bytes); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
@@ -110,7 +120,7 @@ uint64_t mm_arena_log_read(mm_arena* arena, mm_log_entry* out, uint64_t capacity
   return Of(arena)->LogRead(out, capacity);
 }
 
-// ---- file tier -------------------------------------------------------------------------------------------------
+// ---- tiers -----------------------------------------------------------------------------------------------------
 
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
                       size_t err_len) {
@@ -118,11 +128,20 @@ mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t byte
   auto* tier = Guarded<memmgr::FileTier*>(
       nullptr, [&] { return memmgr::FileTier::Open(folder, capacity_bytes, bytes_per_second, workers, &wrong); });
   if (tier == nullptr) Say(wrong, err, err_len);
-  return reinterpret_cast<mm_tier*>(tier);
+  return Handle(tier);
+}
+
+mm_tier* mm_tier_open_host(mm_device* device, uint64_t capacity_bytes, char* err, size_t err_len) {
+  std::string wrong = "out of memory";
+  auto* tier = Guarded<memmgr::HostTier*>(nullptr, [&] {
+    return memmgr::HostTier::Open(reinterpret_cast<memmgr::Device*>(device), capacity_bytes, &wrong);
+  });
+  if (tier == nullptr) Say(wrong, err, err_len);
+  return Handle(tier);
 }
 
 void mm_tier_close(mm_tier* tier) {
-  if (tier != nullptr) memmgr::FileTier::Close(Of(tier));
+  if (tier != nullptr) Of(tier)->Close();
 }
 
 mm_slot mm_tier_write(mm_tier* tier, const void* src, uint64_t bytes) {
@@ -133,11 +152,17 @@ mm_slot mm_tier_write_now(mm_tier* tier, const void* src, uint64_t bytes) {
   return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, memmgr::Urgency::kNow); });
 }
 
-int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) { return Of(tier)->Read(slot, dst, memmgr::Urgency::kQueued); }
+int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) {
+  return Guarded(-ENOMEM, [&] { return Of(tier)->Read(slot, dst, memmgr::Urgency::kQueued); });
+}
 
 int mm_tier_read_now(mm_tier* tier, mm_slot slot, void* dst) {
-  return Of(tier)->Read(slot, dst, memmgr::Urgency::kNow);
+  return Guarded(-ENOMEM, [&] { return Of(tier)->Read(slot, dst, memmgr::Urgency::kNow); });
 }
+
+int mm_tier_order(mm_tier* tier, mm_slot slot) { return Of(tier)->OrderMemory(slot); }
+int mm_tier_use(mm_tier* tier, mm_slot slot, mm_stream stream) { return Of(tier)->Use(slot, stream); }
+const void* mm_tier_bytes(mm_tier* tier, mm_slot slot) { return Of(tier)->Bytes(slot); }
 int mm_tier_poll(mm_tier* tier, mm_slot slot) { return Of(tier)->Poll(slot); }
 int mm_tier_wait(mm_tier* tier, mm_slot slot) { return Of(tier)->Wait(slot); }
 void mm_tier_free(mm_tier* tier, mm_slot slot) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 namespace memmgr {
@@ -22,6 +23,8 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
 // it says, or others take all that it frees.
 constexpr int kPatience = 1024;
+// Pages given back so often for one try, each time taken by others before us.
+constexpr int kRoundsForRoom = 256;
 
 uint64_t RoundUp(uint64_t bytes, uint64_t to) { return (bytes + to - 1) & ~(to - 1); }
 uint64_t RoundUpTo(uint64_t bytes, int shift) { return RoundUp(bytes, uint64_t{1} << shift); }
@@ -49,30 +52,34 @@ uint64_t PhysicalBytes() {
 
 // ---- life ------------------------------------------------------------------------------------------------------
 
-Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong) {
-  uint64_t large = reserve_bytes;
-  uint64_t least = large;
-  if (reserve_bytes == 0) {
-    large = std::max(64 * kGiB, 4 * PhysicalBytes());
-    least = kGiB;
-    if (budget_bytes < kAbsurdBytes) {
-      large = std::max(large, 2 * budget_bytes);
-      least = std::max(least, budget_bytes);
-    }
+Arena* Arena::CreateOnHost(uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong) {
+  if (reserve_bytes != 0) return Create(HostPages(), budget_bytes, {reserve_bytes, reserve_bytes, 0}, wrong);
+  Areas areas{std::max(64 * kGiB, 4 * PhysicalBytes()), kGiB, 0};
+  if (budget_bytes < kAbsurdBytes) {
+    areas.large_bytes = std::max(areas.large_bytes, 2 * budget_bytes);
+    areas.least_large_bytes = std::max(areas.least_large_bytes, budget_bytes);
   }
-  if (large > kAbsurdBytes) {
+  return Create(HostPages(), budget_bytes, areas, wrong);
+}
+
+Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, std::string* wrong) {
+  const uint64_t least = areas.least_large_bytes;
+  if (areas.large_bytes > kAbsurdBytes) {
     *wrong = "the address range is too long";
     return nullptr;
   }
   // Under `ulimit -v` there may be fewer addresses than we like; the budget's length is what cannot be done without.
-  for (;; large /= 2) {
+  for (uint64_t large = areas.large_bytes;; large /= 2) {
     large = RoundUp(std::max(large, least), pages.page_bytes);
-    const uint64_t small = RoundUp(std::max(large / 8, kMiB), pages.page_bytes);
-    char* base = static_cast<char*>(pages.reserve(large + small));
+    const uint64_t small_bytes = areas.small_bytes != 0 ? areas.small_bytes : std::max(large / 8, kMiB);
+    const uint64_t small = RoundUp(small_bytes, pages.page_bytes);
+    errno = 0;
+    char* base = static_cast<char*>(pages.reserve(pages.user, large + small));
     if (base != nullptr) return new Arena(pages, base, large, small, budget_bytes);
     if (large <= RoundUp(least, pages.page_bytes)) break;
   }
-  *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses: " + strerror(errno);
+  *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses";
+  if (errno != 0) *wrong += std::string(": ") + strerror(errno);
   return nullptr;
 }
 
@@ -81,20 +88,21 @@ Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t sm
       base_(base),
       range_bytes_(large_bytes + small_bytes),
       debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
-      large_(pages, base, large_bytes, kLargeUnitShift),
-      small_(pages, base + large_bytes, small_bytes, kSmallUnitShift),
+      large_(pages, &sets_, base, large_bytes, kLargeUnitShift),
+      small_(pages, &sets_, base + large_bytes, small_bytes, kSmallUnitShift),
       budget_bytes_(budget_bytes) {
   WatchForks();
 }
 
 Arena::~Arena() {
   IgnoreForks();
-  pages_.release(base_, range_bytes_);
+  pages_.release(pages_.user, base_, range_bytes_);
 }
 
 void Arena::AfterForkInChild() {
   forked_.store(true, std::memory_order_relaxed);
   lock_.Renew();
+  room_lock_.Renew();
 }
 
 // ---- budget ----------------------------------------------------------------------------------------------------
@@ -104,26 +112,73 @@ uint64_t Arena::Shortage(uint64_t bytes) const {
   return after > budget() ? after - budget() : 0;
 }
 
-uint64_t Arena::GiveBack(uint64_t pages) {
+uint64_t Arena::GiveBackNow(uint64_t pages) {
+  if (pages_.give_back != GiveBack::kAtOnce) return 0;
   const uint64_t given = large_.GiveBack(pages);
   return given < pages ? given + small_.GiveBack(pages - given) : given;
 }
 
-// I2. Called before `extra_pages` are committed, and whenever the budget has shrunk.
-void Arena::ObeyBudget(uint64_t extra_pages) {
-  const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
-  if (bytes <= budget() || spare_pages() == 0) return;
-  GiveBack((bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes);
+// The pages are away, nobody's, while the streams are waited for without the lock: frees never wait, and work of a
+// stream that is waited for may itself end in a free.
+uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
+  if (!waits()) return GiveBackNow(pages);
+  hold->unlock();
+  std::lock_guard room(room_lock_);
+  hold->lock();
+  Block* large = large_.Detach(pages, nullptr);
+  Block* small = large_.away_pages() < pages ? small_.Detach(pages - large_.away_pages(), nullptr) : nullptr;
+  StreamMask touched = 0;
+  for (Block* list : {large, small})
+    for (Block* piece = list; piece != nullptr; piece = piece->left) touched |= sets_.Mask(piece->touched);
+  hold->unlock();
+  const bool settled = (large == nullptr && small == nullptr) || pages_.settle(pages_.user, touched) == 0;
+  uint64_t given = 0;
+  const auto come_back = [&](Heap* heap, Block* list, char* base) {
+    while (list != nullptr) {
+      Block* piece = list;
+      list = piece->left;
+      const uint64_t bytes = piece->bytes;
+      const bool gone = settled && pages_.decommit(pages_.user, base + piece->offset, bytes) == 0;
+      hold->lock();
+      heap->Reattach(piece, gone);
+      hold->unlock();
+      if (gone) given += bytes / pages_.page_bytes;
+    }
+  };
+  come_back(&large_, large, base_);
+  come_back(&small_, small, base_ + large_.bytes());
+  hold->lock();
+  return given;
 }
 
-void Arena::ResidentChanged() {
-  const uint64_t now = stats_.live_bytes + stats_.outside_bytes;
+// I2: what has to be given back before `extra_pages` are committed.
+uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
+  const uint64_t bytes = (committed_pages() + extra_pages) * pages_.page_bytes + stats_.outside_bytes;
+  if (bytes <= budget() || (spare_pages() == 0 && away_pages() == 0)) return 0;
+  return (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes;
+}
+
+// Whenever something changed that the budget has to do with, and nobody may wait.
+void Arena::ObeyBudget() {
+  if (pages_.give_back != GiveBack::kAtOnce) return;
+  const uint64_t excess = ExcessPages(0);
+  if (excess > 0) GiveBackNow(excess);
+}
+
+void Arena::ObeyBudgetNow(Hold* hold) {
+  const uint64_t excess = ExcessPages(0);
+  if (excess > 0) GiveBackSettled(hold, excess);
+}
+
+inline void Arena::ResidentChanged() {
+  const uint64_t now = held_bytes_ + stats_.outside_bytes;
   resident_.store(now, std::memory_order_relaxed);
   stats_.live_peak_bytes = std::max(stats_.live_peak_bytes, stats_.live_bytes);
   stats_.resident_peak_bytes = std::max(stats_.resident_peak_bytes, now);
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
-  stats_.unmanaged_peak_bytes =
-      std::max(stats_.unmanaged_peak_bytes, static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0)));
+  const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
+  stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
+  marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
@@ -133,10 +188,10 @@ void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
 }
 
 void Arena::SetBudget(uint64_t bytes) {
-  std::lock_guard hold(lock_);
+  Hold hold(lock_);
   budget_bytes_.store(bytes, std::memory_order_relaxed);
   if (forked()) return;
-  ObeyBudget(0);
+  ObeyBudgetNow(&hold);
   Verify("set_budget");
 }
 
@@ -145,7 +200,7 @@ void Arena::SetOutside(uint64_t bytes) {
   if (forked()) return;
   stats_.outside_bytes = std::min(bytes, kAbsurdBytes);
   ResidentChanged();
-  ObeyBudget(0);
+  ObeyBudget();
   Verify("set_outside");
 }
 
@@ -157,7 +212,7 @@ void Arena::AddOutside(int64_t delta) {
   stats_.outside_bytes = delta < 0 ? stats_.outside_bytes - std::min(stats_.outside_bytes, lost)
                                    : stats_.outside_bytes + static_cast<uint64_t>(delta);
   ResidentChanged();
-  ObeyBudget(0);
+  ObeyBudget();
   Verify("add_outside");
 }
 
@@ -173,7 +228,7 @@ void Arena::NoteVirtual(int64_t delta) {
 // in small blocks.
 uint64_t Arena::Limit() const {
   if (budget() == MM_UNLIMITED) return large_.bytes();
-  const uint64_t used = stats_.outside_bytes + (stats_.live_bytes - large_live_bytes_);
+  const uint64_t used = stats_.outside_bytes + (held_bytes_ - large_held_bytes_);
   const uint64_t rest = budget() - std::min(budget(), used);
   return std::min(large_.bytes(), rest >> kLargeUnitShift << kLargeUnitShift);
 }
@@ -184,50 +239,59 @@ void Arena::SetLayout(int remap, int apart) {
   apart_ = apart != 0;
 }
 
-Block* Arena::Place(Heap* heap, const Request& request) {
-  const bool large = heap == &large_;
-  const End end = large && apart_ ? request.end : End::kLow;
-  // The upper end of the range is no place for anybody: the high side ends at the limit, and what finds no room below
-  // it goes where everything goes.
-  uint64_t limit = large && (!request.remap || end == End::kHigh) ? Limit() : heap->bytes();
-  Block* run = heap->Find(request.bytes, limit);
-  if (run == nullptr && large && request.remap && limit < heap->bytes()) {
-    limit = heap->bytes();
-    run = heap->Find(request.bytes, limit);
-    if (run != nullptr) return Back(heap, heap->Take(run, request.bytes, request.requested_bytes, limit, End::kLow));
-  }
-  if (run == nullptr) return nullptr;
-  return Back(heap, heap->Take(run, request.bytes, request.requested_bytes, limit, end));
+// Memory in stream order may have to be of few streams; otherwise any run will do.
+inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit, End end) const {
+  if (request.order != nullptr && request.order->allowed != ~StreamMask{0})
+    return heap.FindWithin(request.bytes, limit, request.order->allowed);
+  Block* run = heap.Find(request.bytes, limit);
+  if (run == nullptr) return {};
+  return {run, end == End::kLow ? run->offset : heap.UpperEnd(run, limit, request.bytes)};
 }
 
-Block* Arena::Back(Heap* heap, Block* block) {
-  const uint64_t committed = committed_pages();
-  ObeyBudget(block->holes);  // the remap, when the run is further up and spare pages are elsewhere
-  stats_.remapped_bytes += (committed - committed_pages()) * pages_.page_bytes;
+inline Block* Arena::Place(Heap* heap, Request* request) {
+  const bool large = heap == &large_;
+  const End end = large && apart_ ? request->end : End::kLow;
+  // The upper end of the range is no place for anybody: the high side ends at the limit, and what finds no room below
+  // it goes where everything goes.
+  const uint64_t limit = large && (!request->remap || end == End::kHigh) ? Limit() : heap->bytes();
+  Spot spot = Find(*heap, *request, limit, end);
+  if (spot.run == nullptr && large && request->remap && limit < heap->bytes())
+    spot = Find(*heap, *request, heap->bytes(), End::kLow);
+  if (spot.run == nullptr) return nullptr;
+  Block* block = heap->Take(spot, request->bytes, request->requested_bytes);
+  return block->holes == 0 ? block : Back(heap, block, request);
+}
+
+Block* Arena::Back(Heap* heap, Block* block, Request* request) {
+  const uint64_t excess = ExcessPages(block->holes);
+  if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
+    const uint64_t committed = committed_pages();
+    GiveBackNow(excess);
+    stats_.remapped_bytes += (committed - committed_pages()) * pages_.page_bytes;
+    if (waits()) request->room = excess;
+  }
+  if (request->room > 0) {
+    heap->Free(block);
+    return nullptr;
+  }
   if (!heap->Back(block)) {
+    // Others have the memory, whatever the budget says: ours has to come from what we can give back elsewhere, or from
+    // what reclaim frees.
+    request->room = block->holes;
     heap->Free(block);
     return nullptr;
   }
   return block;
 }
 
-// Hands out a block if the budget and the addresses allow it; otherwise says in request->need what is missing.
-void* Arena::Try(Request* request) {
-  Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
-  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
-  request->need = Shortage(request->bytes);
-  if (request->need > 0) return nullptr;
-  Block* block = Place(heap, *request);
-  if (block == nullptr && heap == &small_) {  // the small area is full: the other one can hold it as well
-    heap = &large_;
-    request->bytes = RoundUpTo(request->requested_bytes, kLargeUnitShift);
-    request->need = Shortage(request->bytes);
-    if (request->need > 0) return nullptr;
-    block = Place(heap, *request);
+inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
+  if (StreamOrder* order = request->order) {
+    order->touched = sets_.Mask(block->touched);
+    order->frees = stats_.frees;
+    block->touched = sets_.Of(order->own);
+    block->home = order->home;
   }
-  if (block == nullptr) return nullptr;
   stats_.live_bytes += request->bytes;
-  if (heap == &large_) large_live_bytes_ += request->bytes;
   stats_.requested_bytes += request->requested_bytes;
   ++stats_.allocations;
   stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
@@ -238,27 +302,93 @@ void* Arena::Try(Request* request) {
   return base_ + offset;
 }
 
-Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end) const {
-  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap_ == MM_REMAP_FIRST};
+// From what the pool has already: it is held, so the budget has nothing to say.
+void* Arena::TryPool(Request* request) {
+  for (Heap* heap : {&small_, &large_}) {
+    if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
+    request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
+    const Spot spot = heap->FindPooled(request->order->pool, request->bytes, request->order->allowed);
+    if (spot.run != nullptr) return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
+  }
+  return nullptr;
 }
 
-void* Arena::Alloc(uint64_t requested_bytes, End end) {
+// Hands out a block if the budget and the addresses allow it; otherwise says in request->need and room what is missing.
+void* Arena::Try(Request* request) {
+  if (request->order != nullptr && request->order->pool != 0) {
+    if (void* p = TryPool(request)) return p;
+  }
+  Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
+  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
+  request->need = Shortage(request->bytes);
+  if (request->need > 0) return nullptr;
+  Block* block = Place(heap, request);
+  if (block == nullptr && heap == &small_ && request->room == 0) {
+    heap = &large_;  // the small area is full: the other one can hold it as well
+    request->bytes = RoundUpTo(request->requested_bytes, kLargeUnitShift);
+    request->need = Shortage(request->bytes);
+    if (request->need > 0) return nullptr;
+    block = Place(heap, request);
+  }
+  if (block == nullptr) return nullptr;
+  if (request->order != nullptr) block->pool = request->order->pool;
+  held_bytes_ += request->bytes;
+  if (heap == &large_) large_held_bytes_ += request->bytes;
+  return HandOut(heap, block, request);
+}
+
+inline void* Arena::MakeRoomAndTry(Hold* hold, Request* request) {
+  const bool at_once = request->order != nullptr && request->order->at_once;
+  if (waits() && !at_once) {
+    ObeyBudgetNow(hold);
+    return MakeRoom(hold, request);
+  }
+  request->room = 0;
+  void* p = Try(request);
+  return p != nullptr || request->room == 0 || at_once ? p : MakeRoom(hold, request);
+}
+
+// Tries as long as giving pages back elsewhere helps. When it does not, the missing pages are missing bytes: that is
+// what reclaim is told.
+void* Arena::MakeRoom(Hold* hold, Request* request) {
+  bool helped = true;
+  for (int round = 0;; ++round) {
+    request->room = 0;
+    void* p = Try(request);
+    if (p != nullptr || request->room == 0) return p;
+    if (!helped || round == kRoundsForRoom) {
+      request->need = request->room * pages_.page_bytes;
+      return nullptr;
+    }
+    // Even after "nothing": somebody else may have given back what this needs meanwhile.
+    const uint64_t given = GiveBackSettled(hold, request->room);
+    if (waits()) stats_.remapped_bytes += given * pages_.page_bytes;
+    helped = given > 0;
+  }
+}
+
+Arena::Request Arena::MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const {
+  return {std::min(requested_bytes, kAbsurdBytes), 0, 0, end, remap_ == MM_REMAP_FIRST, 0, order};
+}
+
+void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
-  std::unique_lock hold(lock_);
-  Request request = MakeRequest(requested_bytes, end);
-  void* p = Try(&request);
+  Hold hold(lock_);
+  Request request = MakeRequest(requested_bytes, end, order);
+  void* p = MakeRoomAndTry(&hold, &request);
+  if (order != nullptr && order->at_once) return p;
   if (p == nullptr) p = Reclaim(&hold, &request);
   if (p == nullptr) ++stats_.failures;
   return p;
 }
 
-void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free) {
+void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
-  std::lock_guard hold(lock_);
-  Request request = MakeRequest(requested_bytes, End::kLow);
+  Hold hold(lock_);
+  Request request = MakeRequest(requested_bytes, End::kLow, order);
   const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
   if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;
-  return Try(&request);
+  return MakeRoomAndTry(&hold, &request);
 }
 
 // Alternates between the callback, without the lock, and another try. Another thread may take what was freed, so the
@@ -266,14 +396,14 @@ void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free) {
 //
 // Contiguity: `need` is 0 and the callback frees what it thinks best. mm_arena_choose tells it: by the window, the
 // cheapest run of blocks that makes `request.bytes`.
-void* Arena::Reclaim(std::unique_lock<Lock>* hold, Request* request) {
+void* Arena::Reclaim(Hold* hold, Request* request) {
   if (reclaim_ != nullptr && request->bytes <= budget() && !InReclaimOf(this)) {
     void* p = Episode(hold, request);
     if (p != nullptr) return p;
   }
   if (remap_ != MM_REMAP_LAST || request->need > 0) return nullptr;
   request->remap = true;
-  return Try(request);
+  return MakeRoomAndTry(hold, request);
 }
 
 // Free bytes are those that large blocks could still have; with the whole range open, any of them make a run.
@@ -292,7 +422,7 @@ void Arena::BeginEpisode(const Request& request) {
   stats_.fragmentation_max = std::max(stats_.fragmentation_max, fragmentation);
 }
 
-void* Arena::Episode(std::unique_lock<Lock>* hold, Request* request) {
+void* Arena::Episode(Hold* hold, Request* request) {
   BeginEpisode(*request);
   const uint64_t short_of = request->need;
   const auto beyond = [](uint64_t bytes, uint64_t than) { return bytes - std::min(bytes, than); };
@@ -324,13 +454,28 @@ void* Arena::Episode(std::unique_lock<Lock>* hold, Request* request) {
     lowest = std::min(lowest, resident());
     fruitless = gained ? 0 : fruitless + 1;
     // Even after "nothing": another thread may have freed something meanwhile.
-    void* p = Try(request);
+    void* p = MakeRoomAndTry(hold, request);
     if (p != nullptr || released == 0) return p;
   }
   return nullptr;
 }
 
 // ---- free ------------------------------------------------------------------------------------------------------
+
+inline void Arena::Release(Block* block, uint64_t offset) {
+  stats_.live_bytes -= block->bytes;
+  stats_.requested_bytes -= block->bytes - block->slack;
+  if (block->pool == 0) {
+    held_bytes_ -= block->bytes;
+    if (!InSmall(offset)) large_held_bytes_ -= block->bytes;
+  }
+  ++stats_.frees;
+  Note(offset, 0);
+  (InSmall(offset) ? small_ : large_).Free(block);
+  ResidentChanged();
+  ObeyBudget();  // after the budget has shrunk, or where fragments take the room of spare pages
+  Verify("free");
+}
 
 void Arena::Free(void* p) {
   if (p == nullptr || forked()) return;
@@ -343,25 +488,112 @@ void Arena::Free(void* p) {
     fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
     abort();
   }
-  stats_.live_bytes -= block->bytes;
-  stats_.requested_bytes -= block->bytes - block->slack;
-  if (!InSmall(offset)) large_live_bytes_ -= block->bytes;
-  ++stats_.frees;
-  Note(offset, 0);
-  (InSmall(offset) ? small_ : large_).Free(block);
-  ResidentChanged();
-  ObeyBudget(0);  // after the budget has shrunk, or where fragments take the room of spare pages
-  Verify("free");
+  Release(block, offset);
 }
 
 uint64_t Arena::Trim(uint64_t keep_bytes) {
-  std::lock_guard hold(lock_);
+  Hold hold(lock_);
   if (forked()) return 0;
   const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
   const uint64_t spare = spare_pages();
-  const uint64_t given = spare > keep_pages ? GiveBack(spare - keep_pages) : 0;
+  const uint64_t given = spare > keep_pages ? GiveBackSettled(&hold, spare - keep_pages) : 0;
   Verify("trim");
   return given * pages_.page_bytes;
+}
+
+// ---- stream order ----------------------------------------------------------------------------------------------
+
+void Arena::Waited(const void* p, const StreamOrder& order) {
+  std::lock_guard hold(lock_);
+  if (forked() || stats_.frees != order.frees) return;
+  const Block* block = FindLive(Offset(p));
+  for (Block* run : {block->previous, block->next}) {
+    if (run == nullptr || run->live || run->touched == 0) continue;
+    if ((sets_.Mask(run->touched) & ~order.touched) == 0) run->touched = sets_.Of(order.own);
+  }
+}
+
+void Arena::Return(void* p, StreamMask touched) {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  Block* block = FindLive(Offset(p));
+  block->touched = sets_.Of(touched);
+  Release(block, Offset(p));
+}
+
+void Arena::Touch(const void* p, StreamMask by) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block != nullptr) block->touched = sets_.Union(block->touched, sets_.Of(by));
+}
+
+void Arena::Untouch(const void* p, StreamMask by) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block != nullptr) block->touched = sets_.Of(sets_.Mask(block->touched) & ~by);
+}
+
+StreamMask Arena::Touched(const void* p) {
+  std::lock_guard hold(lock_);
+  const Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  return block != nullptr ? sets_.Mask(block->touched) : 0;
+}
+
+int64_t Arena::Home(const void* p) {
+  std::lock_guard hold(lock_);
+  const Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  return block != nullptr ? block->home : -1;
+}
+
+// The ids are given out anew on the way, so that sets which no block has any more do not add up.
+void Arena::BeginSettling() {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  TouchedSets before;
+  std::swap(before, sets_);
+  for (Heap* heap : {&large_, &small_}) {
+    heap->ForEach([&](Block* block) {
+      const StreamMask mask = before.Mask(block->touched);
+      // A live block stays in use, and who replays a graph in whose pool it lies does not tell us.
+      block->touched = block->live || block->pool != 0 ? sets_.Of(mask) : sets_.Fenced(mask);
+    });
+  }
+}
+
+void Arena::EndSettling() {
+  std::lock_guard hold(lock_);
+  sets_.EmptyFenced();
+}
+
+bool Arena::ReservePool(uint8_t pool) {
+  std::lock_guard hold(lock_);
+  if (forked()) return false;
+  large_.ReservePool(pool);
+  small_.ReservePool(pool);
+  return true;
+}
+
+uint64_t Arena::PoolBlocks(uint8_t pool) {
+  std::lock_guard hold(lock_);
+  uint64_t live = 0;
+  for (Heap* heap : {&large_, &small_})
+    heap->ForEach([&](const Block* block) { live += block->live && block->pool == pool ? 1 : 0; });
+  return live;
+}
+
+void Arena::EndPool(uint8_t pool, StreamMask also) {
+  std::lock_guard hold(lock_);
+  if (forked()) return;
+  for (Heap* heap : {&large_, &small_}) {
+    const uint64_t before = heap->pooled_bytes();
+    heap->EndPool(pool, also);
+    const uint64_t released = before - heap->pooled_bytes();
+    held_bytes_ -= released;
+    if (heap == &large_) large_held_bytes_ -= released;
+  }
+  ResidentChanged();
+  ObeyBudget();
+  Verify("end_pool");
 }
 
 // ---- prices and searches ---------------------------------------------------------------------------------------
@@ -373,8 +605,8 @@ void Arena::SetPrices(const mm_price* prices, size_t n) {
     if (!Owns(prices[i].p)) continue;
     Block* block = FindLive(Offset(prices[i].p));
     if (block == nullptr) continue;
-    const bool priced =
-        prices[i].owner != nullptr && prices[i].cost >= 0 && std::isfinite(static_cast<float>(prices[i].cost));
+    const bool priced = block->pool == 0 && prices[i].owner != nullptr && prices[i].cost >= 0 &&
+                        std::isfinite(static_cast<float>(prices[i].cost));
     block->owner = prices[i].owner;
     block->cost = priced ? static_cast<float>(prices[i].cost) : kPinnedCost;
     block->last_access = prices[i].last_access;
@@ -425,11 +657,13 @@ int64_t Arena::Choose(int how, uint64_t need, uint64_t request, double now, mm_v
 
 // ---- look ------------------------------------------------------------------------------------------------------
 
-uint64_t Arena::BlockBytes(const void* p) {
+uint64_t Arena::BlockBytes(const void* p, uint64_t* requested_bytes) {
   std::lock_guard hold(lock_);
   if (forked() || !Owns(p)) return 0;
   const Block* block = FindLive(Offset(p));
-  return block != nullptr ? block->bytes : 0;
+  if (block == nullptr) return 0;
+  if (requested_bytes != nullptr) *requested_bytes = block->bytes - block->slack;
+  return block->bytes;
 }
 
 bool Arena::Idle() {
@@ -458,6 +692,14 @@ void Arena::ResetPeak() {
   stats_.unmanaged_peak_bytes = 0;
   stats_.committed_peak_bytes = committed_pages() * pages_.page_bytes;
   ResidentChanged();
+}
+
+uint64_t Arena::TakeMark(uint64_t* peak_bytes) {
+  std::lock_guard hold(lock_);
+  *peak_bytes = marked_peak_bytes_;
+  marked_peak_bytes_ = 0;
+  ResidentChanged();
+  return marked_peak_bytes_;
 }
 
 void Arena::ResetCounts() {
@@ -534,15 +776,18 @@ std::string Arena::CheckLocked() const {
       return true;
     });
   }
-  uint64_t large_live = 0;
+  uint64_t large_held = 0;
   for (const Block* block = large_.first(); block != nullptr; block = block->next)
-    if (block->live) large_live += block->bytes;
-  if (large_live != large_live_bytes_) return "large_live_bytes is not the sum over the large blocks";
+    if (block->pool != kAway && (block->live || block->pool != 0)) large_held += block->bytes;
+  if (large_held != large_held_bytes_) return "large_held_bytes is not the sum over the large blocks";
+  if (held_bytes_ != stats_.live_bytes + large_.pooled_bytes() + small_.pooled_bytes())
+    return "held is not live + pooled";
   if (live != stats_.live_bytes) return "live_bytes is not the sum over the live blocks";
   if (stats_.allocations - stats_.frees != large_.live_blocks() + small_.live_blocks()) return "blocks are miscounted";
-  if (resident() != stats_.live_bytes + stats_.outside_bytes) return "resident is not live + outside";
+  if (resident() != held_bytes_ + stats_.outside_bytes) return "resident is not held + outside";
   const uint64_t committed = committed_pages() * pages_.page_bytes;
-  if (spare_pages() > 0 && committed + stats_.outside_bytes > budget()) return "spare pages are kept over the budget";
+  if (pages_.give_back == GiveBack::kAtOnce && spare_pages() > 0 && committed + stats_.outside_bytes > budget())
+    return "spare pages are kept over the budget";
   return "";
 }
 

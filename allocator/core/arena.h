@@ -9,12 +9,15 @@
 //   limit        the length of addresses that large blocks may lie in without remap: the budget without what is outside
 //                and in small blocks, so that a run below the limit always has its bytes
 //   episode      one request that has to reclaim, whatever number of calls it takes
+//   room         spare pages that must be given back before a block can have its own
+//   held         bytes of live blocks and of what pools keep for themselves
 // The range is much longer than the budget, [0, large area) followed by [small area): addresses cost nothing. Best fit
 // with the untouched end last keeps blocks low in the range; only fragmentation sends them further up.
 //
 // Invariants, checked after every event under MEMMGR_DEBUG=1:
 //   I1  a block is handed out only while resident <= budget
-//   I2  committed + outside > budget only while there is no spare page left to give back
+//   I2  committed + outside > budget only while there is no spare page left to give back; where giving back waits
+//       (GiveBack::kAfterSettle) this is so when pages are committed, not after every free
 //   I3  those of each heap (heap.cpp)
 #pragma once
 
@@ -32,10 +35,30 @@
 
 namespace memmgr {
 
+// One request in stream order.
+struct StreamOrder {
+  StreamMask own = 0;  // the bit of the stream that asks
+  uint16_t home = 0;   // its number
+  uint8_t pool = 0;
+  bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
+  StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
+  StreamMask touched = 0;               // out: who has to be waited for, the stream itself included
+  uint64_t frees = 0;                   // out: of the arena, up to then
+};
+
+// The lengths of the two areas. `least_large`: what will do for the large one where addresses are few.
+struct Areas {
+  uint64_t large_bytes;
+  uint64_t least_large_bytes;
+  uint64_t small_bytes;  // 0: an eighth of the large one
+};
+
 class Arena final : private ForkAware {
  public:
-  // reserve_bytes is the length of the large area. nullptr with a text in *wrong.
-  static Arena* Create(const PageOps& pages, uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong);
+  // nullptr with a text in *wrong.
+  static Arena* Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, std::string* wrong);
+  // reserve_bytes 0: generous for this machine's memory.
+  static Arena* CreateOnHost(uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong);
   ~Arena();
 
   void SetReclaim(mm_reclaim_fn reclaim, void* user);
@@ -45,10 +68,31 @@ class Arena final : private ForkAware {
   void NoteVirtual(int64_t delta);
 
   void SetLayout(int remap, int apart);
-  void* Alloc(uint64_t requested_bytes, End end);
-  void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free);
+  // `order` is for memory in stream order; nullptr where there are no streams.
+  void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
+  void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
   void Free(void* p);
-  uint64_t BlockBytes(const void* p);
+  // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
+  // whoever waits for this stream from now on waits for those others too.
+  void Waited(const void* p, const StreamOrder& order);
+  // As if p had never been handed out: `touched` is what Alloc said.
+  void Return(void* p, StreamMask touched);
+
+  // All of these for live blocks.
+  void Touch(const void* p, StreamMask by);
+  void Untouch(const void* p, StreamMask by);
+  StreamMask Touched(const void* p);
+  int64_t Home(const void* p);  // the number of its stream; -1: no block begins at p
+  // Between the two the CPU waits for every stream: what runs were touched by before the first is done at the second.
+  // One such pair at a time.
+  void BeginSettling();
+  void EndSettling();
+
+  bool ReservePool(uint8_t pool);
+  uint64_t PoolBlocks(uint8_t pool);  // live ones
+  // What the pool keeps is everybody's again, touched by `also` too.
+  void EndPool(uint8_t pool, StreamMask also);
+  uint64_t BlockBytes(const void* p, uint64_t* requested_bytes = nullptr);
   const void* Base() const { return base_; }
   bool Owns(const void* p) const { return Offset(p) < range_bytes_; }
   uint64_t Trim(uint64_t keep_bytes);
@@ -63,6 +107,7 @@ class Arena final : private ForkAware {
 
   void Stats(mm_arena_stats* out);
   void ResetPeak();
+  uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
@@ -77,6 +122,7 @@ class Arena final : private ForkAware {
 
  private:
   Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, uint64_t budget_bytes);
+  using Hold = std::unique_lock<Lock>;
 
   // A request on its way through Alloc.
   struct Request {
@@ -84,28 +130,41 @@ class Arena final : private ForkAware {
     uint64_t bytes;  // after alignment
     uint64_t need;   // the shortage that the last try found; 0: contiguity
     End end;
-    bool remap;  // addresses beyond the limit are allowed
+    bool remap;     // addresses beyond the limit are allowed
+    uint64_t room;  // pages that have to be given back first: then another try is worth it
+    StreamOrder* order;
   };
   uint64_t Offset(const void* p) const { return static_cast<uint64_t>(static_cast<const char*>(p) - base_); }
   bool InSmall(uint64_t offset) const { return offset >= large_.bytes(); }
   Block* FindLive(uint64_t offset) const {
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
-  Request MakeRequest(uint64_t requested_bytes, End end) const;
+  Request MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const;
   uint64_t Shortage(uint64_t bytes) const;
   uint64_t Limit() const;
-  uint64_t Placeable() const { return Limit() - std::min(Limit(), large_live_bytes_); }
+  uint64_t Placeable() const { return Limit() - std::min(Limit(), large_held_bytes_); }
+  uint64_t away_pages() const { return large_.away_pages() + small_.away_pages(); }
   uint64_t committed_pages() const { return large_.committed_pages() + small_.committed_pages(); }
   uint64_t spare_pages() const { return large_.spare_pages() + small_.spare_pages(); }
 
   void* Try(Request* request);
-  Block* Place(Heap* heap, const Request& request);
-  Block* Back(Heap* heap, Block* block);
-  void* Reclaim(std::unique_lock<Lock>* hold, Request* request);
-  void* Episode(std::unique_lock<Lock>* hold, Request* request);
+  void* TryPool(Request* request);
+  void* MakeRoomAndTry(Hold* hold, Request* request);
+  void* MakeRoom(Hold* hold, Request* request);
+  Spot Find(const Heap& heap, const Request& request, uint64_t limit, End end) const;
+  Block* Place(Heap* heap, Request* request);
+  Block* Back(Heap* heap, Block* block, Request* request);
+  void* HandOut(Heap* heap, Block* block, Request* request);
+  void Release(Block* block, uint64_t offset);
+  void* Reclaim(Hold* hold, Request* request);
+  void* Episode(Hold* hold, Request* request);
   void BeginEpisode(const Request& request);
-  uint64_t GiveBack(uint64_t pages);
-  void ObeyBudget(uint64_t extra_pages);
+  uint64_t GiveBackNow(uint64_t pages);
+  uint64_t GiveBackSettled(Hold* hold, uint64_t pages);
+  uint64_t ExcessPages(uint64_t extra_pages) const;
+  void ObeyBudget();
+  void ObeyBudgetNow(Hold* hold);
+  bool waits() const { return pages_.give_back == GiveBack::kAfterSettle; }
   void ResidentChanged();
   std::string CheckLocked() const;
   void Verify(const char* event) const {
@@ -122,7 +181,9 @@ class Arena final : private ForkAware {
   const bool debug_;
   std::atomic<bool> forked_{false};
 
-  Lock lock_;  // everything below
+  Lock room_lock_;  // taken before lock_, and kept while pages are away: who also needs room waits for them
+  Lock lock_;       // everything below
+  TouchedSets sets_;
   Heap large_;
   Heap small_;
   mm_reclaim_fn reclaim_ = nullptr;
@@ -131,7 +192,9 @@ class Arena final : private ForkAware {
   std::atomic<uint64_t> budget_bytes_;
   std::atomic<uint64_t> resident_{0};
   int64_t virtual_bytes_ = 0;
-  uint64_t large_live_bytes_ = 0;
+  uint64_t held_bytes_ = 0;
+  uint64_t large_held_bytes_ = 0;
+  uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;

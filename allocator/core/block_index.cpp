@@ -20,12 +20,7 @@ Block* BlockPool::Take() {
   if (recycled_ == nullptr) Reserve();
   Block* block = recycled_;
   recycled_ = block->next;
-  // xorshift: the priority only has to be unrelated to the key.
-  random_ ^= random_ << 13;
-  random_ ^= random_ >> 17;
-  random_ ^= random_ << 5;
   *block = Block{};
-  block->priority = static_cast<uint16_t>(random_ >> 8);
   return block;
 }
 
@@ -104,6 +99,8 @@ int RunIndex::NextBin(int bin) const {
 
 void RunIndex::Insert(Block* run) {
   const int bin = BinOf(run->bytes);
+  // Unrelated to the order of the key is all that a priority has to be.
+  run->priority = static_cast<uint16_t>((run->offset * 0x9E3779B97F4A7C15ull) >> 48);
   Block** link = &roots_[bin];
   while (*link != nullptr && (*link)->priority >= run->priority) {
     link = FitsTighter(*link, run) ? &(*link)->right : &(*link)->left;

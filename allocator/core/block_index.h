@@ -5,6 +5,8 @@
 //   block      a piece of an area, live or free; blocks tile the area and are linked in address order
 //   run        a free block; no two runs touch (they are coalesced at once)
 //   best fit   the smallest run that is long enough, and the lowest address among equals
+//   pool       a number: memory that is reused only for the same one. 0 is everybody's
+//   away       of no run and no owner while its pages are being given back; looks like a live block that nobody has
 //   bin        runs of about the same size, in a treap ordered by (bytes, offset)
 #pragma once
 
@@ -12,6 +14,8 @@
 #include <cstdint>
 #include <memory>
 #include <vector>
+
+#include "touched.h"
 
 namespace memmgr {
 
@@ -24,6 +28,8 @@ enum class RunKind : uint8_t {
   kHole,       // none is
 };
 inline constexpr int kRunKinds = 4;
+
+inline constexpr uint8_t kAway = 255;  // the pool of what is away
 
 struct alignas(64) Block {
   uint64_t offset = 0;
@@ -39,12 +45,19 @@ struct alignas(64) Block {
     Block* right = nullptr;
     double last_access;
   };
-  float cost = 0;      // live: what making it free costs, before staleness; negative: pinned
-  uint32_t slack = 0;  // live: bytes - requested bytes
-  uint32_t holes = 0;  // pages of this run that are not committed; 0 in a live block that was handed out
-  uint16_t priority = 0;
+  float cost = 0;         // live: what making it free costs, before staleness; negative: pinned
+  uint32_t holes = 0;     // pages of this run that are not committed; 0 in a live block that was handed out
+  TouchedId touched = 0;  // the streams that this memory is in use by, as far as we know; 0 where there are no streams
+  union {
+    uint16_t priority = 0;  // of a run, in its treap
+    uint16_t slack;         // live: bytes - requested bytes; less than a large unit
+  };
+  union {
+    RunKind kind = RunKind::kFragment;
+    uint16_t home;  // live: the number of the stream in whose order it was allocated
+  };
+  uint8_t pool = 0;
   bool live = false;
-  RunKind kind = RunKind::kFragment;
 };
 static_assert(sizeof(Block) == 64, "one cache line");
 
@@ -59,7 +72,6 @@ class BlockPool {
   static constexpr size_t kSlab = 1024;
   std::vector<std::unique_ptr<Block[]>> slabs_;
   Block* recycled_ = nullptr;
-  uint32_t random_ = 0x9E3779B9u;
 };
 
 // offset -> live block: open addressing with linear probing, at most half full; deleting shifts back, so that there are

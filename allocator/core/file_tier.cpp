@@ -70,17 +70,17 @@ bool FileTier::StartWorkers(int workers, std::string* wrong) {
   return !workers_.empty();
 }
 
-void FileTier::Close(FileTier* tier) {
+void FileTier::Close() {
   // In a forked child there are no workers to join, and the conditions count waiters that do not exist: leave it all.
-  if (tier->forked_.load()) return;
+  if (forked_.load()) return;
   {
-    Hold hold(tier->mutex_);
-    tier->closing_ = true;
+    Hold hold(mutex_);
+    closing_ = true;
   }
-  tier->work_.notify_all();
-  for (std::thread& worker : tier->workers_) worker.join();
-  tier->IgnoreForks();
-  delete tier;
+  work_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+  IgnoreForks();
+  delete this;
 }
 
 void FileTier::AfterForkInChild() {

@@ -24,25 +24,24 @@
 #include "fork.h"
 #include "memmgr/core.h"
 #include "slot_space.h"
+#include "tier.h"
 
 namespace memmgr {
 
-enum class Urgency { kQueued, kNow };
-
-class FileTier final : private ForkAware {
+class FileTier final : public Tier, private ForkAware {
  public:
   static FileTier* Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
                         std::string* wrong);
   // Cancels what is queued, waits for what is under way, and deletes the tier.
-  static void Close(FileTier* tier);
+  void Close() override;
 
-  mm_slot Write(const void* from, uint64_t bytes, Urgency urgency);
-  int Read(mm_slot id, void* to, Urgency urgency);
-  int Poll(mm_slot id);
-  int Wait(mm_slot id);
-  void Free(mm_slot id);
-  void Stats(mm_tier_stats* out);
-  void Inject(int write_errno, int after_writes, int read_errno, int after_reads);
+  mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
+  int Read(mm_slot id, void* to, Urgency urgency) override;
+  int Poll(mm_slot id) override;
+  int Wait(mm_slot id) override;
+  void Free(mm_slot id) override;
+  void Stats(mm_tier_stats* out) override;
+  void Inject(int write_errno, int after_writes, int read_errno, int after_reads) override;
 
   void AfterForkInChild() override;
 

@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <new>
+#include <utility>
 
+#include "ordering.h"
 #include "window.h"
 
 namespace memmgr {
 
-Heap::Heap(const PageOps& pages, char* base, uint64_t bytes, int unit_shift)
+Heap::Heap(const PageOps& pages, TouchedSets* sets, char* base, uint64_t bytes, int unit_shift)
     : pages_(pages),
+      sets_(sets),
       base_(base),
       bytes_(bytes),
       unit_shift_(unit_shift),
@@ -30,20 +34,35 @@ RunKind Heap::KindOf(const Block* run) const {
   return run->holes == whole ? RunKind::kHole : RunKind::kMixed;
 }
 
-void Heap::Publish(Block* run) {
+inline void Heap::Publish(Block* run) {
   run->kind = KindOf(run);
-  Of(run).Insert(run);
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
+  if (run->pool != 0) {
+    pools_[run->pool]->Insert(run);
+    pooled_bytes_ += run->bytes;
+    ++odd_blocks_;
+    return;
+  }
+  runs_[static_cast<int>(run->kind)].Insert(run);
   free_bytes_ += run->bytes;
   hole_pages_ += run->holes;
   spare_pages_ += Whole(run).count() - run->holes;
 }
 
-void Heap::Withdraw(Block* run) {
-  Of(run).Erase(run);
+inline void Heap::Withdraw(Block* run) {
+  if (run->pool != 0) {
+    pools_[run->pool]->Erase(run);
+    pooled_bytes_ -= run->bytes;
+    --odd_blocks_;
+    return;
+  }
+  runs_[static_cast<int>(run->kind)].Erase(run);
   free_bytes_ -= run->bytes;
   hole_pages_ -= run->holes;
   spare_pages_ -= Whole(run).count() - run->holes;
 }
+
+// ---- find ------------------------------------------------------------------------------------------------------
 
 Block* Heap::BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const {
   Block* run = Of(kind).BestFit(bytes);
@@ -58,32 +77,78 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
 }
 
-Block* Heap::Take(Block* run, uint64_t bytes, uint64_t requested_bytes, uint64_t limit, End end) {
+uint64_t Heap::UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
+  // Below the block stays a run, and beyond the limit another one.
+  const uint64_t run_end = run->offset + run->bytes;
+  const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
+  return top - bytes;
+}
+
+Block* Heap::BestAllowed(const RunIndex& index, uint64_t bytes, uint64_t limit, StreamMask allowed) const {
+  Block* run = index.BestFit(bytes);
+  while (run != nullptr && (!Allowed(run, allowed) || (run == last_ && run->offset + bytes > limit)))
+    run = index.BestFit(run->bytes, run->offset + 1);
+  return run;
+}
+
+uint64_t Heap::NewPages(const Block* run, uint64_t pages, uint64_t limit) const {
+  const PageSpan whole = Whole(run);
+  const uint64_t none = run->offset + run->bytes;
+  for (uint64_t at = whole.first;;) {
+    at = map_.Next(at, whole.end, false);
+    const uint64_t end = map_.Next(at, whole.end, true);
+    if (at == whole.end || (run == last_ && (at + pages) << page_shift_ > limit)) return none;
+    if (end - at >= pages) return at << page_shift_;
+    at = end;
+  }
+}
+
+Spot Heap::FindWithin(uint64_t bytes, uint64_t limit, StreamMask allowed) const {
+  for (const auto& [one, other] :
+       {std::pair{RunKind::kFragment, RunKind::kCommitted}, {RunKind::kMixed, RunKind::kHole}}) {
+    Block* run = Tighter(BestAllowed(Of(one), bytes, limit, allowed), BestAllowed(Of(other), bytes, limit, allowed));
+    if (run != nullptr) return {run, run->offset};
+  }
+  const uint64_t pages = (bytes + pages_.page_bytes - 1) >> page_shift_;
+  for (const RunKind kind : {RunKind::kMixed, RunKind::kHole}) {
+    for (Block* run = Of(kind).BestFit(bytes); run != nullptr; run = Of(kind).BestFit(run->bytes, run->offset + 1)) {
+      const uint64_t at = NewPages(run, pages, limit);
+      if (at != run->offset + run->bytes) return {run, at};
+    }
+  }
+  return {};
+}
+
+Spot Heap::FindPooled(uint8_t pool, uint64_t bytes, StreamMask allowed) const {
+  if (pools_[pool] == nullptr) return {};
+  Block* run = BestAllowed(*pools_[pool], bytes, bytes_, allowed);
+  return {run, run != nullptr ? run->offset : 0};
+}
+
+// ---- take, back, free --------------------------------------------------------------------------------------------
+
+Block* Heap::Take(Spot spot, uint64_t bytes, uint64_t requested_bytes) {
   live_.ReserveOne();
   pool_.Reserve();
+  Block* run = spot.run;
   Withdraw(run);
-  const bool holey = run->kind == RunKind::kHole || run->kind == RunKind::kMixed;
-  const uint64_t run_end = run->offset + run->bytes;
-  if (end == End::kHigh) {
-    // Below the block stays a run, and beyond the limit another one. (Sizes are multiples of the unit: so are rests.)
-    const uint64_t top = run == last_ ? std::min(run_end, std::max(limit, run->offset + bytes)) : run_end;
-    if (top - bytes > run->offset) {
-      Block* upper = SplitOff(run, top - bytes);
-      if (holey) {
-        // A page that both touch belongs to the block here too.
-        const PageSpan below = Whole(run);
-        const uint64_t left = map_.CountHoles(below.first, below.end);
-        upper->holes = static_cast<uint32_t>(run->holes - left);
-        run->holes = static_cast<uint32_t>(left);
-      }
-      Publish(run);
-      run = upper;
+  const bool holey = run->holes > 0;
+  if (spot.at > run->offset) {
+    Block* upper = SplitOff(run, spot.at);
+    if (holey) {
+      // A page that both touch belongs to the block.
+      const PageSpan below = Whole(run);
+      const uint64_t left = map_.CountHoles(below.first, below.end);
+      upper->holes = static_cast<uint32_t>(run->holes - left);
+      run->holes = static_cast<uint32_t>(left);
     }
+    Publish(run);
+    run = upper;
   }
   if (run->bytes > bytes) {
     Block* rest = SplitOff(run, run->offset + bytes);
     if (holey) {
-      // A page that both touch belongs to the block: the rest keeps the holes among its whole pages.
+      // Here too: the rest keeps the holes among its whole pages.
       const PageSpan touched = Touched(run->offset, bytes);
       const uint64_t taken = map_.CountHoles(touched.first, touched.end);
       rest->holes = static_cast<uint32_t>(run->holes - taken);
@@ -91,7 +156,9 @@ Block* Heap::Take(Block* run, uint64_t bytes, uint64_t requested_bytes, uint64_t
     }
     Publish(rest);
   }
-  run->slack = static_cast<uint32_t>(bytes - requested_bytes);
+  if (run->touched != 0 && IsNew(run)) run->touched = 0;
+  run->slack = static_cast<uint16_t>(bytes - requested_bytes);
+  run->home = 0;
   run->owner = nullptr;
   run->last_access = 0;
   run->cost = kPinnedCost;
@@ -106,6 +173,8 @@ Block* Heap::SplitOff(Block* run, uint64_t at) {
   Block* upper = pool_.Take();
   upper->offset = at;
   upper->bytes = run->offset + run->bytes - at;
+  upper->touched = Order<"split.touched">([&] { return run->touched; });
+  upper->pool = run->pool;
   upper->previous = run;
   upper->next = run->next;
   (upper->next != nullptr ? upper->next->previous : last_) = upper;
@@ -114,44 +183,78 @@ Block* Heap::SplitOff(Block* run, uint64_t at) {
   return upper;
 }
 
+// All or nothing: the map changes when every hole has its pages.
 bool Heap::CommitHoles(Block* block) {
   const PageSpan touched = Touched(block->offset, block->bytes);
-  for (uint64_t at = touched.first; block->holes > 0;) {
-    const uint64_t first = map_.Next(at, touched.end, false);
-    const uint64_t end = map_.Next(first, touched.end, true);
-    if (pages_.commit(base_ + (first << page_shift_), (end - first) << page_shift_) != 0) return false;
-    map_.Set(first, end);
-    committed_pages_ += end - first;
-    block->holes -= static_cast<uint32_t>(end - first);
-    at = end;
+  const auto each_hole = [&](uint64_t until, auto&& body) {
+    for (uint64_t at = touched.first;;) {
+      const uint64_t first = map_.Next(at, until, false);
+      if (first >= until) return until;
+      at = map_.Next(first, until, true);
+      if (!body(base_ + (first << page_shift_), (at - first) << page_shift_)) return first;
+    }
+  };
+  const uint64_t refused =
+      each_hole(touched.end, [&](char* at, uint64_t bytes) { return pages_.commit(pages_.user, at, bytes) == 0; });
+  if (refused < touched.end) {
+    each_hole(refused, [&](char* at, uint64_t bytes) { return pages_.decommit(pages_.user, at, bytes), true; });
+    return false;
   }
+  map_.Set(touched.first, touched.end);
+  committed_pages_ += block->holes;
+  block->holes = 0;
   return true;
 }
 
 void Heap::Free(Block* block) {
   live_.Erase(block->offset);
+  Coalesce(block);
+}
+
+void Heap::Coalesce(Block* block) {
   block->live = false;
   Block* before = block->previous;
-  if (before != nullptr && !before->live) {
+  if (before != nullptr && !before->live && before->pool == block->pool) {
     Withdraw(before);
     before->bytes += block->bytes;
     before->holes += block->holes;
+    before->touched = Order<"coalesce.touched">([&] { return sets_->Union(before->touched, block->touched); });
     before->next = block->next;
     (block->next != nullptr ? block->next->previous : last_) = before;
     pool_.Return(block);
     block = before;
   }
   Block* after = block->next;
-  if (after != nullptr && !after->live) {
+  if (after != nullptr && !after->live && after->pool == block->pool) {
     Withdraw(after);
     block->bytes += after->bytes;
     block->holes += after->holes;
+    block->touched = Order<"coalesce.touched">([&] { return sets_->Union(block->touched, after->touched); });
     block->next = after->next;
     (after->next != nullptr ? after->next->previous : last_) = block;
     pool_.Return(after);
   }
   Publish(block);
 }
+
+// ---- pools -------------------------------------------------------------------------------------------------------
+
+void Heap::ReservePool(uint8_t pool) {
+  if (pools_[pool] == nullptr) pools_[pool] = std::make_unique<RunIndex>(unit_shift_);
+}
+
+void Heap::EndPool(uint8_t pool, StreamMask also) {
+  if (pools_[pool] == nullptr) return;
+  const TouchedId also_id = sets_->Of(also);
+  while (Block* run = pools_[pool]->Largest()) {
+    Withdraw(run);
+    run->pool = 0;
+    run->touched = sets_->Union(run->touched, also_id);
+    Coalesce(run);
+  }
+}
+
+// ---- pages -------------------------------------------------------------------------------------------------------
 
 uint64_t Heap::GiveBack(uint64_t pages) {
   uint64_t given = 0;
@@ -168,7 +271,7 @@ uint64_t Heap::GiveBack(uint64_t pages) {
         end = map_.Previous(whole.first, end, true);
         if (end == whole.first) break;
         const uint64_t first = std::max(map_.Previous(whole.first, end, false), end - std::min(end, pages - given));
-        refused = pages_.decommit(base_ + (first << page_shift_), (end - first) << page_shift_) != 0;
+        refused = pages_.decommit(pages_.user, base_ + (first << page_shift_), (end - first) << page_shift_) != 0;
         if (refused) break;
         map_.Clear(first, end);
         run->holes += static_cast<uint32_t>(end - first);
@@ -182,6 +285,60 @@ uint64_t Heap::GiveBack(uint64_t pages) {
   }
   return given;
 }
+
+Block* Heap::Detach(uint64_t pages, Block* list) {
+  for (const RunKind kind : {RunKind::kMixed, RunKind::kCommitted}) {  // in the order of GiveBack
+    while (pages > 0) {
+      Block* run = Of(kind).Largest();
+      if (run == nullptr) break;
+      try {
+        pool_.Reserve();
+      } catch (const std::bad_alloc&) {
+        return list;
+      }
+      Withdraw(run);
+      const PageSpan whole = Whole(run);
+      const uint64_t end = map_.Previous(whole.first, whole.end, true);
+      const uint64_t first = std::max(map_.Previous(whole.first, end, false), end - std::min(end, pages));
+      if (end << page_shift_ < run->offset + run->bytes) {
+        Block* upper = SplitOff(run, end << page_shift_);
+        upper->holes = static_cast<uint32_t>(whole.end - end);
+        run->holes -= upper->holes;
+        Publish(upper);
+      }
+      if (first << page_shift_ > run->offset) {
+        Block* piece = SplitOff(run, first << page_shift_);
+        Publish(run);
+        run = piece;
+      }
+      run->live = true;
+      run->pool = kAway;
+      run->cost = kPinnedCost;
+      run->left = list;
+      list = run;
+      pages -= end - first;
+      away_pages_ += end - first;
+      ++odd_blocks_;
+    }
+  }
+  return list;
+}
+
+void Heap::Reattach(Block* piece, bool decommitted) {
+  const PageSpan whole = Whole(piece);
+  away_pages_ -= whole.count();
+  --odd_blocks_;
+  if (decommitted) {
+    map_.Clear(whole.first, whole.end);
+    committed_pages_ -= whole.count();
+    piece->holes = static_cast<uint32_t>(whole.count());
+    piece->touched = 0;
+  }
+  piece->pool = 0;
+  Coalesce(piece);
+}
+
+// ---- look --------------------------------------------------------------------------------------------------------
 
 // A run with holes, piece by piece. The part of a page that it shares with a live neighbour is committed, and joins the
 // piece beside it.
@@ -203,8 +360,9 @@ bool Heap::WalkRun(const Block* run, const Visitor& visit) const {
 
 bool Heap::Walk(const Visit& visit) const {
   for (const Block* block = first_; block != nullptr; block = block->next) {
-    const bool go_on =
-        block->holes == 0 ? visit(block->offset, block->bytes, block->live ? 1 : 0) : WalkRun(block, visit);
+    const bool go_on = block->holes == 0
+                           ? visit(block->offset, block->bytes, block->live && block->pool != kAway ? 1 : 0)
+                           : WalkRun(block, visit);
     if (!go_on) return false;
   }
   return true;
@@ -227,14 +385,15 @@ uint64_t Heap::LargestFreeBytes() const {
 }
 
 uint64_t Heap::blocks() const {
-  uint64_t count = live_.size();
+  uint64_t count = live_.size() + odd_blocks_;
   for (const RunIndex& index : runs_) count += index.size();
   return count;
 }
 
 uint64_t Heap::LongestRunBytes(uint64_t limit) const {
   uint64_t longest = 0;
-  if (!last_->live && last_->offset < limit) longest = std::min(last_->bytes, limit - last_->offset);
+  if (!last_->live && last_->pool == 0 && last_->offset < limit)
+    longest = std::min(last_->bytes, limit - last_->offset);
   for (const RunIndex& index : runs_) {
     const Block* run = index.Largest(last_);
     if (run != nullptr) longest = std::max(longest, run->bytes);
@@ -245,6 +404,11 @@ uint64_t Heap::LongestRunBytes(uint64_t limit) const {
 std::string Heap::CheckBlock(const Block* block) const {
   const std::string at = " at offset " + std::to_string(block->offset);
   if (block->bytes == 0 || (block->bytes & ((uint64_t{1} << unit_shift_) - 1)) != 0) return "odd size" + at;
+  if (block->live && block->pool == kAway) {
+    const PageSpan whole = Whole(block);
+    if (whole.count() << page_shift_ != block->bytes || block->holes != 0) return "what is away has odd pages" + at;
+    return "";
+  }
   if (block->live) {
     if (live_.Find(block->offset) != block) return "a live block is not in the table" + at;
     const PageSpan touched = Touched(block->offset, block->bytes);
@@ -256,23 +420,31 @@ std::string Heap::CheckBlock(const Block* block) const {
   const PageSpan whole = Whole(block);
   if (map_.CountHoles(whole.first, whole.end) != block->holes) return "a run's holes are miscounted" + at;
   if (block->kind != KindOf(block)) return "a run is in the wrong index" + at;
-  const Block* fit = Of(block->kind).BestFit(block->bytes);
+  if (block->pool != 0 && block->holes != 0) return "a run of a pool has holes" + at;
+  const RunIndex& index = block->pool == 0 ? Of(block->kind) : *pools_[block->pool];
+  const Block* fit = index.BestFit(block->bytes);
   if (fit == nullptr || fit->bytes != block->bytes || fit->offset > block->offset) return "best fit misses a run" + at;
   return "";
 }
 
 std::string Heap::Check() const {
-  uint64_t end = 0, live = 0, runs = 0, free = 0, holes = 0, spare = 0;
+  uint64_t end = 0, live = 0, runs = 0, free = 0, holes = 0, spare = 0, pooled = 0, odd = 0, away = 0;
   const Block* before = nullptr;
   for (const Block* block = first_; block != nullptr; before = block, block = block->next) {
     const std::string at = " at offset " + std::to_string(block->offset);
     if (block->offset != end) return "a gap or an overlap" + at;
     if (block->previous != before) return "the address list is broken" + at;
-    if (before != nullptr && !before->live && !block->live) return "two runs touch" + at;
+    if (before != nullptr && !before->live && !block->live && before->pool == block->pool) return "two runs touch" + at;
     if (std::string wrong = CheckBlock(block); !wrong.empty()) return wrong;
     end += block->bytes;
-    if (block->live) {
+    if (block->live && block->pool == kAway) {
+      ++odd;
+      away += Whole(block).count();
+    } else if (block->live) {
       ++live;
+    } else if (block->pool != 0) {
+      ++odd;
+      pooled += block->bytes;
     } else {
       ++runs;
       free += block->bytes;
@@ -286,6 +458,7 @@ std::string Heap::Check() const {
   for (const RunIndex& index : runs_) indexed += index.size();
   if (indexed != runs) return "the indexes do not hold exactly the runs";
   if (free != free_bytes_ || holes != hole_pages_ || spare != spare_pages_) return "the sums over the runs are wrong";
+  if (pooled != pooled_bytes_ || odd != odd_blocks_ || away != away_pages_) return "pools or pages away are miscounted";
   const uint64_t pages = bytes_ >> page_shift_;
   if (pages - map_.CountHoles(0, pages) != committed_pages_) return "committed pages are miscounted";
   return "";

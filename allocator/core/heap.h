@@ -2,8 +2,7 @@
 //
 // Words:
 //   area         a part of the arena's range with its own unit: one for small blocks, one for all others, so that a
-//   small
-//                block with a long life never splits the space that large ones need
+//                small block with a long life never splits the space that large ones need
 //   unit         every size and offset is a multiple of it; a power of two
 //   whole pages  the pages that lie completely inside a run; only they can be given back
 //   spare pages  committed whole pages of runs: reuse without a page fault, or give back to stay within the budget
@@ -11,13 +10,16 @@
 //   limit        where the area ends for placement: the part of the last run beyond it is not used. Runs between live
 //                blocks are usable wherever they lie
 //   end          the side of a run from which a block is cut
+//   spot         a run and the offset in it where a block is to begin
 //
 // The life of a block: Find a run, Take a piece of it (the block is live but may lack pages), let the caller make room
 // in the budget, Back it with pages, use it, Free it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "block_index.h"
@@ -27,31 +29,59 @@ namespace memmgr {
 
 enum class End : uint8_t { kLow, kHigh };
 
+struct Spot {
+  Block* run = nullptr;  // nullptr: none
+  uint64_t at = 0;
+};
+
 class Heap {
  public:
-  Heap(const PageOps& pages, char* base, uint64_t bytes, int unit_shift);
+  Heap(const PageOps& pages, TouchedSets* sets, char* base, uint64_t bytes, int unit_shift);
 
   // Best fit, committed runs first; nullptr when no run is long enough.
   Block* Find(uint64_t bytes, uint64_t limit) const;
-  // Makes one end of a run a live block. block->holes pages of it still have to be committed. May throw
-  // std::bad_alloc, and has then changed nothing.
-  Block* Take(Block* run, uint64_t bytes, uint64_t requested_bytes, uint64_t limit, End end);
-  // Commits what the block lacks. False when the system refuses; the caller then frees the block.
+  // Where a block begins that is cut from the upper end of a run.
+  uint64_t UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
+  // As Find, but only memory that no stream outside of `allowed` touched: a run, or pages of one that are not
+  // committed.
+  Spot FindWithin(uint64_t bytes, uint64_t limit, StreamMask allowed) const;
+  // The tightest run of this pool that no stream outside of `allowed` touched.
+  Spot FindPooled(uint8_t pool, uint64_t bytes, StreamMask allowed) const;
+  // Makes a piece of a run a live block, with the run's streams (none, if all of its pages are new).
+  // block->holes pages of it still have to be committed. May throw std::bad_alloc, and has then changed nothing.
+  Block* Take(Spot spot, uint64_t bytes, uint64_t requested_bytes);
+  // Commits what the block lacks. False when the system refuses; nothing was committed then, and the caller frees the
+  // block.
   bool Back(Block* block) { return block->holes == 0 || CommitHoles(block); }
   void Free(Block* block);
+  // Before a block is given to this pool. May throw std::bad_alloc.
+  void ReservePool(uint8_t pool);
+  // The runs of the pool are everybody's again, `also` added to what they are touched by.
+  void EndPool(uint8_t pool, StreamMask also);
 
   Block* FindLive(uint64_t offset) const { return live_.Find(offset); }
   const Block* first() const { return first_; }
   const Block* last() const { return last_; }
+  // Every block, to change what it is touched by.
+  template <typename Visitor>
+  void ForEach(const Visitor& visit) {
+    for (Block* block = first_; block != nullptr; block = block->next) visit(block);
+  }
   uint64_t blocks() const;  // live ones and runs
 
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);
+  // The same in two steps. Up to `pages` spare pages are away: in pieces that are chained by `left`, in front of
+  // `list`. Each comes back, with or without its pages.
+  Block* Detach(uint64_t pages, Block* list);
+  void Reattach(Block* piece, bool decommitted);
 
   uint64_t bytes() const { return bytes_; }
   uint64_t live_blocks() const { return live_.size(); }
   uint64_t committed_pages() const { return committed_pages_; }
   uint64_t spare_pages() const { return spare_pages_; }
+  uint64_t pooled_bytes() const { return pooled_bytes_; }  // in runs of pools
+  uint64_t away_pages() const { return away_pages_; }
   uint64_t free_bytes() const { return free_bytes_ - hole_pages_ * pages_.page_bytes; }  // committed ones
   uint64_t LargestFreeBytes() const;
   uint64_t LongestRunBytes(uint64_t limit) const;  // addresses, with or without pages
@@ -75,19 +105,26 @@ class Heap {
     const uint64_t end = (run->offset + run->bytes) >> page_shift_;
     return {first, end > first ? end : first};
   }
-  RunIndex& Of(const Block* run) { return runs_[static_cast<int>(run->kind)]; }
+  // Not a page of it is committed. Pages lose their memory only when nobody uses it any more: no stream touches these.
+  bool IsNew(const Block* block) const { return block->holes == Touched(block->offset, block->bytes).count(); }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
   Block* BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const;
   Block* SplitOff(Block* run, uint64_t at);
   void Publish(Block* run);   // enters a run into its index and the sums
   void Withdraw(Block* run);  // and takes it out, before it changes
+  void Coalesce(Block* run);  // publishes it together with the runs beside it
+  bool Allowed(const Block* run, StreamMask allowed) const { return (sets_->Mask(run->touched) & ~allowed) == 0; }
+  Block* BestAllowed(const RunIndex& index, uint64_t bytes, uint64_t limit, StreamMask allowed) const;
+  // The first of so many pages next to each other that are not committed; the end of the run when there are none.
+  uint64_t NewPages(const Block* run, uint64_t pages, uint64_t limit) const;
   bool CommitHoles(Block* block);
   template <typename Visitor>
   bool WalkRun(const Block* run, const Visitor& visit) const;
   std::string CheckBlock(const Block* block) const;
 
   const PageOps& pages_;
+  TouchedSets* const sets_;
   char* const base_;
   const uint64_t bytes_;
   const int unit_shift_;
@@ -96,6 +133,7 @@ class Heap {
   BlockPool pool_;
   BlockTable live_;
   RunIndex runs_[kRunKinds];
+  std::array<std::unique_ptr<RunIndex>, kAway> pools_;  // by number; made at the first block
   PageMap map_;
   Block* first_;
   Block* last_;
@@ -104,6 +142,9 @@ class Heap {
   uint64_t hole_pages_ = 0;  // in runs
   uint64_t spare_pages_ = 0;
   uint64_t committed_pages_ = 0;
+  uint64_t pooled_bytes_ = 0;  // in the runs of pools: neither free nor spare
+  uint64_t away_pages_ = 0;
+  uint64_t odd_blocks_ = 0;  // runs of pools, and what is away
 };
 
 }  // namespace memmgr

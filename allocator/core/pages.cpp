@@ -11,7 +11,7 @@
 namespace memmgr {
 namespace {
 
-void* HostReserve(size_t bytes) {
+void* HostReserve(void*, size_t bytes) {
   void* base = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   // No huge pages. One would bring 2 MiB into memory for a 4 KiB touch, khugepaged would fill holes again, and what we
@@ -21,20 +21,26 @@ void* HostReserve(size_t bytes) {
   return base;
 }
 
-int HostCommit(void* at, size_t bytes) { return mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno; }
+int HostCommit(void*, void* at, size_t bytes) { return mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno; }
 
 // The protection stays: one mapping for all that was ever committed, instead of two more for every hole.
-int HostDecommit(void* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }
+int HostDecommit(void*, void* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }
 
-void HostRelease(void* base, size_t bytes) { munmap(base, bytes); }
+void HostRelease(void*, void* base, size_t bytes) { munmap(base, bytes); }
 
 uint64_t LowBits(uint64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 }  // namespace
 
 const PageOps& HostPages() {
-  static const PageOps ops{static_cast<size_t>(sysconf(_SC_PAGESIZE)), HostReserve, HostCommit, HostDecommit,
-                           HostRelease};
+  static const PageOps ops{.page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)),
+                           .give_back = GiveBack::kAtOnce,
+                           .user = nullptr,
+                           .reserve = HostReserve,
+                           .commit = HostCommit,
+                           .decommit = HostDecommit,
+                           .release = HostRelease,
+                           .settle = nullptr};
   return ops;
 }
 

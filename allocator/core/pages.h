@@ -9,15 +9,28 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "touched.h"
+
 namespace memmgr {
 
-// The seam for another kind of memory: a CUDA arena brings its own five functions and nothing above changes.
+// When pages may be given back.
+enum class GiveBack : uint8_t {
+  kAtOnce,       // whenever it helps, under the arena's lock
+  kAfterSettle,  // somebody may still be using them: settle first, which waits; never under the arena's lock
+  kNever,        // they are there from the start to the end
+};
+
+// The seam for another kind of memory. `user` is handed to every call.
 struct PageOps {
-  size_t page_bytes;                          // a power of two
-  void* (*reserve)(size_t bytes);             // addresses without memory; nullptr when there are not enough
-  int (*commit)(void* at, size_t bytes);      // 0 or -errno
-  int (*decommit)(void* at, size_t bytes);    // 0 or -errno; the addresses stay reserved, the contents are lost
-  void (*release)(void* base, size_t bytes);  // undoes reserve
+  size_t page_bytes;  // a power of two
+  GiveBack give_back;
+  void* user;
+  void* (*reserve)(void* user, size_t bytes);             // addresses without memory; nullptr when there are not enough
+  int (*commit)(void* user, void* at, size_t bytes);      // 0 or -errno, with nothing committed
+  int (*decommit)(void* user, void* at, size_t bytes);    // 0 or -errno; the addresses stay reserved, contents are lost
+  void (*release)(void* user, void* base, size_t bytes);  // undoes reserve
+  // Waits until what these streams have queued is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
+  int (*settle)(void* user, StreamMask touched);
 };
 
 const PageOps& HostPages();

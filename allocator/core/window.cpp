@@ -37,7 +37,9 @@ void Chooser::See(const Block* block, double now, size_t i) {
   block_[i] = block;
   bytes_[i] = block->bytes;
   float cost = 0, staleness = 1;
-  if (block->live) {
+  if (!block->live && block->pool != 0) {
+    cost = kPinnedCost;  // a graph's
+  } else if (block->live) {
     cost = block->cost;
     if (cost >= 0) {  // a price of 0 is a run's
       cost = std::max(cost, kLeast);

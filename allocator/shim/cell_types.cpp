@@ -84,6 +84,8 @@ static PyObject* Cell_num(PyObject* self, void* which) {
       return PyLong_FromLong(c->names);
     case 7:
       return PyLong_FromLong(c->gone);
+    case 9:
+      return PyLong_FromLongLong(c->saved_in == g.pass ? static_cast<long long>(c->save_index) : -1);
     default:
       return PyBool_FromLong(c->incoming.get() != nullptr);
   }
@@ -122,6 +124,8 @@ static PyGetSetDef Cell_getset[] = {
     {"handles", Cell_num, nullptr, nullptr, (void*)5},
     {"names", Cell_num, nullptr, nullptr, (void*)6},
     {"gone", Cell_num, nullptr, nullptr, (void*)7},
+    {"save_index", Cell_num, nullptr, "among the cells that this pass saved, by their first save; -1: none of them",
+     (void*)9},
     {"arriving", Cell_num, nullptr, nullptr, (void*)8},
     {"note", Cell_get_note, Cell_set_note, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -347,12 +351,17 @@ Cell* fresh_cell(c10::TensorImpl* t) {
 // A cell of its own with the bytes that the tensor's storage has now, or null when there is no room.
 Cell* private_copy(c10::TensorImpl* t) {
   auto* from = t->unsafe_storage().unsafeGetStorageImpl();
-  c10::Allocator* a = c10::GetAllocator(c10::kCPU);
+  const at::Device where = from->device();
+  c10::Allocator* a = allocator_of(where.type());
+  if (!a || (where.type() != c10::DeviceType::CPU && !managed_here(from))) return nullptr;
   try {
-    auto to = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), from->nbytes(),
-                                                    a->allocate(from->nbytes()), a, true);
-    std::memcpy(to->_mutable_data_ptr_no_checks().get(), from->_mutable_data_ptr_no_checks().get(), from->nbytes());
-    auto twin = c10::make_intrusive<c10::TensorImpl>(c10::Storage(to), c10::DispatchKeySet(c10::DispatchKey::CPU),
+    auto to = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), from->nbytes(),
+        managed_here(from) ? managed_block(from->nbytes()) : a->allocate(from->nbytes()), a, true);
+    if (!copy_bytes(where, to->_mutable_data_ptr_no_checks().get(), from->_mutable_data_ptr_no_checks().get(),
+                    from->nbytes()))
+      return nullptr;
+    auto twin = c10::make_intrusive<c10::TensorImpl>(c10::Storage(to), keys_of(where.type()),
                                                      caffe2::TypeMeta::Make<uint8_t>());
     Cell* c = fresh_cell(twin.get());
     g.attached_bytes += from->nbytes();

@@ -89,6 +89,7 @@ static Cell* new_cell() {
   c->slot = -1;
   c->seq = -1;
   c->price = -1;
+  c->filled_on = kNotFilled;
   return c;
 }
 
@@ -112,7 +113,8 @@ static void drop_slot(Cell* c) {
     c->slot_state = NO_SLOT;
     incoming = take_incoming_locked(c);
   }
-  if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);  // waits for what is under way, so `incoming` may go after it
+  // Waits for what is under way, or memory is reused in stream order: either way `incoming` may go after it.
+  if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);
 }
 
 // Our reference goes; with it the bytes, if nobody else has them.
@@ -597,7 +599,7 @@ static Cell* make_cell(c10::TensorImpl* t) {
   see_version(c, t);
   // Memory that another library owns may be written by it at any time.
   c->exposed = foreign_memory(s.get()) && !t->requires_grad();
-  c->pinned = c->exposed && memory_elsewhere(s.get());
+  c->pinned = !managed_here(s.get()) || (c->exposed && memory_elsewhere(s.get()));
   const void* p = s->_mutable_data_ptr_no_checks().get();
   if (c->exposed && g.arena && p && mm_arena_owns(g.arena, p)) {
     // Somebody else's handle on memory that is ours (DLPack): whoever has it by its own storage is exposed as well.
@@ -630,43 +632,74 @@ Cell* lookup_cell(c10::TensorImpl* t) {
 
 // ---- bytes come back ----
 
-// Reloads an offloaded cell, or says that it wants recomputation. The GIL is held; it is dropped while waiting.
+// A copy that was begun earlier, or one that begins now: its bytes, behind which the calling thread's stream waits.
+static int read_back(mm_tier* tier, mm_slot slot, size_t n, at::DataPtr* bytes) {
+  if (!bytes->get()) {
+    *bytes = managed_block(n);
+    return mm_tier_read_now(tier, slot, bytes->get());
+  }
+  return rule_holds(RULE_PREFETCHED) ? mm_tier_use(tier, slot, stream_now()) : 0;
+}
+
+// Reloads an offloaded cell, or says that it wants recomputation. The GIL is held; it is dropped while waiting, and
+// nobody who waits for a busy cell with the GIL waits for us: the cell is busy only while we do without.
 bool bring_back(Cell* c, bool* recompute) {
   *recompute = false;
-  if (c->busy) wait_not_busy(c);
-  if (c->gone == PRESENT && is_present(c)) return true;
-  if (c->gone != OFFLOADED || c->slot < 0 || !g.tier) {
-    *recompute = true;
-    return true;
-  }
   const uint64_t t0 = now_ns();
-  int rc = 0;
-  const mm_slot slot = c->slot;
-  mm_tier* tier = g.tier;
+  const auto n = static_cast<size_t>(c->nbytes);
+  mm_tier* tier;
+  mm_slot slot;
   at::DataPtr bytes;
-  std::string oom;
-  {
+  for (;;) {
+    if (c->busy) {
+      Py_BEGIN_ALLOW_THREADS wait_not_busy(c);
+      Py_END_ALLOW_THREADS
+    }
+    if (c->gone == PRESENT && is_present(c)) return true;
+    if (c->gone != OFFLOADED || c->slot < 0 || !g.tier) {
+      *recompute = true;
+      return true;
+    }
     std::lock_guard<std::mutex> lock(g.mu);
+    if (c->busy) continue;  // malloc was quicker
     c->busy = true;
+    tier = g.tier;
+    slot = c->slot;
     bytes = take_incoming_locked(c);
+    break;
   }
   const bool prefetched = bytes.get() != nullptr;
-  const auto n = static_cast<size_t>(c->nbytes);
-  c10::Allocator* allocator = c10::GetAllocator(c10::kCPU);
-  Py_BEGIN_ALLOW_THREADS if (prefetched) { rc = mm_tier_wait(tier, slot); }
-  else {
-    try {
-      bytes = allocator->allocate(n);
-    } catch (const std::exception& e) {
-      oom = e.what();
+  if (!prefetched || mm_tier_poll(tier, slot) == 0) plan_late(c);
+  int rc = 0;
+  std::string oom;
+  bool differs = false;
+  Py_BEGIN_ALLOW_THREADS try {
+    rc = read_back(tier, slot, n, &bytes);
+    if (rc >= 0 && c->has_checksum && !c->exposed) {
+      uint64_t got = 0;
+      differs = !checksum_of(g.place, bytes.get(), n, &got) || got != c->checksum;
     }
-    if (oom.empty()) rc = mm_tier_read_now(tier, slot, bytes.get());
+  } catch (const std::exception& e) {
+    oom = e.what();
   }
-  Py_END_ALLOW_THREADS if (!oom.empty() || rc < 0) {
+  {
     std::lock_guard<std::mutex> lock(g.mu);
+    if (oom.empty() && rc >= 0 && !differs) {
+      c->has_checksum = false;
+      note_gone_over(c);
+      c->gone = PRESENT;
+      if (!c->strong)  // its shell went with the last handle, and a recipe still names it: a new one
+        c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
+                                                          at::DataPtr(nullptr, bytes.device()),
+                                                          allocator_of(g.place.type()), true);
+      c->strong->set_data_ptr_noswap(std::move(bytes));
+      c->filled_on = g.device ? stream_now() : kNotFilled;
+      if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
+      price_locked(c);
+    }
     c->busy = false;
   }
-  if (!oom.empty()) {
+  Py_END_ALLOW_THREADS if (!oom.empty()) {
     PyObject* torch = PyImport_ImportModule("torch");
     PyObject* type = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
     const size_t line = oom.find('\n');
@@ -681,6 +714,7 @@ bool bring_back(Cell* c, bool* recompute) {
       // The copy cannot be read, but the bytes can be made again.
       {
         std::lock_guard<std::mutex> lock(g.mu);
+        if (c->gone != OFFLOADED || c->slot != slot) return true;  // somebody else had better luck
         g.offloaded_cells--;
         g.offloaded_bytes -= std::min<uint64_t>(g.offloaded_bytes, c->nbytes);
         c->gone = EVICTED;
@@ -689,37 +723,17 @@ bool bring_back(Cell* c, bool* recompute) {
       *recompute = true;
       return true;
     }
-    PyErr_Format(PyExc_OSError, "memmgr: reading a saved tensor back from the disk tier failed: %s",
-                 std::strerror(-rc));
+    PyErr_Format(PyExc_OSError, "memmgr: reading a saved tensor back from the %s tier failed: %s",
+                 g.device ? "host" : "disk", std::strerror(-rc));
     return false;
   }
-  if (c->has_checksum && !c->exposed) {
-    const uint64_t got = checksum_bytes(bytes.get(), n);
-    c->has_checksum = false;
-    if (got != c->checksum) {
-      std::lock_guard<std::mutex> lock(g.mu);
-      c->busy = false;
-      PyErr_Format(PyExc_RuntimeError,
-                   "memmgr: %zu bytes came back from the tier below other than they went (%s, slot %lld)", n,
-                   prefetched ? "prefetched" : "read when needed", static_cast<long long>(slot));
-      return false;
-    }
+  if (differs) {
+    PyErr_Format(PyExc_RuntimeError,
+                 "memmgr: %zu bytes came back from the tier below other than they went (%s, slot %lld)", n,
+                 prefetched ? "prefetched" : "read when needed", static_cast<long long>(slot));
+    return false;
   }
-  {
-    std::lock_guard<std::mutex> lock(g.mu);
-    note_gone_over(c);
-    c->gone = PRESENT;
-    if (!c->strong) {
-      // Its shell went with the last handle, and a recipe still names it: a new one.
-      c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
-                                                        at::DataPtr(nullptr, bytes.device()), allocator, true);
-      c->weak = WeakStorage(c->strong);
-    }
-    c->strong->set_data_ptr_noswap(std::move(bytes));
-    if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
-    c->busy = false;
-    price_locked(c);
-  }
+  if (c->strong && c->weak.expired()) c->weak = WeakStorage(c->strong);
   g.n.reloads++;
   g.n.reload_bytes += n;
   if (prefetched)

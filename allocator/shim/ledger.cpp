@@ -38,8 +38,17 @@ static PyObject* py_tensor(PyObject*, PyObject* args) {
     if (!t) return PyErr_Format(PyExc_TypeError, "not a tensor");
     s = storage_of(t);
   } else {
-    std::lock_guard<std::mutex> lock(g.mu);
-    s = r->cell->strong ? r->cell->strong : r->cell->weak.lock();
+    mm_stream filled_on;
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      s = r->cell->strong ? r->cell->strong : r->cell->weak.lock();
+      filled_on = r->cell->filled_on;
+    }
+    // Replays run below the mode, so nobody else says on which stream they read.
+    if (s && data_present(s.get())) {
+      if (!wait_for_filling(s.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
+      note_stream(s.get(), RULE_REPLAYED);
+    }
   }
   if (!s || !data_present(s.get()))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
@@ -76,6 +85,7 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
     else
       c->strong.reset();
     c->weak = WeakStorage(s);
+    c->filled_on = g.device && managed_here(s.get()) ? stream_now() : kNotFilled;
     c->versions.clear();
     c->versions.push_back({t->version_counter(), t->version_counter().current_version(), c->handles > 0});
     c->has_checksum = false;
@@ -96,12 +106,15 @@ static PyObject* py_checksum(PyObject*, PyObject* o) {
   c10::TensorImpl* t = impl_of(o);
   if (!t || !is_plain(t)) Py_RETURN_NONE;
   auto* s = t->unsafe_storage().unsafeGetStorageImpl();
-  if (s->device_type() != c10::DeviceType::CPU || !data_present(s)) Py_RETURN_NONE;
+  const at::Device where = s->device();
+  if ((where.type() != c10::DeviceType::CPU && !managed_here(s)) || !data_present(s)) Py_RETURN_NONE;
   const void* p = s->_mutable_data_ptr_no_checks().get();
   const size_t n = s->nbytes();
-  uint64_t h;
-  Py_BEGIN_ALLOW_THREADS h = checksum_bytes(p, n);
-  Py_END_ALLOW_THREADS return PyLong_FromUnsignedLongLong(h);
+  uint64_t h = 0;
+  bool got;
+  Py_BEGIN_ALLOW_THREADS got = checksum_of(where, p, n, &h);
+  Py_END_ALLOW_THREADS if (!got) return PyErr_Format(PyExc_RuntimeError, "memmgr: a tensor cannot be read back");
+  return PyLong_FromUnsignedLongLong(h);
 }
 
 // overwritten(tensor, recipe or None) -> Cell: the op that just ran wrote to the tensor's storage.

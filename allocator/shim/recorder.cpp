@@ -255,6 +255,10 @@ static bool maybe_rank() {
     Py_XDECREF(r);
     return r != nullptr;
   }
+  if (plan_leads()) {
+    plan_settle();
+    return true;
+  }
   if (g.events_since_rank++ < g.rank_backoff) return true;
   const uint64_t budget = mm_arena_budget(g.arena);
   if (budget == MM_UNLIMITED) return true;
@@ -424,6 +428,21 @@ static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
   return PyObject_Call(call, args, kw);
 }
 
+// On a device the call only queues the op: how long that takes says nothing. What a kind takes is measured once, when
+// it is proven (Recorder._trial); until then a kernel is taken to be limited by memory, at the bandwidth of a slow
+// device.
+static void guess_seconds(Recipe* r) {
+  constexpr double kBytesPerSecond = 3e11, kLaunchSeconds = 5e-6;
+  if (r->kind && r->kind->seconds >= 0) {
+    r->cost = r->kind->seconds;
+    return;
+  }
+  double bytes = 0;
+  for (int i = 0; i < r->nlinks; ++i)
+    if (r->links[i].cell) bytes += static_cast<double>(r->links[i].cell->nbytes);
+  r->cost = kLaunchSeconds + bytes / kBytesPerSecond;
+}
+
 // Runs the op and notes how long it took without our own stalls.
 static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject* kwargs, bool again) {
   if (g.detail.load(std::memory_order_relaxed)) {
@@ -435,7 +454,11 @@ static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject*
   kwargs = kwargs == Py_None ? nullptr : kwargs;
   PyObject* out = again ? call_again(call, args, kwargs) : PyObject_Call(call, args, kwargs);
   const uint64_t dt = now_ns() - t0, stalled = tl_stall_ns - stall0;
-  note_seconds(r, static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9);
+  if (g.device)
+    guess_seconds(r);
+  else
+    note_seconds(r, static_cast<double>(dt > stalled ? dt - stalled : 0) * 1e-9);
+  if (C10_UNLIKELY(g.tracing)) trace_took(dt > stalled ? dt - stalled : 0);
   g.clock += r->cost;
   return out;
 }
@@ -478,33 +501,21 @@ struct LazyViews {
   }
 };
 
-// __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
-static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
-  if (n < 4) return PyErr_Format(PyExc_TypeError, "dispatch(mode, func, types, args, kwargs)");
-  PyObject *func = a[1], *types = a[2], *args = a[3], *kwargs = n > 4 ? a[4] : Py_None;
-  const LazyViews lazy_views;
-  // A thread that outlives the context still has the mode on its stack (rule 10).
-  if (!g.active) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
-  settle();
-  // A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6).
-  if (PyTuple_Check(types))
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
-      const Subclass kind = dispatches(PyTuple_GET_ITEM(types, i));
-      if (kind == LET_RUN) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
-      if (kind == STEP_ASIDE) {
-        Py_INCREF(Py_NotImplemented);
-        return Py_NotImplemented;
-      }
-    }
+// The op, recorded if it is one that is; modes are off here.
+static PyObject* run_op(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
   if (!g.kept_large.empty() && !kept_check()) return nullptr;
   OpInfo* info = info_of(func);
   if (!info) return nullptr;
+  if (g.device) note_streams(args, kwargs);
   const Side side(info);
   PyObject* kw = kwargs == Py_None ? nullptr : kwargs;
   if (!c10::GradMode::is_enabled()) {
     if ((info->mutates || info->cls == OP_OPAQUE) && writes_known(info, args, kw))
       return slow(func, types, args, kwargs, info->cls | 16);
-    return translate_oom(info->mutates ? PyObject_Call(info->call, args, kw) : call_again(info->call, args, kw));
+    const uint64_t stall0 = tl_stall_ns, t0 = C10_UNLIKELY(g.tracing) ? now_ns() : 0;
+    PyObject* out = info->mutates ? PyObject_Call(info->call, args, kw) : call_again(info->call, args, kw);
+    if (t0) trace_took(now_ns() - t0 - (tl_stall_ns - stall0));
+    return translate_oom(out);
   }
   if (info->cls == OP_VIEW) return PyObject_Call(info->call, args, kw);
   if (info->cls != OP_PURE) return slow(func, types, args, kwargs, info->cls);
@@ -528,6 +539,28 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
     return nullptr;
   }
   return out;
+}
+
+// __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
+static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
+  if (n < 4) return PyErr_Format(PyExc_TypeError, "dispatch(mode, func, types, args, kwargs)");
+  PyObject *func = a[1], *types = a[2], *args = a[3], *kwargs = n > 4 ? a[4] : Py_None;
+  const LazyViews lazy_views;
+  // A thread that outlives the context still has the mode on its stack (rule 10).
+  if (!g.active) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
+  settle();
+  // A tensor subclass first says what it stands for; its local ops are what is recorded (rule 6).
+  if (PyTuple_Check(types))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+      const Subclass kind = dispatches(PyTuple_GET_ITEM(types, i));
+      if (kind == LET_RUN) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
+      if (kind == STEP_ASIDE) {
+        Py_INCREF(Py_NotImplemented);
+        return Py_NotImplemented;
+      }
+    }
+  if (C10_UNLIKELY(g.tracing) && traced_here()) return traced_op(func, types, args, kwargs);
+  return run_op(func, types, args, kwargs);
 }
 
 // record(func, args, kwargs) -> Recipe or None

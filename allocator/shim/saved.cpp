@@ -9,11 +9,18 @@ static PyObject* pack(PyObject*, PyObject* o) {
   settle();
   g.n.packs++;
   c10::TensorImpl* t = impl_of(o);
-  if (!g.active || !t || !is_plain(t) || t->is_inference()) return PyObject_CallOneArg(on_pack_other, o);
+  if (!g.active || !t || !is_plain(t) || t->is_inference() || !managed_here(t->unsafe_storage().unsafeGetStorageImpl()))
+    return PyObject_CallOneArg(on_pack_other, o);
   Cell* c = lookup_cell(t);
   if (!c) return nullptr;
   auto* h = reinterpret_cast<PyObject*>(make_ref(t, c, true));
   if (!h) return nullptr;
+  if (c->saved_in != g.pass) {
+    c->saved_in = g.pass;
+    c->save_index = g.saved_in_pass++;
+    plan_saved(c);
+  }
+  if (C10_UNLIKELY(g.tracing)) trace_saved(t, c);
   if (!maybe_rank()) {
     Py_DECREF(h);
     return nullptr;
@@ -71,11 +78,13 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   auto* h = reinterpret_cast<Ref*>(o);
   Cell* c = h->cell;
   g.last_unpacked = c->seq;
+  if (C10_UNLIKELY(g.tracing)) trace_used(c);
   if (g.detail.load(std::memory_order_relaxed)) {  // what backward waits for from here on is waited for by this op
     tl_op = c->maker;
     tl_op_module = c->module;
   }
-  if (g.offloaded_cells > 0 && g.on_progress) {
+  plan_unpacked(c);
+  if (g.offloaded_cells > 0 && g.on_progress && !plan_brings_back()) {
     PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
     if (!r) return nullptr;
     Py_DECREF(r);
@@ -83,16 +92,20 @@ static PyObject* unpack(PyObject*, PyObject* o) {
   for (int tries = 0; tries < 64; ++tries) {
     if (c->stale || (c->gone == PRESENT && !saved_current(c))) return modified_error(h);
     StorageRef s;
+    mm_stream filled_on = kNotFilled;
     {
       std::lock_guard<std::mutex> lock(g.mu);
       if (c->gone == PRESENT && c->strong && data_present(c->strong.get())) {
         s = c->strong;
+        filled_on = c->filled_on;
         disarm_locked(c);
       }
     }
     if (s) {
+      if (!wait_for_filling(s.get(), filled_on, RULE_FILLED)) return nullptr;
       if (c->slot >= 0) discard_copy(c);  // from here on somebody could write
       c->last_access = g.clock;
+      note_stream(s.get(), RULE_UNPACKED);
       if (s->nbytes() < extent_bytes(h))
         return PyErr_Format(PyExc_RuntimeError,
                             "memmgr: the storage of a saved tensor was resized and is too short for it");

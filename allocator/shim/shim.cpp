@@ -10,4 +10,7 @@
 #include "window.cpp"
 #include "vault.cpp"
 #include "vault_api.cpp"
+#include "device.cpp"
+#include "plan.cpp"
 #include "watch.cpp"
+#include "trace.cpp"

@@ -33,8 +33,13 @@
 #include <vector>
 
 #include "memmgr/core.h"
+#include "memmgr/device.h"
+#include "memmgr/plugin.h"
 
 namespace memmgr {
+
+// A cell's bytes are still those that the program made: whoever may use them is behind that in stream order already.
+inline mm_stream const kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
 
 using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
@@ -97,6 +102,7 @@ struct Cell {
   uint64_t checksum;
   void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
+  mm_stream filled_on;   // present: the stream that we brought its bytes back on; gone: whose block it last had
   const Kind* maker;     // the kind of op that made it, for reports; kinds live as long as the process
   uint32_t module;       // where it was made, while the telemetry asks (0: unknown)
   PyObject* note;        // Python's remark: the module path, for reports
@@ -117,8 +123,10 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;  // belongs to a ManagedTensor
-  bool pinned;   // never released
+  bool managed;         // belongs to a ManagedTensor
+  uint32_t saved_in;    // the pass in which it was saved last
+  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
+  bool pinned;          // never released
 };
 
 struct Recipe {
@@ -195,7 +203,14 @@ struct Counters {
 
 struct Shim {
   std::mutex mu;
-  mm_arena* arena = nullptr;
+  mm_arena* arena = nullptr;          // of the memory that the budget is about: the host's or the device's
+  mm_arena* host_arena = nullptr;     // made by the first budget on the CPU device
+  mm_device* device = nullptr;        // null: the budget is about the CPU device
+  mm_device* devices[64] = {};        // all that were ever opened here: their tensors live on
+  const mm_plugin* plugin = nullptr;  // CUDA's allocator, when it is ours: it has the devices then
+  c10::Device place{c10::DeviceType::CPU};
+  mm_stream main_stream = nullptr;           // of a device: where everything runs, as long as nothing else was seen
+  std::atomic<bool> several_streams{false};  // something else was
   mm_tier* tier = nullptr;
   c10::Allocator* previous = nullptr;
   std::atomic<bool> installed{false};
@@ -224,9 +239,10 @@ struct Shim {
   std::vector<Cell*> armed;  // in the order in which they leave; entries may be stale (cell->armed == KEEP)
   size_t armed_next = 0;
   uint64_t armed_bytes = 0;
-  uint64_t handled_bytes = 0;   // present bytes of cells with handles
-  uint64_t gone_bytes = 0;      // bytes of cells with handles that are gone
-  uint64_t incoming_bytes = 0;  // prefetched, not asked for yet
+  std::atomic<bool> plan_short{false};  // malloc took all that the plan had for it, and needed more
+  uint64_t handled_bytes = 0;           // present bytes of cells with handles
+  uint64_t gone_bytes = 0;              // bytes of cells with handles that are gone
+  uint64_t incoming_bytes = 0;          // prefetched, not asked for yet
   int64_t offloaded_cells = 0;
   uint64_t offloaded_bytes = 0;  // of them: gone, and the tier has them
 
@@ -240,13 +256,16 @@ struct Shim {
   std::unordered_map<uint64_t, Kind*> kinds;
   std::vector<std::vector<int64_t>> environments;
   int64_t next_seq = 0;
-  double clock = 0;  // virtual time: the sum of the costs of recorded ops
+  uint32_t pass = 1;           // counted by begin_pass()
+  uint32_t saved_in_pass = 0;  // cells that this pass has saved so far
+  double clock = 0;            // virtual time: the sum of the costs of recorded ops
   uint32_t stamp = 0;
   std::vector<Cell*> kept_large;     // large roots that recipes hold: looked at before every op, so they go in time
   uint64_t kept_new_bytes = 0;       // bytes of roots held for recipes since they were last looked through
   std::atomic<bool> watching{true};  // false asleep: what could leave is not known then
   bool always_rank = false;          // torture: after every op
   bool active = false;               // a budget is open
+  bool tracing = false;              // see trace.cpp
   std::atomic<bool> detail{false};   // the telemetry has a reader or a log
   uint64_t events_since_rank = 0;
   uint64_t rank_backoff = 0;
@@ -302,6 +321,9 @@ inline at::DataPtr take_incoming_locked(Cell* c) {
 int install_allocator();
 void uninstall_allocator();
 void arena_free(void* p);
+void device_free(void* p);
+void tell_profiler(mm_arena* arena, const at::Device& where, void* p, bool allocated);
+bool counts_for_floor();
 bool foreign_memory(const c10::StorageImpl* s);
 void expose_cell(Cell* c);
 uint64_t release_from_vault(uint64_t want);
@@ -317,6 +339,49 @@ uint64_t checksum_bytes(const void* p, size_t n);
 uint64_t now_ns();
 void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
+
+// device.cpp
+enum StreamRule : uint32_t {
+  RULE_USES = 1,
+  RULE_UNPACKED = 2,
+  RULE_REPLAYED = 4,
+  RULE_EXPOSED = 8,
+  RULE_FILLED = 16,
+  RULE_FILLED_REPLAY = 32,
+  RULE_PREFETCHED = 64,
+  RULE_CHECKED = 128,
+  RULE_ASLEEP = 256
+};
+bool rule_holds(StreamRule rule);
+bool managed_here(const c10::StorageImpl* s);
+c10::Allocator* allocator_of(c10::DeviceType type);
+c10::DispatchKeySet keys_of(c10::DeviceType type);
+mm_stream stream_now();
+void note_stream(c10::StorageImpl* s, StreamRule rule);
+void note_streams(PyObject* args, PyObject* kwargs);
+bool wait_for_filling(const c10::StorageImpl* s, mm_stream filled_on, StreamRule rule);
+bool quiet_device();
+bool checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
+bool last_checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
+at::DataPtr managed_block(size_t n);
+bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n);
+at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
+const char* out_of_memory_words();
+bool on_cuda();
+bool ours(const void* p);
+void set_budget(uint64_t bytes);
+int install_device_allocator();
+void uninstall_device_allocator();
+
+// plan.cpp
+bool plan_leads();
+bool plan_brings_back();
+void plan_settle();
+void plan_saved(Cell* c);
+void plan_unpacked(const Cell* c);
+void plan_late(const Cell* c);
+int begin_reload(Cell* c, uint64_t keep_free);
+extern PyMethodDef plan_methods[];
 
 // window.cpp
 void price_locked(Cell* c);
@@ -342,6 +407,14 @@ void note_place(PyObject* func);
 void note_end_of_pass();
 void forked_watch();
 extern PyMethodDef watch_methods[];
+
+// trace.cpp
+bool traced_here();
+PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs);
+void trace_saved(c10::TensorImpl* t, Cell* c);
+void trace_used(Cell* c);
+void trace_took(uint64_t ns);
+extern PyMethodDef trace_methods[];
 
 // recorder.cpp
 extern PyMethodDef recorder_methods[];

@@ -166,44 +166,63 @@ static PyObject* py_write_back(PyObject*, PyObject* o) {
   Py_RETURN_TRUE;
 }
 
+// 1 begun, 0 no room, -1 nothing to do. The GIL is held; it is dropped meanwhile.
+int begin_reload(Cell* c, uint64_t keep_free) {
+  const auto wanted = [c] {
+    return c->gone == OFFLOADED && !c->incoming.get() && !c->busy && c->slot >= 0 && g.tier && g.arena;
+  };
+  mm_stream home;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (!wanted()) return -1;
+    home = c->filled_on;
+  }
+  at::DataPtr bytes;
+  // Mapping memory on a device may wait for it.
+  Py_BEGIN_ALLOW_THREADS bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, home);
+  Py_END_ALLOW_THREADS if (!bytes.get()) return 0;
+  std::lock_guard<std::mutex> lock(g.mu);
+  if (!wanted()) return -1;  // somebody needed it at once
+  const int rc = mm_tier_read(g.tier, c->slot, bytes.get());
+  if (rc < 0) return 0;
+  c->incoming = std::move(bytes);
+  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
+  return 1;
+}
+
 // prefetch(cell, keep_free) -> 1 begun, 0 no room, -1 nothing to do.
 static PyObject* py_prefetch(PyObject*, PyObject* args) {
   PyObject* co;
   unsigned long long keep_free;
   if (!PyArg_ParseTuple(args, "O!K", &CellType, &co, &keep_free)) return nullptr;
-  auto* c = reinterpret_cast<Cell*>(co);
-  if (c->gone != OFFLOADED || c->incoming.get() || c->busy || c->slot < 0 || !g.tier || !g.arena)
-    return PyLong_FromLong(-1);
-  void* p = mm_arena_try_alloc(g.arena, static_cast<size_t>(c->nbytes), keep_free);
-  if (!p) return PyLong_FromLong(0);
-  const at::Device cpu(at::DeviceType::CPU);
-
-  at::DataPtr bytes(p, p, &arena_free, cpu);
-  std::lock_guard<std::mutex> lock(g.mu);
-  const int rc = mm_tier_read(g.tier, c->slot, p);
-  if (rc < 0) return PyLong_FromLong(0);
-  c->incoming = std::move(bytes);
-  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
-  return PyLong_FromLong(1);
+  return PyLong_FromLong(begin_reload(reinterpret_cast<Cell*>(co), keep_free));
 }
 
 static PyObject* py_clone_storage(PyObject*, PyObject* o) {
   // A private copy of the cell's bytes, for ops that write (rule 2); returned as a byte tensor.
   auto* c = reinterpret_cast<Cell*>(o);
   StorageRef src;
+  mm_stream filled_on;
   {
     std::lock_guard<std::mutex> lock(g.mu);
     src = c->strong ? c->strong : c->weak.lock();
+    filled_on = c->filled_on;
   }
   if (!src || !data_present(src.get()))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
-  c10::Allocator* a = c10::GetAllocator(src->device_type());
+  if (!wait_for_filling(src.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
+  note_stream(src.get(), RULE_REPLAYED);
+  const at::Device where = src->device();
+  c10::Allocator* a = allocator_of(where.type());
   StorageRef copy;
   std::string oom;
   Py_BEGIN_ALLOW_THREADS try {
-    copy = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), src->nbytes(),
-                                                 a->allocate(src->nbytes()), a, true);
-    std::memcpy(copy->_mutable_data_ptr_no_checks().get(), src->_mutable_data_ptr_no_checks().get(), src->nbytes());
+    copy = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), src->nbytes(),
+        managed_here(src.get()) ? managed_block(src->nbytes()) : a->allocate(src->nbytes()), a, true);
+    if (!copy_bytes(where, copy->_mutable_data_ptr_no_checks().get(), src->_mutable_data_ptr_no_checks().get(),
+                    src->nbytes()))
+      oom = "memmgr: a copy on the device failed";
   } catch (const std::exception& e) {
     oom = e.what();
   }
@@ -216,8 +235,8 @@ static PyObject* py_clone_storage(PyObject*, PyObject* o) {
     return nullptr;
   }
   const auto n = static_cast<int64_t>(copy->nbytes());
-  auto t = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(std::move(copy)), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
+  auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(copy)), keys_of(where.type()),
+                                                caffe2::TypeMeta::Make<uint8_t>());
   t->set_sizes_contiguous({n});
   return wrap(std::move(t));
 }
@@ -233,8 +252,7 @@ static PyObject* py_lease(PyObject*, PyObject* o) {
   }
   if (!s || !data_present(s.get())) Py_RETURN_NONE;
   const auto n = static_cast<int64_t>(s->nbytes());
-  const auto keys =
-      c10::DispatchKeySet(s->device_type() == c10::DeviceType::CUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  const auto keys = keys_of(s->device_type());
   auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(s)), keys, caffe2::TypeMeta::Make<uint8_t>());
   t->set_sizes_contiguous({n});
   return wrap(std::move(t));
@@ -250,6 +268,7 @@ static PyObject* py_expose(PyObject*, PyObject* o) {
   // Parameters are handed to optimizers' and profilers' raw code all the time, and their writes count versions.
   if (!c->recipe && t->requires_grad()) Py_RETURN_NONE;
   expose_cell(c);
+  note_stream(t->unsafe_storage().unsafeGetStorageImpl(), RULE_EXPOSED);  // whoever has it computes on this stream
   Py_RETURN_NONE;
 }
 
@@ -283,9 +302,10 @@ static PyObject* py_tier_probe(PyObject*, PyObject* o) {
   if (!g.tier) Py_RETURN_NONE;
   uint64_t t0 = 0, t1 = 0, t2 = 0;
   int64_t rc = 0;
-  Py_BEGIN_ALLOW_THREADS void* p = nullptr;
-  if (posix_memalign(&p, 4096, n) == 0) {
-    std::memset(p, 1, n);
+  at::DataPtr block = g.device ? try_block(n, 0, g.main_stream) : at::DataPtr();
+  Py_BEGIN_ALLOW_THREADS void* p = block.get();
+  if (p || (!g.device && posix_memalign(&p, 4096, n) == 0)) {
+    if (!g.device) std::memset(p, 1, n);
     t0 = now_ns();
     const mm_slot slot = mm_tier_write(g.tier, p, n);
     rc = slot < 0 ? slot : mm_tier_wait(g.tier, slot);
@@ -296,7 +316,7 @@ static PyObject* py_tier_probe(PyObject*, PyObject* o) {
     }
     t2 = now_ns();
     if (slot >= 0) mm_tier_free(g.tier, slot);
-    free(p);
+    if (!g.device) free(p);
   } else {
     rc = -1;
   }
@@ -326,7 +346,7 @@ static PyObject* py_storage_info(PyObject*, PyObject* o) {
                      t->is_non_overlapping_and_dense();
   const void* p = s->_mutable_data_ptr_no_checks().get();
   return Py_BuildValue("KKNN", (unsigned long long)reinterpret_cast<uintptr_t>(s), (unsigned long long)s->nbytes(),
-                       PyBool_FromLong(whole), PyBool_FromLong(g.arena && p && mm_arena_owns(g.arena, p)));
+                       PyBool_FromLong(whole), PyBool_FromLong(p && ours(p)));
 }
 
 PyMethodDef cell_functions[] = {

@@ -116,7 +116,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
       if (evict)
         mm_tier_free(g.tier, slot);
       else
-        rc = mm_tier_wait(g.tier, slot);
+        rc = mm_tier_order(g.tier, slot);
       lock.lock();
       c->busy = false;
       if (rc < 0 || !ours_alone_locked(c) || (!evict && c->slot != slot)) return false;
@@ -155,24 +155,35 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     if (gone == PRESENT && g.may_evict && can_evict(c)) gone = EVICTED;
     if (gone == PRESENT) return false;
   }
+  const uint64_t nth = gone == EVICTED ? g.n.evictions.load() : g.n.offloads.load();
+  if (g.verify || (g.sample && nth % g.sample == 0)) {
+    const void* p = c->strong->_mutable_data_ptr_no_checks().get();
+    if (g.device) {  // the bytes have to be fetched, which waits for the device
+      c->busy = true;
+      lock.unlock();
+      const mm_slot slot = c->slot;
+      uint64_t sum = 0;
+      const bool got = last_checksum_of(g.place, p, static_cast<size_t>(c->nbytes), &sum);
+      lock.lock();
+      c->busy = false;
+      if (!got || c->slot != slot || !ours_alone_locked(c) || !versions_current(c)) return false;
+      c->checksum = sum;
+    } else {
+      c->checksum = checksum_bytes(p, static_cast<size_t>(c->nbytes));
+    }
+    c->has_checksum = true;
+  }
   if (gone == EVICTED) {
-    const uint64_t nth = g.n.evictions++;
+    g.n.evictions++;
     g.n.evicted_bytes += static_cast<uint64_t>(c->nbytes);
     note_event(HAPPENED_EVICT, c, 0);
-    if (g.verify || (g.sample && nth % g.sample == 0)) {
-      c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
-      c->has_checksum = true;
-    }
   } else {
     g.offloaded_cells++;
     g.offloaded_bytes += static_cast<uint64_t>(c->nbytes);
     note_event(HAPPENED_OFFLOAD, c, 0);
-    if (g.verify || (g.sample && g.n.offloads.load() % g.sample == 0)) {
-      c->checksum = checksum_bytes(c->strong->_mutable_data_ptr_no_checks().get(), static_cast<size_t>(c->nbytes));
-      c->has_checksum = true;
-    }
   }
   c->gone = gone;
+  if (g.device) c->filled_on = mm_device_home(g.device, c->strong->_mutable_data_ptr_no_checks().get());
   g.handled_bytes -= std::min<uint64_t>(g.handled_bytes, c->nbytes);
   g.gone_bytes += static_cast<uint64_t>(c->nbytes);
   // The bytes go, the storage object stays: its end could take the GIL.
@@ -198,7 +209,7 @@ uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock) {
     at::DataPtr bytes = take_incoming_locked(c);
     const auto n = static_cast<uint64_t>(c->nbytes);
     lock.unlock();
-    mm_tier_wait(g.tier, slot);  // nobody writes into the block any more
+    mm_tier_order(g.tier, slot);  // nobody writes into the block any more
     bytes.clear();
     lock.lock();
     c->busy = false;
@@ -222,6 +233,7 @@ uint64_t release_from_vault(uint64_t want) {
   }
   if (released < want) released += cancel_prefetches(want - released, lock);
   if (released >= want) return released;
+  g.plan_short = true;  // the policies rank from here on
   // The list may change whenever the lock is dropped, so begin again after each release.
   bool found = true;
   uint32_t guard = 0;
@@ -276,7 +288,7 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
 
 // A trial takes only what is there, and what a recomputation needs could have been spared by offloading: neither says
 // what the run needs.
-static bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier && g.may_offload); }
+bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier && g.may_offload); }
 
 // floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their
 // temporaries.
@@ -301,19 +313,21 @@ void throw_out_of_memory(size_t bytes) {
   if (g.arena) mm_arena_stats_get(g.arena, &s);
   const uint64_t resident = s.live_bytes + s.outside_bytes;
   const uint64_t may_leave = std::min(g.handled_bytes + g.incoming_bytes, resident);
-  const uint64_t floor =
-      std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
+  // Reclaim has taken all that could go, so what is there now has to be, whatever the last look at it said.
+  if (!tl_no_reclaim) floor = std::max<uint64_t>(floor, resident + bytes);
   // A trial may fail; a recomputation that does ends the run, so its budget was too small whatever it could have been.
   if (!tl_no_reclaim) raise_to(g.floor_bytes, floor);
   auto mib = [](uint64_t b) {
     return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
   };
   std::string text =
-      "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
-      " bytes. memmgr: the budget of " + mib(s.budget_bytes) + " is spent: " + mib(resident) +
+      std::string(out_of_memory_words()) + std::to_string(bytes) + " bytes. memmgr: the budget of " +
+      mib(s.budget_bytes) + " is spent: " + mib(resident) +
       " resident, of which nothing more can be let go. Smallest budget that would have worked so far: " + mib(floor) +
       " (" + std::to_string(floor) + " bytes).";
-  if (!g.tier_error.empty()) text += " The disk tier failed: " + g.tier_error + ".";
+  if (!g.tier_error.empty())
+    text += std::string(g.device ? " The host" : " The disk") + " tier failed: " + g.tier_error + ".";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
@@ -333,6 +347,9 @@ static uint64_t ask_daemon(uint64_t want) {
 static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
   const uint64_t t0 = now_ns();
   const uint64_t want = need ? need : request;
+  // Asleep nobody notes on which streams tensors are used, so none may be used at all while they leave.
+  const bool unseen = g.device && !g.watching.load(std::memory_order_relaxed);
+  if (unseen && !quiet_device()) return 0;
   uint64_t released = g.search >= 0 ? release_chosen(need, request) : release_from_vault(want);
   if (g.search >= 0 && !released) {
     // No choice makes a run. Where addresses further up may help, only bytes can be missing now.
@@ -353,6 +370,7 @@ static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
       released = ask_daemon(want);
     }
     // What Python handed over is in the vault now.
+    if (unseen && !quiet_device()) return released;
     released += release_from_vault(want);
   }
   const uint64_t dt = now_ns() - t0;
@@ -364,35 +382,39 @@ static uint64_t reclaim(void*, uint64_t need, uint64_t request, int attempt) {
 
 // Memory that another library or process can write: NumPy's, a file's, shared memory, a DLPack capsule's.
 bool foreign_memory(const c10::StorageImpl* s) {
-  if (s->device_type() != c10::DeviceType::CPU) return false;
+  const bool here = managed_here(s);
+  if (!here && s->device_type() != c10::DeviceType::CPU) return false;
   if (!s->resizable()) return true;
   const auto deleter = const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get_deleter();
-  if (s->nbytes() == 0 || deleter == &arena_free) return false;
-  return !g.previous || deleter != g.previous->raw_deleter();
+  if (s->nbytes() == 0 || deleter == &arena_free || deleter == &device_free) return false;
+  const c10::Allocator* usual = here ? g.previous : c10::GetAllocator(c10::DeviceType::CPU);
+  return !usual || deleter != usual->raw_deleter();
 }
 
 // torch's profiler sees what this allocator does, as it sees torch's own.
-static void tell_profiler(void* p, bool allocated) {
-  const auto block = static_cast<int64_t>(mm_arena_block_bytes(g.arena, p));
-  const uint64_t live = mm_arena_resident(g.arena) - (allocated ? 0 : static_cast<uint64_t>(block));
-  c10::reportMemoryUsageToProfiler(p, allocated ? block : -block, live, live, at::Device(at::DeviceType::CPU));
+void tell_profiler(mm_arena* arena, const at::Device& where, void* p, bool allocated) {
+  const auto block = static_cast<int64_t>(mm_arena_block_bytes(arena, p));
+  const uint64_t live = mm_arena_resident(arena) - (allocated ? 0 : static_cast<uint64_t>(block));
+  c10::reportMemoryUsageToProfiler(p, allocated ? block : -block, live, live, where);
 }
 
 void arena_free(void* p) {
-  if (!p || !g.arena) return;
-  if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(p, false);
-  mm_arena_free(g.arena, p);
+  if (!p || !g.host_arena) return;
+  if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(g.host_arena, at::DeviceType::CPU, p, false);
+  mm_arena_free(g.host_arena, p);
 }
 
 struct CpuAllocator final : c10::Allocator {
+  c10::Allocator* previous = nullptr;
   at::DataPtr allocate(size_t n) override {
     const at::Device cpu(at::DeviceType::CPU);
     if (n == 0) return {nullptr, nullptr, &arena_free, cpu};
-    if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed))
-      return g.previous->allocate(n);
+    // Storages remember this allocator, and may grow when no budget is open, or one on a device.
+    if (!g.installed.load(std::memory_order_relaxed) || g.forked.load(std::memory_order_relaxed) || g.device)
+      return previous->allocate(n);
     void* p = tl_no_reclaim ? mm_arena_try_alloc(g.arena, n, 0) : mm_arena_alloc_at(g.arena, n, tl_side);
     if (!p) throw_out_of_memory(n);
-    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(p, true);
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(g.arena, cpu, p, true);
     if (n > g.largest_request.load(std::memory_order_relaxed)) g.largest_request.store(n, std::memory_order_relaxed);
     if (n >= 512 && counts_for_floor()) scan_floor(false);
     return {p, p, &arena_free, cpu};
@@ -412,7 +434,7 @@ static void forked_child() {
   new (&g.answered_cv) std::condition_variable;
   forked_watch();
   g.forked.store(true);
-  if (g.installed.load()) c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
+  if (g.installed.load() && !g.device) c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
   g.installed.store(false);
 }
 
@@ -423,8 +445,13 @@ int install_allocator() {
   }();
   (void)once;
   if (!g.arena || g.forked.load()) return -1;
+  if (g.device) {
+    mm_arena_set_reclaim(g.arena, &reclaim, nullptr);
+    return install_device_allocator();
+  }
   c10::Allocator* now = c10::GetAllocator(at::DeviceType::CPU);
-  if (now != the_allocator()) g.previous = now;
+  if (now != the_allocator()) the_allocator()->previous = now;
+  g.previous = the_allocator()->previous;
   mm_arena_set_reclaim(g.arena, &reclaim, nullptr);
   g.installed.store(true);
   c10::SetAllocator(at::DeviceType::CPU, the_allocator(), 255);
@@ -433,6 +460,7 @@ int install_allocator() {
 
 void uninstall_allocator() {
   if (!g.installed.load()) return;
+  if (g.device) return uninstall_device_allocator();
   c10::SetAllocator(at::DeviceType::CPU, g.previous, 255);
   g.installed.store(false);
 }

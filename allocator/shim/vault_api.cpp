@@ -5,17 +5,81 @@
 
 namespace memmgr {
 
+static PyObject* py_leave_out(PyObject*, PyObject* o);
+static PyObject* py_stream_rules(PyObject*, PyObject*);
+
 // ---- Python's view of the vault ----
+
+static PyObject* begin_budget(uint64_t budget, uint64_t outside);
+
+// The budgets are about something else from now on. Nobody knows later which stream has to wait for what we brought
+// back there, so that is waited for now.
+static void leave_device(const mm_device* next) {
+  if (!g.device || g.device == next) return;
+  Py_BEGIN_ALLOW_THREADS mm_device_synchronize(g.device);
+  Py_END_ALLOW_THREADS
+}
+
+// place() -> what the last budget was about, as torch writes it.
+static PyObject* py_place(PyObject*, PyObject*) { return PyUnicode_FromString(g.place.str().c_str()); }
 
 static PyObject* py_open_arena(PyObject*, PyObject* args) {
   unsigned long long budget, outside, reserve = 0;
   if (!PyArg_ParseTuple(args, "KK|K", &budget, &outside, &reserve)) return nullptr;
-  if (!g.arena) {
+  if (!g.host_arena) {
     char err[256] = "";
-    g.arena = mm_arena_create(budget, reserve, err, sizeof err);
-    if (!g.arena) return PyErr_Format(PyExc_RuntimeError, "memmgr: no address range: %s", err);
+    g.host_arena = mm_arena_create(budget, reserve, err, sizeof err);
+    if (!g.host_arena) return PyErr_Format(PyExc_RuntimeError, "memmgr: no address range: %s", err);
   }
-  mm_arena_set_budget(g.arena, budget);
+  leave_device(nullptr);
+  g.arena = g.host_arena;
+  g.device = nullptr;
+  g.place = c10::Device(c10::DeviceType::CPU);
+  return begin_budget(budget, outside);
+}
+
+// open_device(type, ordinal, driver, memory, budget, outside): the same for an accelerator. `driver` None: CUDA's own.
+static PyObject* py_open_device(PyObject*, PyObject* args) {
+  const char *type, *driver_path;
+  int ordinal, memory;
+  unsigned long long budget, outside;
+  if (!PyArg_ParseTuple(args, "siziKK", &type, &ordinal, &driver_path, &memory, &budget, &outside)) return nullptr;
+  if (ordinal < 0 || ordinal >= 64) return PyErr_Format(PyExc_ValueError, "memmgr: no device %d", ordinal);
+  char err[256] = "";
+  const c10::Device place(std::string(type) + ":" + std::to_string(ordinal));
+  mm_device* device = g.devices[ordinal];
+  if (place.type() == c10::DeviceType::CUDA) {
+    if (!g.plugin) return PyErr_Format(PyExc_RuntimeError, "memmgr: torch has its own CUDA allocator");
+    device = g.plugin->device(ordinal, err, sizeof err);
+    if (!device) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
+  } else if (!device) {
+    const mm_driver* driver = mm_driver_load(driver_path, err, sizeof err);
+    if (!driver) return PyErr_Format(PyExc_RuntimeError, "memmgr: no driver: %s", err);
+    device = g.devices[ordinal] = mm_device_open(driver, ordinal, budget, memory, err, sizeof err);
+    if (!device) return PyErr_Format(PyExc_RuntimeError, "memmgr: no device memory: %s", err);
+  }
+  leave_device(device);
+  g.device = device;
+  g.arena = mm_device_arena(g.device);
+  g.place = place;
+  g.main_stream = stream_now();
+  g.several_streams = false;
+  return begin_budget(budget, outside);
+}
+
+// use_plugin(address): CUDA's allocator is ours, and this is its table (memmgr/plugin.h).
+static PyObject* py_use_plugin(PyObject*, PyObject* o) {
+  const auto* plugin = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
+  if (PyErr_Occurred()) return nullptr;
+  if (plugin && plugin->version != MM_PLUGIN_VERSION)
+    return PyErr_Format(PyExc_RuntimeError, "memmgr: the CUDA allocator is of another version than the shim");
+  g.plugin = plugin;
+  Py_RETURN_NONE;
+}
+
+// What every budget begins with, wherever its memory lies.
+static PyObject* begin_budget(uint64_t budget, uint64_t outside) {
+  set_budget(budget);
   mm_arena_set_outside(g.arena, outside);
   mm_arena_reset_peak(g.arena);
   mm_arena_reset_counts(g.arena);
@@ -33,9 +97,10 @@ static PyObject* py_open_arena(PyObject*, PyObject* args) {
 static PyObject* py_close_arena(PyObject*, PyObject*) {
   uninstall_allocator();
   if (g.arena) {
-    mm_arena_set_budget(g.arena, MM_UNLIMITED);
+    set_budget(MM_UNLIMITED);
     mm_arena_set_outside(g.arena, 0);
-    Py_BEGIN_ALLOW_THREADS mm_arena_trim(g.arena, 0);
+    Py_BEGIN_ALLOW_THREADS if (g.device) mm_device_trim(g.device, 0);
+    else mm_arena_trim(g.arena, 0);
     Py_END_ALLOW_THREADS
   }
   Py_RETURN_NONE;
@@ -111,6 +176,20 @@ static PyObject* py_open_tier(PyObject*, PyObject* args) {
   char err[256] = "";
   mm_tier* t = mm_tier_open(folder, capacity, rate, workers, err, sizeof err);
   if (!t) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, err);
+  std::lock_guard<std::mutex> lock(g.mu);
+  g.tier = t;
+  Py_RETURN_NONE;
+}
+
+// open_host_tier(capacity): page-locked memory below the device.
+static PyObject* py_open_host_tier(PyObject*, PyObject* o) {
+  const unsigned long long capacity = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  if (!g.device) return PyErr_Format(PyExc_RuntimeError, "memmgr: there is no device to have a host tier below");
+  char err[256] = "";
+  mm_tier* t;
+  Py_BEGIN_ALLOW_THREADS t = mm_tier_open_host(g.device, capacity, err, sizeof err);
+  Py_END_ALLOW_THREADS if (!t) return PyErr_Format(PyExc_OSError, "memmgr: no page-locked memory: %s", err);
   std::lock_guard<std::mutex> lock(g.mu);
   g.tier = t;
   Py_RETURN_NONE;
@@ -192,7 +271,7 @@ static PyObject* py_add_outside(PyObject*, PyObject* args) {
 static PyObject* py_set_budget(PyObject*, PyObject* args) {
   unsigned long long budget;
   if (!PyArg_ParseTuple(args, "K", &budget)) return nullptr;
-  if (g.arena) mm_arena_set_budget(g.arena, budget);
+  set_budget(budget);
   Py_RETURN_NONE;
 }
 
@@ -311,6 +390,36 @@ static PyObject* py_tier_stats(PyObject*, PyObject*) {
   return d;
 }
 
+static PyObject* py_device_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d) return nullptr;
+  if (g.device) {
+    mm_device_stats s;
+    mm_device_stats_get(g.device, &s);
+    put(d, "waits", s.waits);
+    put(d, "cross_reuses", s.cross_reuses);
+    put(d, "synchronizations", s.synchronizations);
+    put(d, "maps", s.maps);
+    put(d, "unmaps", s.unmaps);
+    put(d, "map_nanoseconds", s.map_nanoseconds);
+    put(d, "unmap_nanoseconds", s.unmap_nanoseconds);
+    put(d, "streams", s.streams);
+    put(d, "pools", s.pools);
+    put(d, "driver_errors", s.driver_errors);
+  }
+  return d;
+}
+
+static PyObject* py_synchronize(PyObject*, PyObject*) {
+  if (g.device) {
+    Py_BEGIN_ALLOW_THREADS mm_device_synchronize(g.device);
+    Py_END_ALLOW_THREADS
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject* py_several_streams(PyObject*, PyObject*) { return PyBool_FromLong(g.several_streams.load()); }
+
 static PyObject* py_counters(PyObject*, PyObject*) {
   PyObject* d = PyDict_New();
   if (!d) return nullptr;
@@ -396,6 +505,15 @@ static PyObject* py_arena_address(PyObject*, PyObject*) { return PyLong_FromVoid
 PyMethodDef vault_methods[] = {
     {"arena_address", py_arena_address, METH_NOARGS, "of the core's arena; 0: none"},
     {"open_arena", py_open_arena, METH_VARARGS, "open_arena(budget, outside, reserve=0): install the CPU plug-in"},
+    {"open_device", py_open_device, METH_VARARGS, "open_device(type, ordinal, driver, memory, budget, outside)"},
+    {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
+    {"open_host_tier", py_open_host_tier, METH_O, "open_host_tier(capacity)"},
+    {"device_stats", py_device_stats, METH_NOARGS, "of the device that the budget is about; empty: it is the CPU"},
+    {"place", py_place, METH_NOARGS, "what the last budget was about: \"cpu\", \"cuda:0\""},
+    {"stream_rules", py_stream_rules, METH_NOARGS, "the names that leave_out takes"},
+    {"leave_out", py_leave_out, METH_O, "for tests: a rule of streams that is not kept"},
+    {"synchronize", py_synchronize, METH_NOARGS, "waits for all that the device has been given"},
+    {"several_streams", py_several_streams, METH_NOARGS, "whether work on more than one stream was seen"},
     {"close_arena", py_close_arena, METH_NOARGS, "put torch's own CPU allocator back"},
     {"daemon_open", py_daemon_open, METH_NOARGS, ""},
     {"daemon_wake", py_daemon_wake, METH_NOARGS, ""},

@@ -83,6 +83,7 @@ _SIGNATURES = {
     "mm_arena_after_fork_in_child": (None, [c.c_void_p]),
     "mm_arena_stats_get": (None, [c.c_void_p, c.POINTER(ArenaStats)]),
     "mm_arena_reset_peak": (None, [c.c_void_p]),
+    "mm_arena_take_mark": (c.c_uint64, [c.c_void_p, c.POINTER(c.c_uint64)]),
     "mm_arena_note_virtual": (None, [c.c_void_p, c.c_int64]),
     "mm_arena_resident": (c.c_uint64, [c.c_void_p]),
     "mm_arena_budget": (c.c_uint64, [c.c_void_p]),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from memmgr._trace_file import write_trace
 from memmgr.policies.schedule import Do, Step, replay
 from memmgr.tools import cli
 from memmgr.tools._dtr_log import read_dtr_log
-from memmgr.tools._trace_file import write_trace
 
 from .judge import needs_judge, verdict
 from .synthetic import network

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from memmgr._trace_file import TraceWriter, read_trace, write_trace
 from memmgr.policies.trace import HELD, TierLink, Trace, TraceError
 from memmgr.tools._dtr_log import parse_dtr_log
-from memmgr.tools._trace_file import TraceWriter, read_trace, write_trace
 
 from .synthetic import network
 

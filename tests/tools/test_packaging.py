@@ -23,6 +23,9 @@ def test_the_library_and_the_shim_sources_are_inside_the_package() -> None:
     assert package.joinpath("libmemmgr_core.so").is_file()
     assert package.joinpath("_shim_src", "memmgr", "core.h").is_file()
     assert package.joinpath("_shim_src", "shim.cpp").is_file()
+    assert package.joinpath("_shim_src", "memmgr", "plugin.h").is_file()
+    assert package.joinpath("_cuda_src", "plugin.cpp").is_file()
+    assert package.joinpath("_cuda_src", "meter.cpp").is_file()
 
 
 def test_the_rooms_are_one_package() -> None:

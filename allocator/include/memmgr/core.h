@@ -10,7 +10,7 @@
 //   remap      answering a request that has its bytes but no run of them by taking addresses further up, and giving as
 //              many pages back elsewhere
 //   price      what it costs to make a block free; a block without one is pinned
-//   tier       a place below the device where bytes can be parked (here: one unlinked file)
+//   tier       a place below the device where bytes can be parked: here one unlinked file, in device.h host memory
 //
 // Threading: every function may be called from any thread, with or without the GIL. No lock of the core is held while
 // the reclaim callback runs, and the callback may call mm_free (that is its purpose).
@@ -111,6 +111,8 @@ void* mm_arena_alloc_at(mm_arena*, size_t bytes, int side);
 void* mm_arena_try_alloc(mm_arena*, size_t bytes, uint64_t keep_free);
 // The block's size after alignment, 0 when p is not the start of a live block.
 size_t mm_arena_block_bytes(mm_arena*, const void* p);
+// The same, and how much of it was asked for (0 as well).
+size_t mm_arena_block(mm_arena*, const void* p, size_t* requested_bytes);
 const void* mm_arena_base(mm_arena*);         // the address that a walk counts from
 int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
 // NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would.
@@ -157,6 +159,9 @@ void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and what they l
 // Bytes that are evicted or offloaded at this moment but would be live without memmgr: lets the arena keep the
 // high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
 void mm_arena_note_virtual(mm_arena*, int64_t delta);
+// For one that measures op by op beside mm_arena_reset_peak: what the run needs unmanaged now; *peak_bytes: the most
+// that it needed since the last call.
+uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
 uint64_t mm_arena_budget(mm_arena*);
 
@@ -192,9 +197,9 @@ typedef struct {
   uint64_t file_bytes;
   uint64_t written_bytes;  // payload, since open
   uint64_t read_bytes;
-  uint64_t write_nanoseconds;  // time that workers spent in writes
+  uint64_t write_nanoseconds;  // time that workers spent in writes; host tier: that the device spent in copies
   uint64_t read_nanoseconds;
-  uint64_t queued_write_bytes;  // not yet on disk
+  uint64_t queued_write_bytes;  // not yet there
   uint64_t queued_read_bytes;
   uint64_t writes;
   uint64_t reads;

@@ -10,7 +10,9 @@
 //               (mm_device_used). Runs that are coalesced have the union
 // The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
 // own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
-// per block, nothing is polled, and the CPU never waits in an allocation or a free.
+// per block, nothing is polled, and the CPU never waits in a free. In an allocation it waits only where pages have to
+// be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
+// stream that its owner destroyed, or of a released pool's graphs.
 //
 // Threading: as in core.h. A thread without a context gets the device's primary one.
 #ifndef MEMMGR_DEVICE_H
@@ -51,14 +53,22 @@ mm_arena* mm_device_arena(mm_device*);
 int mm_device_ordinal(mm_device*);
 int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
 
+// Kernels of another device may use this one's memory from now on, as far as the hardware lets them: 0 or the driver's
+// error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.
+int mm_device_allow(mm_device*, int peer_ordinal);
+
 // As mm_arena_alloc_at and mm_arena_try_alloc, for work on `stream`. Waits, if any, are put on `stream` before the
 // return. While `stream` is being captured into a graph nothing is reclaimed, no stream is waited for and no event is
 // recorded: memory comes from what only this stream touched, or is new; else NULL.
 void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
-void mm_device_free(mm_device*, void* p);                  // in stream order; never waits
-void mm_device_used(mm_device*, void* p, mm_stream);       // work on this stream uses the block, now or up to its end
-mm_stream mm_device_home(mm_device*, const void* p);       // of the live block that begins at p; NULL also for none
+void mm_device_free(mm_device*, void* p);             // in stream order; never waits
+void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
+mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that begins at p; NULL also for none
+// Work put on `waiter` from now on comes after the tail of `other` (as it is now), or of all streams that touched the
+// block. 0 or the driver's error.
+int mm_device_wait(mm_device*, mm_stream waiter, mm_stream other);
+int mm_device_wait_block(mm_device*, mm_stream waiter, const void* p);
 int mm_device_synchronize(mm_device*);                     // the CPU waits for all streams; nothing is touched then
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 
@@ -91,7 +101,7 @@ void mm_device_stats_get(mm_device*, mm_device_stats* out);
 // One page-locked slab of `capacity_bytes`, copies on two side streams. A tier like the one of core.h; what differs:
 //   write, write_now  the source is the start of a live block of the device. Both only queue: the copy runs behind
 //                     every stream that touched the block, the block counts as touched by the copy, so it may be freed
-//                     at once, and nobody may write to it until then
+//                     at once, and nobody may write to it until then (a stream that will: mm_tier_use)
 //   read              the target is the start of a live block; the copy runs behind its home's tail and the slot's
 //                     write. Whoever uses the block first calls mm_tier_use
 //   read_now          read, and the block's home waits for it
@@ -102,7 +112,8 @@ mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_
 // What the memory of this slot's operations is used for after this call comes after them: the calling thread waits (a
 // file), or nothing has to be done (the host tier: memory is reused in stream order). 0 or a negative errno.
 int mm_tier_order(mm_tier*, mm_slot);
-// Work put on `stream` from now on comes after the last read of this slot. A file: the calling thread waits.
+// Work put on `stream` from now on comes after the last operation of this slot: a read; before the first one the write
+// (so that the block that was written out may be overwritten). A file: the calling thread waits.
 int mm_tier_use(mm_tier*, mm_slot, mm_stream stream);
 // The slot's bytes in host memory, complete (the CPU waits), valid until the slot is freed. NULL: a file, or an error.
 const void* mm_tier_bytes(mm_tier*, mm_slot);

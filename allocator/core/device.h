@@ -1,0 +1,145 @@
+// Device: an arena over a device's memory, in stream order. See include/memmgr/device.h for words and the rule.
+//
+// Streams are numbered as they are seen. A set of streams is a mask: the first 62 streams have a bit each, all later
+// ones share one, and the last bit stands for work that we know nothing about.
+//
+// Locks, in the order in which they may be taken: the arena's for room, settling_, the arena's; streams_lock_,
+// events_lock_, pools_lock_ and that of the pages are leaves. No driver call is made under the arena's lock but those
+// that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room and
+// settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
+// functions to call the driver, and an allocation may).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "arena.h"
+#include "device_pages.h"
+#include "driver.h"
+#include "fork.h"
+#include "lock.h"
+#include "memmgr/device.h"
+
+namespace memmgr {
+
+inline constexpr int kSharedBit = 62;
+inline constexpr StreamMask kAnything = StreamMask{1} << 63;
+
+class Device final : private ForkAware, private Settler {
+ public:
+  static Device* Open(const mm_driver& driver, int ordinal, uint64_t budget_bytes, int memory, std::string* wrong);
+  static int Close(Device* device);  // 0, or -1 and it stays
+
+  Arena& arena() { return *arena_; }
+  const mm_driver& driver() const { return driver_; }
+  int ordinal() const { return ordinal_; }
+  bool forked() const { return forked_.load(std::memory_order_relaxed); }
+  // While the result lives, the calling thread's context is this device's.
+  [[nodiscard]] memmgr::EnsureContext EnsureContext() const { return {driver_, ordinal_}; }
+
+  void* Alloc(uint64_t bytes, End end, CUstream stream);
+  void* TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream);
+  void Free(void* p);
+  void Touch(const void* block, CUstream by);  // mm_device_used
+  // All that `by`, a stream of MakeStream, had to do with the live block is over, or its home waits for it already.
+  // Only its one user can know that.
+  void Untouch(const void* block, CUstream by);
+  CUstream Home(const void* block);
+  int Synchronize();  // 0 or -errno
+  uint64_t Trim(uint64_t keep_bytes);
+
+  // A stream of ours, closed with the device. NULL with the driver's error in *error.
+  CUstream MakeStream(CUresult* error);
+  void GiveStream(CUstream stream);  // for the next MakeStream: blocks may count as touched by it for long
+  // All later work of `waiter` comes after what is queued now on the streams that touched the live block, or on
+  // `other`. 0 or -errno; -EBUSY when one of them is being captured and cannot be waited for. When a stream cannot be
+  // recorded (its owner destroyed it) the CPU waits instead.
+  int WaitForTouched(CUstream waiter, const void* block);
+  int WaitForTail(CUstream waiter, CUstream other);
+
+  CUresult Copy(void* to, const void* from, size_t bytes, CUstream stream);
+  CUresult Fetch(void* to_host, const void* from, size_t bytes, CUstream stream);
+  CUresult Memory(size_t* free_bytes, size_t* total_bytes) const;
+  int Allow(int peer_ordinal) { return forked() ? -1 : pages_.Allow(peer_ordinal); }
+
+  int BeginPool(uint64_t a, uint64_t b);
+  int EndPool(uint64_t a, uint64_t b);
+  int ReleasePool(uint64_t a, uint64_t b);
+
+  void Stats(mm_device_stats* out);
+  void AfterForkInChild() override;
+
+ private:
+  struct Pool {
+    uint64_t a, b;
+    uint8_t number;
+    uint64_t uses;  // begun and not released
+  };
+  struct Request {
+    uint64_t bytes;
+    End end;
+    bool only_try;
+    uint64_t keep_free;
+  };
+
+  Device(const mm_driver& driver, int ordinal);
+  ~Device();
+  bool OpenArena(uint64_t budget_bytes, int memory, std::string* wrong);
+
+  int Number(CUstream stream);  // -1: too many
+  static StreamMask Bit(int number) { return StreamMask{1} << std::min(number, kSharedBit); }
+  // What of a set has to be waited for by a stream. Those that share a bit wait for one another.
+  static StreamMask Foreign(StreamMask touched, int number) {
+    return number < kSharedBit ? touched & ~Bit(number) : touched;
+  }
+  std::vector<CUstream> StreamsOf(StreamMask touched, CUstream but);
+  bool Capturing(CUstream stream, CUresult* error);
+  bool AnyCapturing();
+
+  void* AllocAt(const Request& request, CUstream stream);
+  void* Place(const Request& request, StreamOrder* order);
+  StreamMask WaitFor(CUstream waiter, StreamMask touched);
+  int SynchronizeContext();
+  int Settle(StreamMask touched) override;
+  int SynchronizeAll(StreamMask touched);
+  CUevent TakeEvent();
+  void ReturnEvent(CUevent event);
+  Pool* FindPool(uint64_t a, uint64_t b);
+  void EndUnusedPools();
+  CUresult Noted(CUresult error) {
+    if (error != CUDA_SUCCESS) ++driver_errors_;
+    return error;
+  }
+
+  const mm_driver& driver_;
+  const int ordinal_;
+  const uint64_t serial_;  // no two devices of a process have the same
+  DevicePages pages_;
+  std::unique_ptr<Arena> arena_;
+  std::atomic<bool> forked_{false};
+
+  Lock streams_lock_;
+  std::unordered_map<CUstream, uint16_t> numbers_;
+  std::vector<CUstream> streams_;  // by number
+  std::vector<CUstream> made_;     // ours
+  std::vector<CUstream> given_;    // of these, given back
+
+  Lock events_lock_;
+  std::vector<CUevent> events_;  // not in use
+
+  Lock settling_;
+
+  Lock pools_lock_;
+  std::vector<Pool> pools_;
+  std::vector<uint8_t> active_;  // begun and not ended; the last one counts
+  std::atomic<uint8_t> active_pool_{0};
+  std::atomic<int> unused_pools_{0};  // released, with blocks
+
+  std::atomic<uint64_t> waits_{0}, cross_reuses_{0}, synchronizations_{0}, driver_errors_{0};
+};
+
+}  // namespace memmgr

@@ -1,0 +1,108 @@
+// The C ABI of a device's memory: casts, and nothing that C++ throws gets past it.
+#include <stdio.h>
+
+#include <new>
+#include <string>
+
+#include "device.h"
+
+namespace {
+
+memmgr::Device* Of(mm_device* device) { return reinterpret_cast<memmgr::Device*>(device); }
+
+// Our own bookkeeping found no memory: the same answer to the caller as when the managed memory has ended.
+template <typename Result, typename Body>
+Result Guarded(Result when_out_of_memory, Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return when_out_of_memory;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+mm_device* mm_device_open(const mm_driver* driver, int ordinal, uint64_t budget_bytes, int memory, char* err,
+                          size_t err_len) {
+  std::string wrong = "out of memory";
+  auto* device = Guarded<memmgr::Device*>(
+      nullptr, [&] { return memmgr::Device::Open(*driver, ordinal, budget_bytes, memory, &wrong); });
+  if (device == nullptr && err != nullptr && err_len > 0) snprintf(err, err_len, "%s", wrong.c_str());
+  return reinterpret_cast<mm_device*>(device);
+}
+
+int mm_device_close(mm_device* device) {
+  return device == nullptr ? 0 : Guarded(-1, [&] { return memmgr::Device::Close(Of(device)); });
+}
+
+mm_arena* mm_device_arena(mm_device* device) { return reinterpret_cast<mm_arena*>(&Of(device)->arena()); }
+int mm_device_ordinal(mm_device* device) { return Of(device)->ordinal(); }
+
+int mm_device_memory(mm_device* device, uint64_t* free_bytes, uint64_t* total_bytes) {
+  size_t free_now = 0, total = 0;
+  const CUresult error = Of(device)->forked() ? CUDA_ERROR_DEINITIALIZED : Of(device)->Memory(&free_now, &total);
+  *free_bytes = free_now;
+  *total_bytes = total;
+  return error;
+}
+
+int mm_device_allow(mm_device* device, int peer_ordinal) {
+  return Guarded(-1, [&] { return Of(device)->Allow(peer_ordinal); });
+}
+
+void* mm_device_alloc(mm_device* device, size_t bytes, mm_stream stream, int side) {
+  const memmgr::End end = side == MM_SIDE_HIGH ? memmgr::End::kHigh : memmgr::End::kLow;
+  return Guarded<void*>(nullptr, [&] { return Of(device)->Alloc(bytes, end, stream); });
+}
+
+void* mm_device_try_alloc(mm_device* device, size_t bytes, uint64_t keep_free, mm_stream stream) {
+  return Guarded<void*>(nullptr, [&] { return Of(device)->TryAlloc(bytes, keep_free, stream); });
+}
+
+void mm_device_free(mm_device* device, void* p) { Of(device)->Free(p); }
+
+void mm_device_used(mm_device* device, void* p, mm_stream stream) {
+  Guarded(0, [&] { return Of(device)->Touch(p, stream), 0; });
+}
+
+mm_stream mm_device_home(mm_device* device, const void* p) { return Of(device)->Home(p); }
+
+int mm_device_wait(mm_device* device, mm_stream waiter, mm_stream other) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTail(waiter, other); });
+}
+
+int mm_device_wait_block(mm_device* device, mm_stream waiter, const void* p) {
+  return Guarded(-1, [&] { return Of(device)->WaitForTouched(waiter, p); });
+}
+
+int mm_device_synchronize(mm_device* device) {
+  return Guarded(-1, [&] { return Of(device)->Synchronize(); });
+}
+
+uint64_t mm_device_trim(mm_device* device, uint64_t keep_bytes) { return Of(device)->Trim(keep_bytes); }
+
+int mm_device_copy(mm_device* device, void* to, const void* from, size_t bytes, mm_stream stream) {
+  return Of(device)->Copy(to, from, bytes, stream);
+}
+
+int mm_device_fetch(mm_device* device, void* to_host, const void* from, size_t bytes, mm_stream stream) {
+  return Of(device)->Fetch(to_host, from, bytes, stream);
+}
+
+int mm_device_begin_pool(mm_device* device, uint64_t pool_a, uint64_t pool_b) {
+  return Guarded(-1, [&] { return Of(device)->BeginPool(pool_a, pool_b); });
+}
+
+int mm_device_end_pool(mm_device* device, uint64_t pool_a, uint64_t pool_b) {
+  return Of(device)->EndPool(pool_a, pool_b);
+}
+
+int mm_device_release_pool(mm_device* device, uint64_t pool_a, uint64_t pool_b) {
+  return Of(device)->ReleasePool(pool_a, pool_b);
+}
+
+void mm_device_stats_get(mm_device* device, mm_device_stats* out) { Of(device)->Stats(out); }
+
+}  // extern "C"

@@ -1,0 +1,197 @@
+#include "device_pages.h"
+
+#include <errno.h>
+
+#include <bit>
+#include <chrono>
+#include <mutex>
+
+namespace memmgr {
+namespace {
+
+constexpr size_t kPlainPageBytes = size_t{1} << 16;
+
+CUdeviceptr Address(void* at) { return reinterpret_cast<CUdeviceptr>(at); }
+
+CUmemAllocationProp Properties(int ordinal) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
+  return properties;
+}
+
+CUmemAccessDesc AccessOf(int ordinal) {
+  return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+}
+
+class Timed {
+ public:
+  explicit Timed(std::atomic<uint64_t>* sum) : sum_(sum) {}
+  ~Timed() {
+    *sum_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::atomic<uint64_t>* const sum_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+DevicePages::DevicePages(const mm_driver& driver, int ordinal, Settler* settler)
+    : driver_(driver), ordinal_(ordinal), settler_(settler) {
+  ops_.user = this;
+}
+
+CUresult DevicePages::UseMapped() {
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return context.error();
+  const CUmemAllocationProp properties = Properties(ordinal_);
+  size_t granularity = 0;
+  const CUresult error =
+      driver_.MemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+  if (error != CUDA_SUCCESS) return error;
+  if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
+  ops_.page_bytes = granularity;
+  ops_.give_back = GiveBack::kAfterSettle;
+  ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
+  ops_.commit = [](void* user, void* at, size_t bytes) { return Of(user)->Commit(Address(at), bytes); };
+  ops_.decommit = [](void* user, void* at, size_t bytes) { return Of(user)->Decommit(Address(at), bytes); };
+  ops_.release = [](void* user, void* base, size_t bytes) { Of(user)->Release(Address(base), bytes); };
+  ops_.settle = [](void* user, StreamMask touched) { return Of(user)->settler_->Settle(touched); };
+  return CUDA_SUCCESS;
+}
+
+CUresult DevicePages::UsePlain() {
+  ops_.page_bytes = kPlainPageBytes;
+  ops_.give_back = GiveBack::kNever;
+  ops_.reserve = [](void* user, size_t bytes) -> void* {
+    DevicePages* self = Of(user);
+    const EnsureContext context(self->driver_, self->ordinal_);
+    const Timed timed(&self->counts_.map_nanoseconds);
+    CUdeviceptr at = 0;
+    if (context.error() != CUDA_SUCCESS || self->driver_.MemAlloc(&at, bytes) != CUDA_SUCCESS) {
+      errno = ENOMEM;
+      return nullptr;
+    }
+    ++self->counts_.maps;
+    return reinterpret_cast<void*>(at);
+  };
+  ops_.commit = [](void*, void*, size_t) { return 0; };
+  ops_.decommit = [](void*, void*, size_t) { return -EPERM; };
+  ops_.release = [](void* user, void* base, size_t) {
+    DevicePages* self = Of(user);
+    const EnsureContext context(self->driver_, self->ordinal_);
+    ++self->counts_.unmaps;
+    self->Noted(self->driver_.MemFree(Address(base)));
+  };
+  return CUDA_SUCCESS;
+}
+
+void* DevicePages::Reserve(size_t bytes) {
+  const EnsureContext context(driver_, ordinal_);
+  auto mapped = std::make_unique<PageMap>(bytes / ops_.page_bytes);
+  if (context.error() != CUDA_SUCCESS || driver_.MemAddressReserve(&base_, bytes, 0, 0, 0) != CUDA_SUCCESS) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  mapped_ = std::move(mapped);
+  pages_ = bytes / ops_.page_bytes;
+  access_ = {AccessOf(ordinal_)};
+  return reinterpret_cast<void*>(base_);
+}
+
+int DevicePages::Allow(int peer_ordinal) {
+  std::lock_guard hold(lock_);
+  if (mapped_ == nullptr) return -1;
+  for (const CUmemAccessDesc& known : access_)
+    if (known.location.id == peer_ordinal) return CUDA_SUCCESS;
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return Noted(context.error());
+  const RelaxedCapture relaxed(driver_);
+  const CUmemAccessDesc peer = AccessOf(peer_ordinal);
+  for (uint64_t page = 0; (page = mapped_->Next(page, pages_, true)) < pages_;) {
+    const uint64_t end = mapped_->Next(page, pages_, false);
+    const CUresult error = Noted(driver_.MemSetAccess(At(page), (end - page) * ops_.page_bytes, &peer, 1));
+    if (error != CUDA_SUCCESS) return error;
+    page = end;
+  }
+  access_.push_back(peer);
+  return CUDA_SUCCESS;
+}
+
+CUresult DevicePages::MapPage(CUdeviceptr at) {
+  const CUmemAllocationProp properties = Properties(ordinal_);
+  CUmemGenericAllocationHandle handle = 0;
+  CUresult error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
+  if (error != CUDA_SUCCESS) return error;
+  error = driver_.MemMap(at, ops_.page_bytes, 0, handle, 0);
+  Noted(driver_.MemRelease(handle));
+  if (error == CUDA_SUCCESS) ++counts_.maps;
+  return error;
+}
+
+// The first page that could not be unmapped, or end.
+uint64_t DevicePages::UnmapPages(uint64_t first, uint64_t end) {
+  for (uint64_t page = first; page < end; ++page) {
+    if (mapped_->CountHoles(page, page + 1) == 1) continue;
+    if (Noted(driver_.MemUnmap(At(page), ops_.page_bytes)) != CUDA_SUCCESS) return page;
+    mapped_->Clear(page, page + 1);
+    ++counts_.unmaps;
+  }
+  return end;
+}
+
+int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.map_nanoseconds);
+  const uint64_t first = (at - base_) / ops_.page_bytes;
+  const uint64_t end = first + bytes / ops_.page_bytes;
+  CUresult error = CUDA_SUCCESS;
+  for (uint64_t page = first; page < end && error == CUDA_SUCCESS; ++page) {
+    // What the driver once refused to unmap is still there.
+    if (mapped_->CountHoles(page, page + 1) == 0) continue;
+    error = MapPage(At(page));
+    if (error == CUDA_SUCCESS) mapped_->Set(page, page + 1);
+  }
+  if (error == CUDA_SUCCESS) {
+    error = driver_.MemSetAccess(at, bytes, access_.data(), access_.size());
+  }
+  if (error != CUDA_SUCCESS) UnmapPages(first, end);  // no work has seen them
+  return DriverErrno(Noted(error));
+}
+
+int DevicePages::Decommit(CUdeviceptr at, size_t bytes) {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.unmap_nanoseconds);
+  const uint64_t first = (at - base_) / ops_.page_bytes;
+  const uint64_t end = first + bytes / ops_.page_bytes;
+  for (uint64_t page = first; page < end;) {
+    page = UnmapPages(page, end);
+    // Refused. With others gone already there is no way back: it stays mapped, and Commit knows.
+    if (page < end && page == first) return -EIO;
+    if (page < end) ++page;
+  }
+  return 0;
+}
+
+void DevicePages::Release(CUdeviceptr base, size_t bytes) {
+  std::lock_guard hold(lock_);
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return;
+  const uint64_t pages = bytes / ops_.page_bytes;
+  for (uint64_t page = 0; (page = mapped_->Next(page, pages, true)) < pages;) {
+    const uint64_t end = mapped_->Next(page, pages, false);
+    const uint64_t refused = UnmapPages(page, end);
+    page = refused < end ? refused + 1 : end;
+  }
+  Noted(driver_.MemAddressFree(base, bytes));
+}
+
+}  // namespace memmgr

@@ -1,0 +1,91 @@
+// The pages of a device's arena, through the driver.
+//
+// Mapped: one handle for each page, because a mapping cannot be unmapped in part; the handle is let go of as soon as it
+// is mapped, so that the mapping alone keeps the memory and unmapping gives it back. Nothing is pooled: the driver's
+// figures are ours at any time, and others get at once what we do not use. The price is a cuMemCreate for each page
+// that moves (docs/allocator.md).
+// Plain: one allocation of the whole range. Its pages count as committed from their first use on and never go back.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "driver.h"
+#include "lock.h"
+#include "pages.h"
+
+namespace memmgr {
+
+// Who knows what the bits of a set stand for.
+class Settler {
+ public:
+  // The CPU waits for what these streams have queued. 0 or -errno. Never called with a lock of the arena.
+  virtual int Settle(StreamMask touched) = 0;
+
+ protected:
+  ~Settler() = default;
+};
+
+// While this lives the calling thread may do what a capture, its own or another thread's, would otherwise forbid. torch
+// does the same around cudaMalloc.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const mm_driver& driver) : driver_(driver) {
+    driver_.ThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { driver_.ThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const mm_driver& driver_;
+  int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+struct PageCounts {
+  std::atomic<uint64_t> maps{0}, unmaps{0}, map_nanoseconds{0}, unmap_nanoseconds{0}, errors{0};
+};
+
+class DevicePages {
+ public:
+  DevicePages(const mm_driver& driver, int ordinal, Settler* settler);
+  DevicePages(const DevicePages&) = delete;
+  DevicePages& operator=(const DevicePages&) = delete;
+
+  // The driver's error, 0 when all is well.
+  CUresult UseMapped();
+  CUresult UsePlain();
+  // mm_device_allow
+  int Allow(int peer_ordinal);
+  const PageOps& ops() const { return ops_; }
+  const PageCounts& counts() const { return counts_; }
+
+ private:
+  static DevicePages* Of(void* user) { return static_cast<DevicePages*>(user); }
+  void* Reserve(size_t bytes);
+  int Commit(CUdeviceptr at, size_t bytes);
+  int Decommit(CUdeviceptr at, size_t bytes);
+  void Release(CUdeviceptr base, size_t bytes);
+  CUresult MapPage(CUdeviceptr at);
+  uint64_t UnmapPages(uint64_t first, uint64_t end);
+  CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
+  CUresult Noted(CUresult error) {
+    if (error != CUDA_SUCCESS && error != CUDA_ERROR_OUT_OF_MEMORY) ++counts_.errors;
+    return error;
+  }
+
+  const mm_driver& driver_;
+  const int ordinal_;
+  Settler* const settler_;
+  PageOps ops_{};
+  PageCounts counts_;
+  CUdeviceptr base_ = 0;
+
+  Lock lock_;  // below that of the arena, which is not held when pages are given back
+  std::unique_ptr<PageMap> mapped_;
+  uint64_t pages_ = 0;                   // of the whole range
+  std::vector<CUmemAccessDesc> access_;  // who may use the pages: the device itself, then its peers
+};
+
+}  // namespace memmgr

@@ -1,0 +1,37 @@
+// Tier: a place below the device where bytes can be parked. The C ABI of tiers (core.h, device.h) calls this.
+#pragma once
+
+#include <cstdint>
+
+#include "memmgr/device.h"
+
+namespace memmgr {
+
+enum class Urgency { kQueued, kNow };
+
+class Tier {
+ public:
+  // Ends what is under way and deletes the tier. No other call may be under way.
+  virtual void Close() = 0;
+
+  virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;
+  virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;
+  virtual int Poll(mm_slot id) = 0;
+  virtual int Wait(mm_slot id) = 0;
+  virtual void Free(mm_slot id) = 0;
+  virtual void Stats(mm_tier_stats* out) = 0;
+  virtual void Inject(int write_errno, int after_writes, int read_errno, int after_reads) = 0;
+
+  // Where memory is plain memory, to come after an operation is to wait for it.
+  virtual int OrderMemory(mm_slot id) { return Wait(id); }
+  virtual int Use(mm_slot id, mm_stream) { return Wait(id); }
+  virtual const void* Bytes(mm_slot) { return nullptr; }
+
+ protected:
+  Tier() = default;
+  ~Tier() = default;
+  Tier(const Tier&) = delete;
+  Tier& operator=(const Tier&) = delete;
+};
+
+}  // namespace memmgr

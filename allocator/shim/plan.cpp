@@ -1,0 +1,260 @@
+// Plans, as malloc and the hooks follow them (design §5). A plan says of each cell that a pass saves, in the order of
+// saving, whether it stays, is dropped or is written out. It supplies decisions, never recipes.
+//
+// A pass follows a plan while what it saves has the plan's sizes. The first that has not makes it look for another plan
+// that began the same way; without one, the policies rank and choose as they do without plans, from that moment on. So
+// does a pass whose plan leaves malloc without enough to take.
+//
+// Guarded by the GIL, but for what is said to be atomic. A cell is named in `waiting` only while it has handles.
+#include "shim.h"
+
+namespace memmgr {
+
+namespace {
+
+struct LivePlan {
+  int id;
+  std::vector<int64_t> sizes;                   // bytes of what is saved, in the order of the first save in the pass
+  std::vector<uint8_t> actions;                 // Action
+  std::vector<uint64_t> prefixes;               // hash of the sizes up to and including this one
+  std::vector<std::vector<uint32_t>> triggers;  // by the save that is used in backward: what is read back from then on
+};
+
+struct ThisPass {
+  uint64_t hash = 0;
+  std::vector<int64_t> sizes;                // of this pass, for whoever makes a plan of it
+  const LivePlan* plan = nullptr;            // that it follows
+  int64_t left_at = -1;                      // the save at which it left the last plan that it followed; -1: it did not
+  std::unordered_map<uint32_t, Cell*> away;  // by save: planned to be written out; references of ours
+  std::vector<uint32_t> owed;                // triggered, and there was no room so far
+  std::vector<uint32_t> late;                // was asked for before it was there
+  std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
+};
+
+std::vector<LivePlan*> plans;  // the one that was followed last comes first
+ThisPass pass;
+
+uint64_t mixed(uint64_t hash, int64_t size) {
+  hash = (hash ^ static_cast<uint64_t>(size)) * 0x9E3779B185EBCA87ull;
+  return hash ^ (hash >> 29);
+}
+
+bool begins_like(const LivePlan* plan, size_t saves, uint64_t hash) {
+  return saves <= plan->sizes.size() && saves > 0 && plan->prefixes[saves - 1] == hash;
+}
+
+void forget_waiting() {
+  for (auto& [k, c] : pass.away) deferred_decref(reinterpret_cast<PyObject*>(c));
+  pass.away.clear();
+  pass.owed.clear();
+  for (Cell* c : pass.waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
+  pass.waiting.clear();
+}
+
+// Who may go by the plan goes onto the list that malloc takes from; what is to be written out is written from now on.
+bool arm_planned(Cell* c, uint8_t action) {
+  std::lock_guard<std::mutex> lock(g.mu);
+  if (!c->listed || c->armed != KEEP || c->gone != PRESENT) return true;
+  if (!ours_alone_locked(c)) return false;
+  if (action == OFFLOAD && g.tier && c->slot < 0 && versions_current(c)) {
+    const mm_slot slot =
+        mm_tier_write(g.tier, c->strong->_mutable_data_ptr_no_checks().get(), static_cast<uint64_t>(c->nbytes));
+    if (slot >= 0) {
+      c->slot = slot;
+      c->slot_state = WRITING;
+      g.n.write_backs++;
+      g.n.offloads++;
+      g.n.offload_bytes += static_cast<uint64_t>(c->nbytes);
+    }
+  }
+  c->armed = action;
+  c->armed_at = static_cast<int64_t>(g.armed.size());
+  g.armed.push_back(c);
+  g.armed_bytes += static_cast<uint64_t>(c->nbytes);
+  return true;
+}
+
+}  // namespace
+
+// Is a plan being followed, so that nobody needs to search?
+bool plan_leads() { return pass.plan && !g.plan_short.load(std::memory_order_relaxed); }
+
+// Does it say when what was written out comes back?
+bool plan_brings_back() { return plan_leads() && !pass.plan->triggers.empty(); }
+
+// Between two ops: the program has let go of more.
+void plan_settle() {
+  size_t kept = 0;
+  for (size_t i = 0; i < pass.waiting.size(); ++i) {
+    Cell* c = pass.waiting[i];
+    if (c->handles > 0 && !arm_planned(c, c->wish))
+      pass.waiting[kept++] = c;
+    else
+      deferred_decref(reinterpret_cast<PyObject*>(c));
+  }
+  pass.waiting.resize(kept);
+}
+
+// The pass saves this cell for the first time; its `save_index` says when.
+void plan_saved(Cell* c) {
+  if (!g.active) return;
+  const size_t k = c->save_index;
+  pass.hash = mixed(pass.hash, c->nbytes);
+  pass.sizes.push_back(c->nbytes);
+  if (plans.empty()) return;
+  if (k == 0) pass.plan = plans.front();
+  if (pass.plan && (k >= pass.plan->sizes.size() || pass.plan->sizes[k] != c->nbytes)) {
+    pass.left_at = static_cast<int64_t>(k);
+    pass.plan = nullptr;
+    for (const LivePlan* other : plans)
+      if (begins_like(other, k + 1, pass.hash)) {
+        pass.plan = other;
+        break;
+      }
+  }
+  if (!pass.plan) return;
+  const uint8_t action = pass.plan->actions[k];
+  c->wish = action;
+  if (action == KEEP || !plan_leads()) return;
+  Py_INCREF(c);
+  pass.waiting.push_back(c);
+  if (action == OFFLOAD) {
+    Py_INCREF(c);
+    if (!pass.away.emplace(static_cast<uint32_t>(k), c).second) Py_DECREF(c);
+  }
+}
+
+// Backward asks for a cell: what the plan brings back from here on begins to come (Capuchin's in-trigger).
+void plan_unpacked(const Cell* c) {
+  if (!pass.plan || pass.plan->triggers.empty()) return;
+  if (c->saved_in == g.pass && c->save_index < pass.plan->triggers.size())
+    for (const uint32_t k : pass.plan->triggers[c->save_index]) pass.owed.push_back(k);
+  if (pass.owed.empty()) return;
+  // The GIL is dropped below, and another thread may come by: what is being asked for belongs to this call.
+  std::vector<uint32_t> asked;
+  asked.swap(pass.owed);
+  const uint32_t number = g.pass;
+  for (size_t i = 0; i < asked.size() && number == g.pass; ++i) {
+    auto it = pass.away.find(asked[i]);
+    if (it == pass.away.end()) continue;
+    Cell* wanted = it->second;
+    Py_INCREF(wanted);
+    const int begun = begin_reload(wanted, 0);
+    deferred_decref(reinterpret_cast<PyObject*>(wanted));
+    if (begun == 0) {  // no room: at the next use
+      if (number == g.pass)
+        pass.owed.insert(pass.owed.begin(), asked.begin() + static_cast<std::ptrdiff_t>(i), asked.end());
+      break;
+    }
+  }
+}
+
+// Somebody waits for bytes of this cell.
+void plan_late(const Cell* c) {
+  if (pass.plan && c->saved_in == g.pass && pass.away.count(c->save_index)) pass.late.push_back(c->save_index);
+}
+
+// ---- Python ----
+
+// add_plan(id, sizes, actions, triggers): int64 and uint8, one entry for each save of the pass; int32 pairs (used, k):
+// with the first use in backward of save `used`, save k begins to come back.
+static PyObject* py_add_plan(PyObject*, PyObject* args) {
+  int id;
+  Py_buffer sizes, actions, triggers;
+  if (!PyArg_ParseTuple(args, "iy*y*y*", &id, &sizes, &actions, &triggers)) return nullptr;
+  const auto n = static_cast<size_t>(actions.len);
+  const bool fits = static_cast<size_t>(sizes.len) == 8 * n && n > 0;
+  if (fits) {
+    auto* plan = new LivePlan{id, {}, {}, {}, {}};
+    const auto* size = static_cast<const int64_t*>(sizes.buf);
+    plan->sizes.assign(size, size + n);
+    plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
+    uint64_t hash = 0;
+    for (int64_t s : plan->sizes) plan->prefixes.push_back(hash = mixed(hash, s));
+    const auto* pairs = static_cast<const int32_t*>(triggers.buf);
+    const auto count = static_cast<size_t>(triggers.len) / 8;
+    if (count > 0) plan->triggers.resize(n);
+    for (size_t i = 0; i < count; ++i) {
+      const auto used = static_cast<size_t>(pairs[2 * i]);
+      if (used < n) plan->triggers[used].push_back(static_cast<uint32_t>(pairs[2 * i + 1]));
+    }
+    plans.insert(plans.begin(), plan);
+  }
+  PyBuffer_Release(&triggers);
+  PyBuffer_Release(&sizes);
+  PyBuffer_Release(&actions);
+  if (!fits) return PyErr_Format(PyExc_ValueError, "add_plan: one int64 and one uint8 for each save");
+  Py_RETURN_NONE;
+}
+
+// drop_plans(id): that one; negative: all of them.
+static PyObject* py_drop_plans(PyObject*, PyObject* o) {
+  const long id = PyLong_AsLong(o);
+  if (id == -1 && PyErr_Occurred()) return nullptr;
+  for (size_t i = 0; i < plans.size();) {
+    if (id >= 0 && plans[i]->id != id) {
+      ++i;
+      continue;
+    }
+    if (pass.plan == plans[i]) pass.plan = nullptr;
+    delete plans[i];
+    plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  if (id < 0) {
+    forget_waiting();
+    pass = ThisPass();
+    g.plan_short = false;
+  }
+  Py_RETURN_NONE;
+}
+
+// begin_pass() -> (saves, hash, id of the plan that was followed to the end or -1, save at which one was left or -1,
+// whether malloc found too little, sizes as int64, saves that were waited for) of the pass that ends here.
+static PyObject* py_begin_pass(PyObject*, PyObject*) {
+  // A pass that ends before its plan does has not followed it.
+  const bool whole = pass.plan && pass.sizes.size() == pass.plan->sizes.size();
+  if (pass.plan && !whole && pass.left_at < 0) pass.left_at = static_cast<int64_t>(pass.sizes.size());
+  const int id = whole ? pass.plan->id : -1;
+  if (whole)
+    for (size_t i = 1; i < plans.size(); ++i)
+      if (plans[i] == pass.plan) {
+        plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(i));
+        plans.insert(plans.begin(), const_cast<LivePlan*>(pass.plan));
+        break;
+      }
+  PyObject* late = PyList_New(0);
+  for (const uint32_t k : pass.late) {
+    PyObject* index = PyLong_FromUnsignedLong(k);
+    PyList_Append(late, index);
+    Py_XDECREF(index);
+  }
+  PyObject* out = Py_BuildValue("(nKiLNNN)", static_cast<Py_ssize_t>(pass.sizes.size()), (unsigned long long)pass.hash,
+                                id, (long long)pass.left_at, PyBool_FromLong(g.plan_short.load()),
+                                PyBytes_FromStringAndSize(reinterpret_cast<const char*>(pass.sizes.data()),
+                                                          static_cast<Py_ssize_t>(8 * pass.sizes.size())),
+                                late);
+  forget_waiting();
+  pass.late.clear();
+  g.pass++;
+  g.saved_in_pass = 0;
+  pass.hash = 0;
+  pass.sizes.clear();
+  pass.plan = nullptr;
+  pass.left_at = -1;
+  g.plan_short = false;
+  return out;
+}
+
+static PyObject* py_plan_brings_back(PyObject*, PyObject*) { return PyBool_FromLong(plan_brings_back()); }
+
+static PyObject* py_plan_leads(PyObject*, PyObject*) { return PyBool_FromLong(plan_leads()); }
+
+PyMethodDef plan_methods[] = {
+    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers)"},
+    {"drop_plans", py_drop_plans, METH_O, "drop_plans(id): that one; negative: all"},
+    {"begin_pass", py_begin_pass, METH_NOARGS, "-> how the pass that ends here followed its plan"},
+    {"plan_leads", py_plan_leads, METH_NOARGS, "whether a plan is being followed"},
+    {"plan_brings_back", py_plan_brings_back, METH_NOARGS, "whether it says when what was written out comes back"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace memmgr

@@ -1,0 +1,263 @@
+"""CUDA's allocator: compiled once per installed torch, put in torch's place before CUDA is initialised.
+
+`import memmgr` does this where torch has CUDA and a device is there, so that a budget later finds every block in its own
+arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Nothing here initialises CUDA, or asks
+its runtime anything: a fork that follows stays possible.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.resources
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _shim
+
+INSTALL_VARIABLE = "MEMMGR_INSTALL"
+# How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
+MEMORY_VARIABLE = "MEMMGR_CUDA_MEMORY"
+# The library with the driver's entry points; unset: libcuda. Tests name a double here.
+DRIVER_VARIABLE = "MEMMGR_DRIVER"
+MEMORIES = {"mapped": 0, "plain": 1}  # MM_MEMORY_*
+
+TOO_LATE = (
+    "CUDA was initialised before memmgr could put its allocator in place: `import memmgr` before anything uses the GPU, or "
+    "start the script with MEMMGR_BUDGET set or by `memmgr run`"
+)
+
+_library: ctypes.CDLL | None = None
+_why: str | None = "memmgr has not looked yet"
+
+
+class _Table(ctypes.Structure):
+    """`mm_plugin` of memmgr/plugin.h."""
+
+    _fields_ = (
+        ("version", ctypes.c_int),
+        ("device", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)),
+        ("set_budget", ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint64)),
+        ("set_hooks", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+        (
+            "try_allocate",
+            ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p),
+        ),
+        ("release", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+        ("owns", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)),
+        ("live", ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int)),
+    )
+
+
+# ---- is there anything to do? ----------------------------------------------------------------------------------------
+
+
+def _is_worker() -> bool:
+    """A process that loads data or compiles: it trains nothing."""
+    data = sys.modules.get("torch.utils.data._utils.worker")
+    if data is not None and data.get_worker_info() is not None:
+        return True
+    return any("compile_worker" in argument for argument in sys.orig_argv)
+
+
+def _has_device() -> bool:
+    """Is there a GPU of NVIDIA's that this process may use? By files and NVML, never by CUDA's runtime."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    if not any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")):
+        return False
+    count = getattr(torch.cuda, "_device_count_nvml", lambda: -1)()
+    return bool(count != 0)  # negative: NVML does not say
+
+
+def _reason() -> str | None:
+    """Why there is nothing to install, or None."""
+    if os.environ.get(INSTALL_VARIABLE) == "0":
+        return f"{INSTALL_VARIABLE}=0 asks to leave torch's own allocator in place"
+    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getAllocatorBackend"):
+        return "this torch has no CUDA"
+    if _is_worker():
+        return "this is a worker process"
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        return TOO_LATE
+    if os.environ.get(DRIVER_VARIABLE) is None and not _has_device():
+        return "there is no GPU"
+    backend = torch._C._cuda_getAllocatorBackend()
+    if backend != "native":
+        return f"torch's CUDA allocator is {backend!r} already; unset PYTORCH_CUDA_ALLOC_CONF's backend"
+    return None
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def header_folders() -> list[Path]:
+    """Where CUDA's runtime headers could be: beside torch as packages, then a toolkit."""
+    site = Path(torch.__file__).parent.parent
+    major = (torch.version.cuda or "13").split(".")[0]
+    found = [site / "nvidia" / f"cu{major}" / "include", site / "nvidia" / "cuda_runtime" / "include"]
+    found += [site / "triton" / "backends" / "nvidia" / "include"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            found.append(Path(os.environ[variable]) / "include")
+    return [*found, Path(f"/usr/local/cuda-{torch.version.cuda}/include"), Path("/usr/local/cuda/include")]
+
+
+def _major(folder: Path) -> str | None:
+    """Of the CUDA release that the headers are from."""
+    for name in ("cuda.h", "cuda_runtime_api.h"):
+        file = folder / name
+        if file.is_file():
+            said = re.search(r"#define\s+(?:CUDA_VERSION|CUDART_VERSION)\s+(\d+)", file.read_text(errors="replace"))
+            if said:
+                return str(int(said[1]) // 1000)
+    return None
+
+
+def find_headers() -> list[Path]:
+    """The folders to compile with: one that is whole, or the runtime's and another one with what it lacks.
+
+    Raises:
+        NoShim: CUDA's headers are not there, or of another release than torch.
+    """
+    wanted = (torch.version.cuda or "").split(".")[0]
+    folders = [folder for folder in header_folders() if (folder / "cuda_runtime_api.h").is_file()]
+    fitting = [folder for folder in folders if not wanted or _major(folder) == wanted]
+    for folder in fitting:
+        if (folder / "crt" / "host_config.h").is_file():
+            return [folder]
+    # CUDA's own packages have crt/ apart, and torch does not ask for that one. Triton has it, of whatever release: what is
+    # there only tells compilers apart, and the folder comes last, so that nothing else is taken from it.
+    lent = [folder for folder in header_folders() if (folder / "crt" / "host_config.h").is_file()]
+    if fitting and lent:
+        return [fitting[0], lent[0]]
+    hint = f"pip install nvidia-cuda-runtime nvidia-cuda-crt (of CUDA {torch.version.cuda}), or set CUDA_HOME"
+    if folders and not fitting:
+        raise _shim.NoShim(f"CUDA's headers in {folders[0]} are of another release than torch ({wanted}): {hint}")
+    raise _shim.NoShim(f"CUDA's headers (cuda_runtime_api.h, crt/host_config.h) were not found: {hint}")
+
+
+def sources() -> Path:
+    """The folder of plugin.cpp.
+
+    Raises:
+        NoShim: the package is not whole.
+    """
+    checkout = Path(__file__).resolve().parent.parent / "allocator" / "cuda"
+    installed = Path(str(importlib.resources.files("memmgr") / "_cuda_src"))
+    for folder in (checkout, installed):
+        if (folder / "plugin.cpp").is_file():
+            return folder
+    raise _shim.NoShim("the sources of CUDA's allocator are missing from the package: reinstall memmgr")
+
+
+def include_folder(folder: Path) -> Path:
+    """Where `memmgr/plugin.h` is for these sources."""
+    beside = folder.parent / "include"
+    return beside if (beside / "memmgr" / "plugin.h").is_file() else folder.parent / "_shim_src"
+
+
+def build() -> Path:
+    """The compiled allocator for this torch; says so on stderr when it has to be made.
+
+    Raises:
+        NoShim: no compiler, no headers, or an error.
+    """
+    folder = sources()
+    include = include_folder(folder)
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h"), *(include / "memmgr").glob("*.h")]):
+        digest.update(file.name.encode() + file.read_bytes())
+    digest.update(f"{torch.__version__} {torch.version.cuda} {sysconfig.get_platform()}".encode())
+    target = _shim.cache_folder() / f"cuda-{digest.hexdigest()[:20]}" / "memmgr_cuda.so"
+    if not target.is_file():
+        headers = find_headers()
+        print(f"memmgr: compiling the CUDA allocator for torch {torch.__version__}, once", file=sys.stderr, flush=True)
+        _shim.compile_library(
+            folder / "plugin.cpp", target, [include, folder, *headers], ["c10_cuda", "c10"], "CUDA allocator"
+        )
+    return target
+
+
+# ---- installing ------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    _shim.load_core()
+    library = ctypes.CDLL(str(path))
+    library.mm_cuda_install.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+    library.mm_cuda_install.restype = library.mm_cuda_in_place.restype = ctypes.c_int
+    library.mm_cuda_plugin.restype = ctypes.c_void_p
+    return library
+
+
+def _put_in_place() -> str | None:
+    global _library
+    memory = os.environ.get(MEMORY_VARIABLE, "mapped").lower()
+    if memory not in MEMORIES:
+        return f"{MEMORY_VARIABLE}={memory!r} is none of {', '.join(MEMORIES)}"
+    try:
+        library = _load(build())
+    except (_shim.NoShim, OSError) as error:
+        return str(error)
+    driver = os.environ.get(DRIVER_VARIABLE)
+    error_text = ctypes.create_string_buffer(256)
+    named = driver.encode() if driver else None
+    if library.mm_cuda_install(named, MEMORIES[memory], error_text, len(error_text)) != 0:
+        return TOO_LATE
+    _library = library
+    return None
+
+
+def install() -> str | None:
+    """Puts the allocator in place if it is not: None when it is there, else why not. Never raises."""
+    global _why
+    if in_place():
+        return None
+    if _library is not None:
+        return "another allocator was put in the place of memmgr's"
+    try:
+        _why = _reason() or _put_in_place()
+    except Exception as error:  # an import that fails would be our fault
+        _why = f"{type(error).__name__}: {error}"
+    return _why
+
+
+def in_place() -> bool:
+    """Do all CUDA tensors come from memmgr's allocator?"""
+    return _library is not None and bool(_library.mm_cuda_in_place())
+
+
+# ---- the seam to the shim --------------------------------------------------------------------------------------------
+
+
+def _address() -> int:
+    return int(_library.mm_cuda_plugin()) if _library is not None else 0
+
+
+def attach(native: Any) -> None:
+    """Tells the shim about the allocator, if it is there."""
+    if in_place() and hasattr(native, "use_plugin"):
+        native.use_plugin(_address())
+
+
+def table() -> Any:
+    """`mm_plugin`, for tests and for what has no shim.
+
+    Raises:
+        RuntimeError: the allocator is not in place.
+    """
+    if _library is None:
+        raise RuntimeError(f"memmgr's CUDA allocator is not in place: {_why}")
+    return _Table.from_address(_address())
+
+
+def live_bytes(ordinal: int) -> int:
+    """What tensors take on this device; 0 when the allocator is not in place."""
+    return int(table().live(ordinal)) if in_place() else 0

@@ -1,0 +1,359 @@
+"""Measure, then plan: what was seen in one pass decides the next ones that save the same (design §5; Capuchin, ASPLOS '20).
+
+A pass is measured, a thread makes a plan of it while training goes on with the dynamic policies, and from then on passes
+that save the same sizes in the same order follow the plan: nobody ranks, nobody searches. A plan supplies decisions, never
+recipes, so the moment reality deviates (plan.cpp) the dynamic policies finish the pass, as exact as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memmgr.policies import Action
+from memmgr.policies.capuchin import choose, triggers
+from memmgr.policies.delta_paper import knapsack
+from memmgr.policies.planner import Plan, plan
+from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
+from memmgr.policies.trace import TierLink, Trace
+
+from ._sizes import UNLIMITED
+
+if TYPE_CHECKING:
+    from ._manager import Manager
+    from ._trace import Measured
+
+MOST_PLANS = 16  # signatures that are remembered; variable shapes have several
+MOST_MEASURED = 32  # passes that are measured in all
+MOST_MET = 256  # signatures that are remembered although nothing was measured: one that comes again is worth it
+WARM_PASSES = 1  # the first pass compiles and proves its kinds; optimizer state comes after it
+EFFORT = 100_000  # steps of the planner's search: about a third of a second
+# Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves). A pass that
+# ran short all the same takes that much more off, so often.
+MARGIN = 0.01
+STRICTER = 0.03
+MOST_TRIES = 4
+
+
+MOST_FEEDBACK = 12  # passes after which triggers stay where they are
+
+# Of a pass: how many cells it saved, the hash of their sizes, the id of the plan that it followed to the end or -1, at which
+# save it left one or -1, whether malloc found too little, the sizes as int64, the saves that backward had to wait for.
+Ended = tuple[int, int, int, int, bool, bytes, list[int]]
+
+
+@dataclass
+class Made:
+    """What a planner decided.
+
+    Attributes:
+        away: (storage, action, op before which it has to be asked for again), in the order of going.
+        plan: with bound and prediction, where the planner has them.
+    """
+
+    away: list[tuple[int, Action, int]]
+    plan: Plan | None = None
+
+
+Planner = Callable[[Trace, int, TierLink | None, bool, bool], Made | None]
+
+
+def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
+    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=solve)
+    if not made.feasible:
+        return None
+    away = [(a.storage, Action.OFFLOAD if a.offloaded else Action.EVICT, a.back) for a in made.absences]
+    return Made(away, replace(made, steps=(), absences=()))  # the schedule is as long as the pass
+
+
+def _decided(decisions: Sequence[Decision]) -> Made:
+    return Made([(d.storage, d.action, d.back_access if d.trigger == ON_DEMAND else d.trigger) for d in decisions])
+
+
+def _capuchin(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
+    accesses = Accesses.of(trace)
+    chosen = choose(trace, accesses, budget_bytes, link)
+    return _decided(triggers(trace, accesses, budget_bytes, link, chosen, {}))
+
+
+def _taco(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
+    return _decided(knapsack(trace, budget_bytes, link))
+
+
+PLANNERS: dict[str, Planner] = {"plan": _ours, "capuchin": _capuchin, "delta_taco": _taco}
+"""By `Policy.planner`."""
+
+
+@dataclass
+class _Known:
+    """A signature that was measured."""
+
+    measured: Measured
+    sizes: bytes
+    id: int
+    tries: int = 0
+    made: Made | None = None
+    earlier: dict[int, int] = field(default_factory=dict)  # of a save: by how many uses its way back begins earlier
+    feedback: int = 0
+    seconds: float = 0.0  # that the planning took
+    followed: int = 0
+    waiting: bool = False  # for the thread
+
+
+@dataclass
+class PlanCounts:
+    """Figures for `stats()`."""
+
+    measured: int = 0
+    made: int = 0
+    infeasible: int = 0
+    followed: int = 0
+    left: int = 0
+    short: int = 0
+    late: int = 0
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+class Plans:
+    """The plans of one budget: which pass to measure, who makes them, which are followed.
+
+    Args:
+        manager: whose passes they are.
+        allowed: False: nothing is ever measured, and so nothing planned.
+    """
+
+    def __init__(self, manager: Manager, allowed: bool) -> None:
+        self._manager = manager
+        self.allowed = allowed and manager.config.limit_bytes < UNLIMITED
+        self.known: OrderedDict[int, _Known] = OrderedDict()
+        self._met: OrderedDict[int, None] = OrderedDict()  # signatures that came and have no plan
+        self._next_id = 0
+        self._done: list[_Known] = []
+        self.thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._seen = 0
+        self._stop = False
+        self.counts = PlanCounts()
+
+    # -- at the end of a pass, in the thread that ran its backward --
+
+    def end_of_pass(self, ended: Ended, measured: Measured | None) -> None:
+        """The pass that ends is accounted for, and the next one prepared.
+
+        Args:
+            ended: what `begin_pass` says of it.
+            measured: what was seen, if this pass was measured.
+        """
+        saves, signature, followed, left_at, short, sizes, late = ended
+        if not saves:
+            return
+        self._seen += 1
+        known = self.known.get(signature)
+        if known is not None:
+            self.known.move_to_end(signature)
+        if followed >= 0 and known is not None:
+            known.followed += 1
+            self.counts.followed += 1
+            self.counts.late += len(late)
+            if short:
+                self.counts.short += 1
+                self._again(known)
+            elif late and known.feedback < MOST_FEEDBACK and not known.waiting:
+                known.feedback += 1
+                for save in late:
+                    known.earlier[save] = known.earlier.get(save, 0) + 1
+                self._follow(known)
+        elif left_at >= 0:
+            self.counts.left += 1
+        if measured is not None and known is None:
+            known = self._remember(signature, _Known(measured, sizes, self._next_id))
+            self._next_id += 1
+            self.counts.measured += 1
+            self._submit(known)
+        self._adopt()
+        if self._worth_measuring(signature):
+            self._manager.measure_next_pass()
+
+    def _worth_measuring(self, signature: int) -> bool:
+        """Is the next pass likely one that a plan could be made of and is not known?"""
+        manager = self._manager
+        if self._seen < WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
+            return False
+        if signature in self.known or not manager.under_pressure():
+            return False
+        # The first of all; later only what has come before: where no pass is like another, measuring them buys nothing.
+        before = signature in self._met
+        self._met[signature] = None
+        self._met.move_to_end(signature)
+        while len(self._met) > MOST_MET:
+            self._met.popitem(last=False)
+        return before or not self.known
+
+    def _remember(self, signature: int, known: _Known) -> _Known:
+        self.known[signature] = known
+        while len(self.known) > MOST_PLANS:
+            _, old = self.known.popitem(last=False)
+            self._manager.native.drop_plans(old.id)
+        return known
+
+    def _again(self, known: _Known) -> None:
+        """A pass that followed this plan ran short: the next one asks for less."""
+        if known.waiting or known.tries >= MOST_TRIES:
+            return
+        known.tries += 1
+        self._submit(known)
+
+    def _adopt(self) -> None:
+        """Plans that the thread has made since are followed from the next pass on."""
+        with self._lock:
+            done, self._done = self._done, []
+        for known in done:
+            known.waiting = False
+            if known.made is None:
+                self._manager.native.drop_plans(known.id)
+                self.counts.infeasible += 1
+                continue
+            actions = self._follow(known)
+            self.counts.made += 1
+            predicted = known.made.plan
+            self._manager.telemetry.happened(
+                "plan",
+                saves=len(actions),
+                evict=int((actions == Action.EVICT).sum()),
+                offload=int((actions == Action.OFFLOAD).sum()),
+                seconds=round(known.seconds, 3),
+                **(
+                    {"overhead": round(predicted.overhead, 4), "lower_bound": round(predicted.lower_bound, 4)}
+                    if predicted is not None
+                    else {}
+                ),
+            )
+
+    def _follow(self, known: _Known) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """From the next pass on; returns what happens to each save."""
+        assert known.made is not None
+        native = self._manager.native
+        sizes = np.frombuffer(known.sizes, dtype=np.int64)
+        actions = decisions(known.made, known.measured, len(sizes))
+        native.drop_plans(known.id)
+        native.add_plan(known.id, sizes, actions, in_triggers(known.made, known.measured, actions, known.earlier))
+        return actions
+
+    # -- the thread --
+
+    def _submit(self, known: _Known) -> None:
+        known.waiting = True
+        if self.thread is not None:
+            self.thread.join()  # one at a time; a signature that is new while another is planned is rare
+        self.thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
+        self.thread.memmgr_own = True  # type: ignore[attr-defined]
+        self.thread.start()
+
+    def _make(self, known: _Known) -> None:
+        begun = time.perf_counter()
+        manager = self._manager
+        try:
+            share = 1.0 - MARGIN - STRICTER * known.tries
+            link = manager.link()
+            tier = None
+            if manager.may_offload and link.write_bytes_per_second and link.read_bytes_per_second:
+                tier = TierLink("below", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
+            planner = PLANNERS[manager.policy.planner]
+            budget_bytes = int(manager.config.limit_bytes * share)
+            # On the CPU device a solver's own memory is what the budget is about.
+            solve = manager.device.type != "cpu"
+            known.made = planner(known.measured.trace, budget_bytes, tier, manager.may_evict, solve)
+        except Exception as error:  # a plan that cannot be made costs speed, not correctness; kept for the report
+            known.made = None
+            self.counts.errors.append(f"{type(error).__name__}: {error}")
+        known.seconds = time.perf_counter() - begun
+        self.counts.seconds += known.seconds
+        with self._lock:
+            self._done.append(known)
+
+    def close(self) -> None:
+        """Waits for the thread and forgets everything."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.known.clear()
+        self._done.clear()
+        if self.allowed:
+            self._manager.native.drop_plans(-1)
+
+    # -- reports --
+
+    def latest(self) -> Plan | None:
+        """The plan that was followed or made last."""
+        for known in reversed(self.known.values()):
+            if known.made is not None and known.made.plan is not None:
+                return known.made.plan
+        return None
+
+    def brings_back(self) -> bool:
+        """Does the plan that is followed say when what was written out comes back, so that nobody else need?"""
+        return self.allowed and bool(self._manager.native.plan_brings_back())
+
+
+def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What happens to each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
+
+    A storage's first absence decides; what was made again leaves, if it has to, by the dynamic policies.
+    """
+    actions = np.full(saves, int(Action.KEEP), dtype=np.uint8)
+    decided: set[int] = set()
+    for storage, action, _ in made.away:
+        if storage in decided:
+            continue
+        decided.add(storage)
+        index = measured.save_index.get(storage)
+        if index is not None and index < saves:
+            actions[index] = int(action)
+    return actions
+
+
+def in_triggers(
+    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]], earlier: dict[int, int]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """With the use of which save each save that is offloaded begins to come back: int32, shape (n, 2), (used, save).
+
+    A plan names the op before which the read starts. What a live run can see of ops in backward is which save they ask for:
+    the last such use before that op, or as many uses earlier as the feedback of late ones says (Capuchin, section 4.4, moves
+    a trigger by 5 % of the swap time).
+
+    Args:
+        made: the decisions.
+        measured: the pass they are for.
+        actions: of each save, from `decisions`.
+        earlier: of a save: by how many uses its trigger has moved.
+    """
+    uses: list[tuple[int, int]] = []  # (op, save) of the first use of each in backward
+    position: dict[int, int] = {}
+    for k, op in enumerate(measured.trace.ops):
+        for storage in op.uses:
+            save = measured.save_index.get(storage)
+            if save is not None and save not in position:
+                position[save] = len(uses)
+                uses.append((k, save))
+    ops = [k for k, _ in uses]
+    pairs: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for storage, _, back in sorted(made.away, key=lambda a: a[2]):
+        save = measured.save_index.get(storage)
+        if save is None or save in seen or save not in position or save >= len(actions):
+            continue
+        seen.add(save)
+        if actions[save] != Action.OFFLOAD:
+            continue
+        at = min(bisect_left(ops, back) - 1, position[save] - 1) - earlier.get(save, 0)
+        if position[save] > 0:
+            pairs.append((uses[max(0, at)][1], save))
+    return np.array(pairs, dtype=np.int32).reshape(-1, 2)

@@ -1,0 +1,152 @@
+"""A driver that says no: every call in turn, and a device whose memory others have."""
+
+from __future__ import annotations
+
+import pytest
+
+from .device_abi import MAPPED, MIB, PLAIN, Device
+from .fake import INVALID_HANDLE, LATE, OUT_OF_MEMORY, FakeDriver
+from .test_device import OpenDevice, device_core, open_device
+
+__all__ = ["device_core", "open_device"]  # fixtures
+
+# Not cuMemRelease: a handle that the driver does not take back is lost, whatever we do.
+CALLS = (
+    "cuCtxGetCurrent cuCtxSynchronize cuEventCreate cuEventRecord cuMemCreate cuMemMap cuMemSetAccess cuMemUnmap cuStreamIsCapturing cuStreamQuery cuStreamSynchronize cuStreamWaitEvent"
+    " cuThreadExchangeStreamCaptureMode"
+).split()
+
+
+def scenario(driver: FakeDriver, device: Device, streams: list[int]) -> None:
+    """Allocations, waits, remaps and trims; whatever is refused, what was handed out is free again at the end."""
+    live: list[int] = []
+    for round_ in range(3):
+        for index, stream in enumerate(streams):
+            for size in (100, 2 * MIB, 3 * MIB):
+                address = device.alloc(size + index * 1000, stream)
+                if address is not None:
+                    driver.fill(stream, address, size, index)
+                    live.append(address)
+        for address in live[round_::2]:
+            device.free(address)
+            live.remove(address)
+        large = device.alloc(9 * MIB, streams[round_])
+        if large is not None:
+            driver.fill(streams[round_], large, 9 * MIB, 1)
+            device.free(large)
+        device.trim(4 * MIB)
+    for address in live:
+        device.free(address)
+    device.synchronize()
+
+
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_HANDLE])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_may_fail_once(device_core, driver: FakeDriver, name: str, code: int) -> None:
+    """Nothing crashes, nothing leaks, and the next allocations work."""
+    after = 0
+    while True:
+        driver.reset(after, LATE)
+        driver.use_device(0)
+        device = Device(device_core, driver, budget=16 * MIB)
+        streams = [driver.stream() for _ in range(3)]
+        before = driver.call_count(name.encode())
+        driver.fail_next(name.encode(), after, code)
+        scenario(driver, device, streams)
+        count = driver.call_count(name.encode()) - before
+        driver.fail_next(name.encode(), 1 << 30, 0)
+        scenario(driver, device, streams)
+        whole = device.alloc(16 * MIB, streams[0])
+        assert whole is not None
+        device.free(whole)
+        assert device.close() == 0
+        for what in (b"handles", b"maps", b"reservations", b"events", b"bytes"):
+            assert driver.outstanding(what) == 0, (what, after)
+        if after >= count or after > 60:
+            break
+        after += 1 if after < 6 else 7
+    assert after > 0
+
+
+@pytest.mark.parametrize("memory", [MAPPED, PLAIN])
+def test_open_fails_cleanly(device_core, driver: FakeDriver, memory: int) -> None:
+    names = ("cuMemGetInfo", "cuMemGetAllocationGranularity", "cuMemAddressReserve")
+    for name in names if memory == MAPPED else ("cuMemGetInfo", "cuMemAlloc"):
+        # The arena asks again with fewer addresses, so that one refusal of those is not the end.
+        driver.fail_next(name.encode(), 0, OUT_OF_MEMORY)
+        try:
+            Device(device_core, driver, budget=16 * MIB, memory=memory).close()
+            assert name == "cuMemAddressReserve"
+        except MemoryError as error:
+            assert str(error)
+        assert driver.outstanding(None) == 0
+    driver.set_memory(8 * MIB)
+    if memory == PLAIN:
+        with pytest.raises(MemoryError):
+            Device(device_core, driver, budget=16 * MIB, memory=memory)
+
+
+# ---- others have the memory ------------------------------------------------------------------------------------------
+
+
+def test_what_others_have_is_reclaimed_here(open_device: OpenDevice, driver: FakeDriver) -> None:
+    """The budget allows it, the device does not: spare pages are given back elsewhere, then reclaim is told."""
+    device = open_device(budget=64 * MIB)
+    driver.set_memory(32 * MIB)
+    stream, other = driver.stream(), driver.stream()
+    vault = [device.alloc(4 * MIB, stream) for _ in range(4)]
+    theirs = driver.alloc(16 * MIB)
+    asked: list[tuple[int, int]] = []
+
+    def reclaim(need: int, request: int, _attempt: int) -> int:
+        asked.append((need, request))
+        if not vault:
+            return 0
+        device.core.mm_device_free(device.handle, vault.pop(0))
+        return 4 * MIB
+
+    device.on_reclaim(reclaim)
+    for block in vault:
+        driver.fill(stream, block, 4 * MIB, 1)
+    address = device.alloc(10 * MIB, other)
+    assert address is not None
+    assert len(vault) == 1
+    assert all(need > 0 and request == 10 * MIB for need, request in asked)
+    assert driver.outstanding(b"bytes") <= 32 * MIB
+    # Not even with everything that there is: NULL, and all is as it was.
+    assert device.alloc(20 * MIB, other) is None
+    assert not vault
+    driver("cuMemFree_v2", theirs)
+    again = device.alloc(20 * MIB, other)
+    assert again is not None
+    device.free(address)
+    device.free(again)
+
+
+def test_spare_pages_elsewhere_make_room_without_reclaim(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=64 * MIB)
+    device.on_reclaim(lambda *_: pytest.fail("reclaim was called"))
+    driver.set_memory(16 * MIB)
+    stream = driver.stream()
+    blocks = [device.alloc(2 * MIB, stream) for _ in range(8)]
+    for block in blocks:
+        driver.fill(stream, block, 2 * MIB, 1)
+    for block in blocks[::2]:
+        device.free(block)
+    address = device.alloc(8 * MIB, stream)
+    assert address is not None
+    assert driver.outstanding(b"bytes") == 16 * MIB
+    for block in [address, *blocks[1::2]]:
+        device.free(block)
+
+
+def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=64 * MIB)
+    device.free(device.alloc(2 * MIB))
+    driver.fail_next(b"cuMemMap", 3, OUT_OF_MEMORY)
+    before = device.stats.maps
+    address = device.alloc(20 * MIB)
+    assert address is not None  # what was mapped before the refusal went back, and the second try found all
+    assert device.stats.maps == before + 3 + 9
+    device.free(address)
+    assert device.stats.driver_errors == 0  # no memory is no error

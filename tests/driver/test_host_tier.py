@@ -1,0 +1,407 @@
+"""The host tier: there and back, errors, statistics, slots in every state, and a child that has forked."""
+
+from __future__ import annotations
+
+import ctypes as c
+import errno
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
+from .tier_abi import Device, HostTier
+from .workload import Workload, pattern, run_seed
+
+KIB = 1024
+MODES = [PROMPT, RANDOM, LATE, THREADED]
+
+
+class Bench:
+    """A device, a host tier of 8 KiB on it, and a stream."""
+
+    def __init__(self, library: c.CDLL, driver: FakeDriver, mode: int, capacity: int = 8 * KIB):
+        driver.reset(5, mode)
+        driver.cuInit(0)
+        driver.use_device(0)
+        self.driver = driver
+        self.stream = driver.stream()
+        self.device = Device(library, driver.path)
+        self.tier = HostTier(self.device, capacity)
+        self.wrong = c.c_uint64(0)
+
+    def filled(self, size: int, value: int) -> int:
+        block = self.device.alloc(size, self.stream)
+        self.driver.fill(self.stream, block, size, value)
+        return block
+
+    def check(self, block: int, size: int, value: int) -> None:
+        self.driver.check(self.stream, block, size, value, self.wrong)
+
+    def close(self) -> None:
+        self.tier.close()
+        self.driver.drain()
+        assert self.wrong.value == 0
+        for block in list(self.device.live):
+            self.device.free(block)
+        assert self.device.close() == 0
+        assert self.driver.outstanding(b"host") == self.driver.outstanding(b"events") == 0
+
+
+@pytest.fixture(params=MODES, ids=["prompt", "random", "late", "threaded"])
+def bench(request, core, driver: FakeDriver) -> Iterator[Bench]:
+    bench = Bench(core, driver, request.param)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_there_and_back(bench: Bench, now: bool) -> None:
+    tier, size = bench.tier, 700
+    block = bench.filled(size, 9)
+    slot = (tier.write_now if now else tier.write)(block, size)
+    assert slot >= 0
+    bench.device.free(block)
+    again = bench.device.alloc(size, bench.stream)
+    assert (tier.read_now if now else tier.read)(slot, again) == 0
+    if not now:
+        assert tier.use(slot, bench.stream) == 0
+    bench.check(again, size, 9)
+    assert c.string_at(tier.bytes(slot), size) == pattern(9, size)
+    assert tier.wait(slot) == 0 and tier.poll(slot) == 1
+    tier.free(slot)
+    bench.device.free(again)
+
+
+def test_calls_only_queue(core, driver: FakeDriver) -> None:
+    """On a device that does nothing until somebody waits, write, read, use and free return, and poll says so."""
+    bench = Bench(core, driver, LATE)
+    tier, size = bench.tier, 700
+    block = bench.filled(size, 1)
+    slot = tier.write_now(block, size)
+    bench.device.free(block)
+    again = bench.device.alloc(size, bench.stream)
+    assert tier.read_now(slot, again) == 0
+    assert tier.order(slot) == 0
+    assert tier.poll(slot) == 0
+    stats = tier.stats
+    assert (stats.queued_write_bytes, stats.queued_read_bytes, stats.writes, stats.reads) == (size, size, 0, 0)
+    bench.check(again, size, 1)
+    tier.free(slot)
+    assert tier.stats.used_bytes == 0 and tier.stats.queued_read_bytes == size
+    driver.drain()
+    assert tier.stats.queued_read_bytes == 0
+    bench.close()
+
+
+def test_statistics(bench: Bench) -> None:
+    tier, size = bench.tier, 700
+    block = bench.filled(size, 2)
+    slot = tier.write(block, size)
+    for _ in range(2):
+        assert tier.read(slot, block) == 0
+    assert tier.wait(slot) == 0
+    stats = tier.stats
+    assert (stats.capacity_bytes, stats.used_bytes, stats.used_peak_bytes) == (8 * KIB, KIB, KIB)
+    assert (stats.written_bytes, stats.writes, stats.read_bytes, stats.reads) == (size, 1, 2 * size, 2)
+    assert (stats.queued_write_bytes, stats.queued_read_bytes, stats.errors, stats.direct) == (0, 0, 0, 0)
+    assert stats.write_nanoseconds > 0 and stats.read_nanoseconds > 0
+    tier.free(slot)
+    assert tier.stats.used_bytes == 0 and tier.stats.used_peak_bytes == KIB
+
+
+def test_no_room_takes_nothing(bench: Bench) -> None:
+    tier = bench.tier
+    block = bench.filled(8 * KIB + 1, 3)
+    assert tier.write(block, 8 * KIB + 1) == -errno.ENOSPC
+    assert tier.stats.used_bytes == 0
+    slot = tier.write(block, 8 * KIB)
+    assert slot >= 0 and tier.write(block, 1) == -errno.ENOSPC
+    tier.free(slot)
+    assert tier.write(block, 1) >= 0
+    bench.device.free(block)
+
+
+def test_bad_arguments(bench: Bench) -> None:
+    tier = bench.tier
+    block = bench.filled(512, 3)
+    assert tier.write(None, 5) == tier.write(block, 0) == -errno.EINVAL
+    slot = tier.write(block, 512)
+    tier.free(slot)
+    tier.free(slot)
+    again = tier.write(block, 512)
+    assert again != slot  # an id is never used twice
+    for call in (tier.poll, tier.wait, tier.order):
+        assert call(slot) == -errno.EBADF
+    assert tier.use(slot, None) == tier.read(slot, block) == -errno.EBADF
+    assert tier.bytes(slot) is None
+    assert tier.read(again, None) == -errno.EINVAL
+
+
+def test_page_locking_that_fails_says_so(core, driver: FakeDriver) -> None:
+    bench = Bench(core, driver, PROMPT)
+    streams = driver.outstanding(b"streams")
+    driver.fail_next(b"cuMemHostAlloc", 0, OUT_OF_MEMORY)
+    with pytest.raises(OSError, match=r"cannot page-lock 1048576 bytes of host memory: out of memory"):
+        HostTier(bench.device, 1 << 20)
+    with pytest.raises(OSError, match="at least 512"):
+        HostTier(bench.device, 511)
+    assert driver.outstanding(b"streams") == streams and driver.outstanding(b"host") == 1
+    bench.close()
+
+
+@pytest.mark.parametrize("mode", [RANDOM, LATE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyHtoDAsync",
+        "cuCtxGetCurrent",
+    ],
+)
+def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: int, name: str) -> None:
+    """Whichever call of a write or a read fails: a negative errno, nothing taken, and the next try succeeds."""
+    failed = 0
+    for after in range(8):
+        bench = Bench(core, driver, mode)
+        tier, size = bench.tier, 600
+        block = bench.filled(size, 4)
+        other = bench.filled(size, 5)
+        first = tier.write(other, size)
+        driver.fail_next(name.encode(), after, OUT_OF_MEMORY)
+        slot = tier.write(block, size)
+        if slot < 0:
+            failed += 1
+            assert slot in (-errno.ENOMEM, -errno.EBUSY)  # the latter from what the device waits for
+            assert tier.stats.used_bytes == KIB
+            slot = tier.write(block, size)
+        assert slot >= 0
+        bench.device.free(block)
+        target = bench.device.alloc(size, bench.stream)
+        result = tier.read_now(slot, target)
+        if result < 0:
+            failed += 1
+            assert result in (-errno.ENOMEM, -errno.EBUSY)
+            assert tier.read_now(slot, target) == 0
+        driver.fail_next(name.encode(), 1 << 20, 0)  # what did not come to it is for nobody else
+        bench.check(target, size, 4)
+        tier.free(slot)
+        assert c.string_at(tier.bytes(first), size) == pattern(5, size)
+        driver.drain()
+        stats = tier.stats
+        assert (stats.queued_write_bytes, stats.queued_read_bytes, stats.used_bytes) == (0, 0, KIB)
+        bench.close()
+    assert failed > 0
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_copy_that_fails_later_is_reported(core, driver: FakeDriver, wait: bool) -> None:
+    bench = Bench(core, driver, LATE)
+    tier = bench.tier
+    block = bench.filled(512, 6)
+    slot = tier.write(block, 512)
+    if wait:
+        driver.fail_next(b"cuEventSynchronize", 0, INVALID_VALUE)
+        assert tier.wait(slot) == -errno.EINVAL
+    else:
+        driver.fail_next(b"cuEventQuery", 0, INVALID_VALUE)
+        assert tier.poll(slot) == -errno.EINVAL
+    assert tier.bytes(slot) is None
+    assert tier.read(slot, block) == -errno.EINVAL
+    assert tier.stats.errors == 1 and tier.stats.queued_write_bytes == 0
+    tier.free(slot)
+    bench.close()
+
+
+def test_injected_errors(bench: Bench) -> None:
+    tier = bench.tier
+    block = bench.filled(512, 7)
+    tier.inject(errno.EIO, 2, errno.ENOMEM, 1)
+    good, bad = tier.write(block, 512), tier.write(block, 512)
+    assert tier.wait(good) == 0 and tier.wait(bad) == -errno.EIO == tier.poll(bad)
+    assert tier.read_now(good, block) == -errno.ENOMEM
+    assert tier.read_now(good, block) == 0 and tier.wait(good) == 0
+    tier.inject(errno.ENOSPC, 1, 0, 0)
+    assert tier.write_now(block, 512) == -errno.ENOSPC
+    assert tier.stats.used_bytes == KIB
+
+
+def test_a_thousand_rounds_leave_nothing_behind(bench: Bench) -> None:
+    tier, driver = bench.tier, bench.driver
+    counts, events = [], []
+    for number in range(1000):
+        block = bench.filled(600, number % 256)
+        slot = tier.write(block, 600)
+        bench.device.free(block)
+        block = bench.device.alloc(600, bench.stream)
+        assert tier.read(slot, block) == 0 and tier.use(slot, bench.stream) == 0
+        bench.check(block, 600, number % 256)
+        tier.free(slot)
+        bench.device.free(block)
+        if number % 10 == 9:
+            driver("cuStreamSynchronize", bench.stream)
+            counts.append([driver.outstanding(what) for what in (b"streams", b"host", b"memory", b"maps")])
+            events.append(driver.outstanding(b"events"))
+    assert counts[50] == counts[-1]
+    assert max(events) <= 64  # ten rounds' copies, each between two events, and the device's own
+    assert tier.stats.used_bytes == 0
+
+
+def test_opening_and_closing_leave_nothing_behind(core, driver: FakeDriver) -> None:
+    bench = Bench(core, driver, RANDOM)
+    block = bench.filled(600, 1)
+    counts = []
+    for _ in range(20):
+        tier = HostTier(bench.device, 4 * KIB)
+        tier.write(block, 600)
+        tier.close()
+        counts.append([driver.outstanding(what) for what in (b"events", b"streams", b"host")])
+    assert counts[1] == counts[-1]
+    bench.close()
+
+
+def test_reads_do_not_hold_up_memory_that_was_used(core, driver: FakeDriver) -> None:
+    """Who reuses a reloaded block waits for that block's copy at most, not for all reads that were queued after it."""
+    bench = Bench(core, driver, LATE)
+    tier, size = bench.tier, 2048
+    slots = []
+    for value in range(3):
+        block = bench.filled(size, value)
+        slots.append(tier.write(block, size))
+        bench.device.free(block)
+    driver.drain()
+    first, others = bench.device.alloc(size, bench.stream), [bench.device.alloc(size, bench.stream) for _ in slots[1:]]
+    assert tier.read(slots[0], first) == 0 and tier.use(slots[0], bench.stream) == 0
+    for slot, block in zip(slots[1:], others, strict=True):
+        assert tier.read(slot, block) == 0
+    bench.device.free(first)
+    again = bench.filled(size, 7)
+    assert again == first
+    driver("cuStreamSynchronize", bench.stream)
+    assert [tier.poll(slot) for slot in slots] == [1, 0, 0]
+    bench.close()
+
+
+def test_the_tier_belongs_to_its_device(core, driver: FakeDriver) -> None:
+    """A thread of another device, or of none, may call; its context is as it was afterwards."""
+    bench = Bench(core, driver, RANDOM)
+    block = bench.filled(512, 8)
+    for ordinal in (None, 1):
+        if ordinal is None:
+            driver("cuCtxSetCurrent", None)
+        else:
+            driver.use_device(ordinal)
+        before, after = c.c_void_p(), c.c_void_p()
+        driver("cuCtxGetCurrent", c.byref(before))
+        slot = bench.tier.write(block, 512)
+        assert slot >= 0 and bench.tier.wait(slot) == 0
+        driver("cuCtxGetCurrent", c.byref(after))
+        if ordinal is not None:
+            assert after.value == before.value
+    driver.use_device(0)
+    bench.device.free(block)
+    bench.close()
+
+
+def test_threads(core, driver: FakeDriver) -> None:
+    bench = Bench(core, driver, THREADED, capacity=32 * KIB)
+    errors: list[BaseException] = []
+
+    def train(number: int) -> None:
+        try:
+            driver.use_device(0)
+            stream, tier, device = driver.stream(), bench.tier, bench.device
+            for round_ in range(150):
+                size, value = 100 + 371 * ((round_ + number) % 5), (round_ + 50 * number) % 256
+                block = device.alloc(size, stream)
+                driver.fill(stream, block, size, value)
+                slot = tier.write(block, size)
+                device.free(block)
+                if slot == -errno.ENOSPC:
+                    continue
+                assert slot >= 0
+                block = device.alloc(size, stream)
+                assert tier.read_now(slot, block) == 0
+                tier.free(slot)
+                driver.check(stream, block, size, value, bench.wrong)
+                device.free(block)
+            driver("cuStreamSynchronize", stream)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors, errors[0]
+    assert bench.tier.stats.used_bytes == 0
+    bench.close()
+
+
+def test_a_forked_child(core, driver: FakeDriver) -> None:
+    bench = Bench(core, driver, THREADED)
+    tier = bench.tier
+    block = bench.filled(512, 1)
+    slot = tier.write(block, 512)
+    child = os.fork()
+    if child == 0:
+        gone = -errno.ECANCELED
+        answers = [tier.write(block, 512), tier.read(slot, block), tier.poll(slot), tier.wait(slot), tier.order(slot)]
+        good = answers == [gone] * 5 and tier.bytes(slot) is None and tier.stats.used_bytes == 0
+        tier.free(slot)
+        tier.close()
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.wait(slot) == 0
+    bench.close()
+
+
+def test_the_file_tier_has_the_same_calls(core, tmp_path) -> None:
+    text = c.create_string_buffer(300)
+    tier = core.mm_tier_open(os.fsencode(tmp_path), 0, 0, 1, text, len(text))
+    assert tier, text.value
+    memory = c.create_string_buffer(pattern(3, 4096), 4096)
+    slot = core.mm_tier_write(tier, c.addressof(memory), 4096)
+    assert core.mm_tier_order(tier, slot) == 0 and core.mm_tier_poll(tier, slot) == 1  # it has waited
+    assert core.mm_tier_read(tier, slot, c.addressof(memory)) == 0
+    assert core.mm_tier_use(tier, slot, None) == 0 and core.mm_tier_poll(tier, slot) == 1
+    assert core.mm_tier_bytes(tier, slot) is None
+    core.mm_tier_close(tier)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_programs(core, driver: FakeDriver, mode: int) -> None:
+    checks = no_room = reads = 0
+    for seed in range(40):
+        workload = run_seed(core, driver, seed, mode)
+        checks, no_room, reads = checks + workload.checks, no_room + workload.no_room, reads + workload.reads
+    assert checks > 1000 and no_room > 100 and reads > 500  # the programs do what they are for
+
+
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    rng=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from([RANDOM, LATE]),
+    slab=st.sampled_from([512, 1536, 4096, 8192, 1 << 20]),
+    steps=st.integers(1, 60),
+)
+def test_any_program(core, loaded_driver: FakeDriver, rng, seed: int, mode: int, slab: int, steps: int) -> None:
+    workload = Workload(core, loaded_driver, seed, mode, slab=slab)
+    workload.rng = rng
+    workload.run(steps)
+
+
+def test_the_same_seed_gives_the_same_run(core, driver: FakeDriver) -> None:
+    for mode in (RANDOM, LATE):
+        runs = [run_seed(core, driver, 7, mode) for _ in range(2)]
+        first, second = [(run.checks, run.no_room, run.reads, run.traffic) for run in runs]
+        assert first == second

@@ -1,0 +1,51 @@
+"""Threads on a device's memory, the host tier and the double, in C++, under AddressSanitizer and ThreadSanitizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from . import build
+
+SECONDS = 2
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+    "FAKE_DRIVER_MODE": "threaded",
+}
+
+
+def works(sanitizer: str) -> str:
+    """Why this machine cannot run such programs, or ''."""
+    source = build.FOLDER / "empty.cpp"
+    build.FOLDER.mkdir(parents=True, exist_ok=True)
+    source.write_text("int main() { return 0; }\n")
+    try:
+        program = build.build(f"empty_{sanitizer}", [source], [f"-fsanitize={sanitizer}"], shared=False)
+    except AssertionError as error:
+        return str(error)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stderr
+
+
+@pytest.mark.parametrize("stress", ["tier_stress", "device_stress"])
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_threads_under_a_sanitizer(sanitizer: str, stress: str) -> None:
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    why_not = works(sanitizer)
+    if why_not:
+        pytest.skip(f"-fsanitize={sanitizer} does not work here: {why_not}")
+    flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"]
+    core = build.build(f"core_{sanitizer}", build.core_sources(), flags)
+    sources = [Path(__file__).parent / f"{stress}.cpp", core]
+    program = build.build(f"{stress}_{sanitizer}", sources, flags, shared=False)
+    command = [str(program), str(build.fake_driver(sanitizer)), str(SECONDS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **OPTIONS})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rounds = re.search(r"(\d+) rounds", done.stdout)
+    assert rounds is not None and int(rounds[1]) > 100, done.stdout

@@ -1,0 +1,331 @@
+"""Random programs on two streams over the host tier, checked against a reference.
+
+A cell's bytes are a pattern that one number stands for (byte i is value + 7 i), so the reference is that number, and the
+kernels are the double's: fill, add, check. The program orders its own work as any program must; all else is up to the
+tier and the device.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .fake import FakeDriver
+from .tier_abi import Device, HostTier
+
+SIZES = (40, 300, 512, 513, 1100, 2048)  # around the slab's unit of 512
+ENOSPC = 28
+
+
+class WrongBytes(AssertionError):
+    """A read, on the device or on the host, did not give the bytes of the reference; or memory was used that was gone."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """One version of some bytes; device side, host side and what they must be."""
+
+    size: int
+    value: int
+    block: int | None = None
+    home: int | None = None
+    ready: int | None = None  # an event behind the program's last write to the block; None: the tier filled it
+    behind: set[int] = field(default_factory=set)  # streams that have waited for the block's bytes
+    slot: int | None = None
+
+
+class Workload:
+    """Runs `steps` random actions.
+
+    Args:
+        library: the core; built with mutations, because a test must look at host bytes without waiting for them.
+        omit: the wait that is left out, "" for none.
+    """
+
+    def __init__(self, library: c.CDLL, driver: FakeDriver, seed: int, mode: int, omit: str = "", slab: int = 8192):
+        driver.reset(seed, mode)
+        driver.set_lenient(1)
+        driver.cuInit(0)
+        driver.use_device(0)
+        self.library, self.driver, self.omit = library, driver, omit
+        self.rng = random.Random(seed)
+        self.streams = [driver.stream(), driver.stream()]
+        self.device = Device(library, driver.path)
+        self.tier = HostTier(self.device, slab)
+        self.cells: list[Cell] = []
+        self.wrong = c.c_uint64(0)
+        self.host_wrong: list[str] = []
+        self.checks = self.no_room = self.reads = 0
+        assert library.mm_test_leave_out(omit.encode()) == 0
+
+    def run(self, steps: int) -> None:
+        """The whole program; raises at the end if anything was wrong."""
+        actions: list[tuple[Callable[[], None], int]] = [
+            (self.make, 6), (self.check, 8), (self.overwrite, 4), (self.hidden_write, 2), (self.write_early, 4),
+            (self.offload, 6), (self.drop_clean, 3), (self.prefetch, 4), (self.drop_unused, 2), (self.free_slot, 3),
+            (self.die, 2), (self.spill, 1), (self.wait, 1), (self.poll, 1), (self.overtake, 1),
+        ]  # fmt: skip
+        names = [action for action, _ in actions]
+        weights = [weight for _, weight in actions]
+        try:
+            for _ in range(steps):
+                self.rng.choices(names, weights)[0]()
+                self.raise_if_wrong()
+            self.close()
+        finally:
+            self.library.mm_test_leave_out(b"")
+            self.driver.drain()
+        self.raise_if_wrong()
+
+    def raise_if_wrong(self) -> None:
+        if self.wrong.value or self.host_wrong or self.driver.illegal_uses():
+            raise WrongBytes(f"{self.wrong.value} bytes on the device, {self.host_wrong[:2]}")
+
+    # ---- ops ---------------------------------------------------------------------------------------------------------
+
+    def make(self) -> None:
+        """A new cell, from nothing or from another one."""
+        if len(self.cells) > 12:
+            return
+        stream = self.rng.choice([self.streams[0], self.streams[0], self.streams[1]])
+        source = self.pick(self.rng.randrange(2))
+        size = source[0].size if source else self.rng.choice(SIZES)
+        delta = self.rng.randrange(1, 255)
+        if source and not self.bring(source[0], stream):
+            return
+        cell = Cell(size, delta, self.device.alloc(size, stream), stream, behind={stream})
+        assert cell.block is not None
+        if source:
+            assert source[0].block is not None
+            cell.value = (source[0].value + delta) % 256
+            self.driver.add(stream, cell.block, source[0].block, size, delta)
+        else:
+            self.driver.fill(stream, cell.block, size, delta)
+        cell.ready = self.record(stream)
+        self.cells.append(cell)
+
+    def check(self) -> None:
+        """An op that reads the cell and compares, at the time when the device runs it."""
+        for cell in self.pick(1):
+            self.check_on(cell, self.rng.choice(self.streams))
+
+    def check_on(self, cell: Cell, stream: int) -> None:
+        if self.bring(cell, stream):
+            assert cell.block is not None
+            self.checks += 1
+            self.driver.check(stream, cell.block, cell.size, cell.value, self.wrong)
+
+    def overwrite(self) -> None:
+        """In place, on the home stream: a new version in the same block. The old one lives on in its slot, if any."""
+        for cell in self.pick(1, lambda x: x.block is not None and (x.slot is not None or self.rng.random() < 0.3)):
+            block, home = cell.block, cell.home
+            assert block is not None and home is not None
+            self.bring(cell, home)
+            for other in cell.behind - {home}:
+                self.order(home, other)  # the program's own write-after-read
+            delta = self.rng.randrange(1, 255)
+            new = Cell(cell.size, (cell.value + delta) % 256, block, home, behind={home})
+            if cell.slot is not None:
+                assert self.tier.use(cell.slot, home) == 0
+                cell.block, cell.behind = None, set()
+            else:
+                self.cells.remove(cell)
+            self.driver.add(home, block, block, cell.size, delta)
+            new.ready = self.record(home)
+            self.cells.append(new)
+
+    def hidden_write(self) -> None:
+        """A raw kernel on the other stream writes to a block: all that is known is that this stream had it in hand."""
+        for cell in self.pick(1, lambda x: x.block is not None and x.slot is None):
+            home = cell.home
+            assert home is not None and cell.block is not None
+            other = self.streams[self.streams[0] == home]
+            self.bring(cell, other)
+            self.order(other, home)  # reads by earlier ops: its own duty
+            delta = self.rng.randrange(1, 255)
+            self.driver.add(other, cell.block, cell.block, cell.size, delta)
+            cell.value = (cell.value + delta) % 256
+            cell.ready, cell.behind = self.record(other), {other}
+
+    # ---- the manager's moves -----------------------------------------------------------------------------------------
+
+    def write_early(self) -> None:
+        for cell in self.pick(1, lambda x: x.block is not None and x.slot is None):
+            self.write(cell)
+
+    def write(self, cell: Cell) -> bool:
+        call = self.rng.choice([self.tier.write, self.tier.write_now])
+        slot = call(cell.block, cell.size)
+        if slot < 0:
+            assert slot == -ENOSPC
+            self.no_room += 1
+            return False
+        cell.slot = slot
+        return True
+
+    def offload(self) -> None:
+        for cell in self.pick(1, lambda x: x.block is not None):
+            if cell.slot is not None or self.write(cell):
+                self.drop(cell)
+                if self.rng.random() < 0.5:  # at once someone else takes the memory
+                    self.make()
+
+    def drop_clean(self) -> None:
+        for cell in self.pick(1, lambda x: x.block is not None and x.slot is not None):
+            self.drop(cell)
+
+    def drop(self, cell: Cell) -> None:
+        assert cell.block is not None
+        if cell.slot is not None:
+            assert self.tier.order(cell.slot) == 0
+        self.device.free(cell.block)
+        cell.block, cell.behind = None, set()
+
+    def reload(self, cell: Cell, stream: int) -> None:
+        assert cell.slot is not None and cell.block is None
+        cell.block, cell.home, cell.ready = self.device.alloc(cell.size, stream), stream, None
+        self.reads += 1
+        if self.rng.random() < 0.3:
+            assert self.tier.read_now(cell.slot, cell.block) == 0
+            cell.behind = {stream}
+        else:
+            assert self.tier.read(cell.slot, cell.block) == 0
+        if self.rng.random() < 0.3:  # not kept as a clean copy
+            self.give_slot(cell)
+
+    def give_slot(self, cell: Cell) -> None:
+        """A slot may go while its copies run, but nobody can wait for it then."""
+        if cell.block is not None and cell.ready is None:
+            assert cell.home is not None
+            self.bring(cell, cell.home)
+            cell.ready = self.record(cell.home)
+        self.tier.free(cell.slot)
+        cell.slot = None
+
+    def prefetch(self) -> None:
+        """Several at a time."""
+        for cell in self.pick(self.rng.randrange(1, 4), lambda x: x.block is None):
+            self.reload(cell, self.rng.choice(self.streams))
+
+    def drop_unused(self) -> None:
+        """The prefetch was for nothing."""
+        for cell in self.pick(1, lambda x: x.block is not None and not x.behind and x.slot is not None):
+            self.drop(cell)
+            self.make()
+
+    def free_slot(self) -> None:
+        for cell in self.pick(1, lambda x: x.block is not None and x.slot is not None):
+            self.give_slot(cell)
+
+    def die(self) -> None:
+        for cell in self.pick(1):
+            if cell.block is not None:
+                self.drop(cell)
+            if cell.slot is not None:
+                self.tier.free(cell.slot)
+            self.cells.remove(cell)
+
+    def spill(self) -> None:
+        """The tier below takes the bytes from the slab."""
+        for cell in self.pick(1, lambda x: x.slot is not None):
+            self.compare_host(cell, self.tier.bytes(cell.slot), "spill")
+
+    def wait(self) -> None:
+        """After wait() nothing is under way: the host bytes are there and may even be scribbled on."""
+        for cell in self.pick(1, lambda x: x.slot is not None):
+            assert self.tier.wait(cell.slot) == 0
+            address = self.host_address(cell)
+            self.compare_host(cell, address, "wait")
+            if cell.block is not None:
+                self.give_slot(cell)
+                c.memset(address, 0x5A, cell.size)
+
+    def poll(self) -> None:
+        for cell in self.pick(1, lambda x: x.slot is not None):
+            state = self.tier.poll(cell.slot)
+            assert state in (0, 1)
+            if state == 1:
+                self.compare_host(cell, self.host_address(cell), "poll")
+
+    def overtake(self) -> None:
+        """A burst at the slab's limit: what was just reloaded gives its room to what is offloaded next."""
+        for cell in self.pick(2, lambda x: x.block is None):
+            self.reload(cell, self.streams[0])
+            if cell.slot is not None:
+                self.give_slot(cell)
+        for cell in self.pick(3, lambda x: x.block is not None and x.slot is None):
+            self.write(cell)
+
+    def close(self) -> None:
+        """With work under way. What has come back to the device is good beyond the end of the tier."""
+        for cell in self.cells:
+            if cell.block is None:
+                self.reload(cell, self.streams[0])
+            elif cell.slot is None and self.rng.random() < 0.5:
+                self.write(cell)
+            if cell.slot is not None:
+                self.give_slot(cell)
+        stats = self.tier.stats
+        self.traffic = (stats.written_bytes, stats.read_bytes, stats.queued_write_bytes, stats.queued_read_bytes)
+        self.tier.close()
+        for cell in self.cells:
+            self.check_on(cell, self.streams[0])
+            self.drop(cell)
+        assert self.device.close() == 0
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def pick(self, count: int, where: Callable[[Cell], bool] = lambda x: True) -> list[Cell]:
+        candidates = [cell for cell in self.cells if where(cell)]
+        return self.rng.sample(candidates, min(count, len(candidates)))
+
+    def bring(self, cell: Cell, stream: int) -> bool:
+        """Makes the cell's bytes visible to the next op on `stream`, and says that it uses them."""
+        if cell.block is None:
+            if cell.slot is None:
+                return False
+            self.reload(cell, stream)
+        if stream not in cell.behind:
+            if cell.ready is None:
+                assert self.tier.use(cell.slot, stream) == 0
+            else:
+                self.driver("cuStreamWaitEvent", stream, cell.ready, 0)
+            cell.behind.add(stream)
+        if stream != cell.home:
+            assert cell.block is not None
+            self.device.used(cell.block, stream)
+        return True
+
+    def record(self, stream: int) -> int:
+        event = self.driver.event()
+        self.driver("cuEventRecord", event, stream)
+        return event
+
+    def order(self, later: int, earlier: int) -> None:
+        self.driver("cuStreamWaitEvent", later, self.record(earlier), 0)
+
+    def host_address(self, cell: Cell) -> int:
+        """The slot's place without waiting for anything."""
+        self.library.mm_test_leave_out(b"bytes.write")
+        address = self.tier.bytes(cell.slot)
+        self.library.mm_test_leave_out(self.omit.encode())
+        return address
+
+    def compare_host(self, cell: Cell, address: int, what: str) -> None:
+        self.checks += 1
+        if c.string_at(address, cell.size) != pattern(cell.value, cell.size):
+            self.host_wrong.append(f"{what}: {cell.size} host bytes differ")
+
+
+def pattern(value: int, size: int) -> bytes:
+    """What the double's fill writes."""
+    return bytes((value + 7 * i) % 256 for i in range(size))
+
+
+def run_seed(library: c.CDLL, driver: FakeDriver, seed: int, mode: int, omit: str = "", steps: int = 150) -> Workload:
+    """The workload of one seed, which fixes both the program and the device's order."""
+    workload = Workload(library, driver, seed, mode, omit)
+    workload.run(steps)
+    return workload

@@ -1,0 +1,21 @@
+"""memdev: torch tensors on a double of the CUDA driver, for what must hold on a GPU and be tested without one.
+
+`start` makes "memdev" a torch device (PrivateUse1, so once per process, which `child` therefore starts for each scenario).
+Backward runs on autograd's own thread, streams and events are the driver's (`torch.Stream.stream_id` is the CUstream), and
+a kernel runs when its stream gets to it, on raw pointers: it keeps nothing alive. Memory comes from
+``c10::GetAllocator(kPrivateUse1)``, asked anew each time: another allocator is installed with
+``c10::SetAllocator(kPrivateUse1, it, 255)``, and is then told of ``Tensor.record_stream`` if it sets
+``memdev_set_record_stream(void (*)(void* storage, int device, void* stream))``. ``memdev_use_core`` does both for the
+core's `mm_device`. All new memory is filled with 0xFF in
+stream order (NaN; an index out of range).
+
+Known limitations: kernels see the process-wide numeric switches of the moment in which they run. Ops whose results' sizes
+are data, and seeded ones that need data (`prompt_ops`), make the program wait, where CUDA would not always. Random numbers
+come from the CPU's default generator. No sparse layouts, no fused attention, no LSTM or GRU cells (torch wants fused
+kernels of its own for them), no graphs, no `torch.compile`, and nothing of ``torch.accelerator.memory_*`` with memdev's own
+allocator.
+"""
+
+from .device import MODES, Handles, prompt_ops, start
+
+__all__ = ["MODES", "Handles", "prompt_ops", "start"]

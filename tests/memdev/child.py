@@ -1,0 +1,58 @@
+"""Runs a function of `scenarios` in a fresh interpreter: the device's name and its place as *the* accelerator are for good.
+
+result = child.run("streams", mode="late")      # in a test
+python -m memdev.child streams '{"mode": "late"}'  # what that runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from exactness import children
+
+
+def start(
+    scenario: str, *, timeout: float = 60, module: str = "memdev.scenarios", **kwargs: Any
+) -> subprocess.Popen[str]:
+    """Starts ``module.scenario(**kwargs)`` in a process of its own."""
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "EXACTNESS_DUMP_AFTER": str(timeout - 3),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "memdev.child", module, scenario, json.dumps(kwargs)],
+        cwd=children.TESTS,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60) -> Any:
+    """What the function returned (JSON). Its whole output is in the failure if it raised, died or hung."""
+    return json.loads(children.finish(process, timeout).splitlines()[-1])
+
+
+def run(scenario: str, *, timeout: float = 60, **kwargs: Any) -> Any:
+    """`start` and `finish`."""
+    return finish(start(scenario, timeout=timeout, **kwargs), timeout)
+
+
+def main() -> None:
+    children.arm()
+    module, scenario, kwargs = sys.argv[1:]
+    result = getattr(__import__(module, fromlist=[scenario]), scenario)(**json.loads(kwargs))
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""What the tests of budgets on the device run in processes of their own (see child.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Handles, scenarios, start
+from .scenarios import DEVICE
+
+import memmgr  # isort: skip
+from memmgr import _shim  # isort: skip
+
+SHARES = {"mlp": (0.8, 0.7), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
+POLICIES = ("auto", "evict", "offload", "torture")
+
+
+def _start(mode: str, seed: int, **options: Any) -> Handles:
+    handles = start(mode=mode, seed=seed, **options)
+    os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
+    return handles
+
+
+def _wide_mlp() -> scenarios.Case:
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Dropout(0.1)),
+        *(torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)),
+    )
+    batch = [torch.randn(512, 32), torch.randint(10, (512,))]
+    return model, batch, lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
+
+
+def _gpt() -> scenarios.Case:
+    config = scenarios.models._gpt.GPTConfig(layers=2, heads=2, width=32, context=32, dropout=0.1)
+    tokens, targets = torch.randint(256, (8, 32)), torch.randint(256, (8, 32))
+    return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
+
+
+def _convnet() -> scenarios.Case:
+    images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+    return scenarios.models._convnet.ConvNet(width=8, stages=2, blocks=1), [images, labels], lambda m, x, y: m(x, y)
+
+
+MODELS = {"mlp": _wide_mlp, "gpt": _gpt, "convnet": _convnet}
+
+
+def trains(mode: str, seed: int, models: list[str], policies: list[str]) -> dict[str, Any]:
+    """Each model without memmgr, without a limit, and under budgets: digests and figures."""
+    handles = _start(mode, seed)
+    out: dict[str, Any] = {}
+    for name in models:
+        plain = scenarios._train(MODELS[name], DEVICE)
+        with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+            free = scenarios._train(MODELS[name], DEVICE)
+        need = mm.stats()["resident_bytes.peak"]
+        runs = {}
+        for share in SHARES[name]:
+            for policy in policies:
+                with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
+                    digest = scenarios._train(MODELS[name], DEVICE)
+                device = _shim.load().device_stats()
+                runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": device["driver_errors"], **mm.stats()}
+        out[name] = {"plain": plain, "free": free, "need": need, "runs": runs}
+    out["left"] = _left(handles)
+    return out
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _left(handles: Handles) -> dict[str, int]:
+    """What budgets have left behind: blocks, cells, page-locked memory, events that are not kept for reuse."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of what finished work held
+    torch.accelerator.synchronize()
+    native = _shim.load()
+    native.forget_all()
+    return {
+        "blocks": sum(state == 1 for _, _, state in native.arena_blocks()),
+        "cells": len(native.handled()),
+        "page-locked": scenarios.outstanding(handles, b"host"),
+        "events": max(0, scenarios.outstanding(handles, b"events") - 4),  # a few are kept, for reuse
+        "driver errors": native.device_stats()["driver_errors"],
+    }
+
+
+def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
+    """Budgets one after the other, on the device and on the CPU; errors; what is left behind."""
+    handles = _start(mode, seed)
+    seen: dict[str, Any] = {}
+    plain = scenarios._train(MODELS["mlp"], DEVICE)
+    cpu = scenarios._train(MODELS["mlp"], "cpu")
+    with memmgr.budget(None, device="cpu", quiet=True) as mm:
+        scenarios._train(MODELS["mlp"], "cpu")
+        grows_on_cpu = torch.ones(64)
+    need_cpu = mm.stats()["resident_bytes.peak"]
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        scenarios._train(MODELS["mlp"], DEVICE)
+    need = mm.stats()["resident_bytes.peak"]
+    seen["default device"] = str(memmgr.budget("1GB", quiet=True)._device)
+    try:
+        with memmgr.budget(need // 8, quiet=True):
+            scenarios._train(MODELS["mlp"], DEVICE)
+    except memmgr.BudgetError as error:
+        seen["error"], seen["error floor"] = str(error), error.floor_bytes
+        floor = error.floor_bytes
+    gc.collect()
+    # What the error says is what there was so far: going on from there ends at a budget that works.
+    for tries in range(20):
+        try:
+            with memmgr.budget(int(floor * 1.1), quiet=True) as mm:
+                seen["at the floor"] = scenarios._train(MODELS["mlp"], DEVICE) == plain
+            seen["tries"], seen["floor"], seen["floor budget"] = tries, mm.stats()["floor_bytes"], int(floor * 1.1)
+            break
+        except memmgr.BudgetError as error:
+            assert error.floor_bytes > floor
+            floor = error.floor_bytes
+    with memmgr.budget(int(need_cpu * 0.7), device="cpu", quiet=True) as mm:
+        seen["cpu after it"] = scenarios._train(MODELS["mlp"], "cpu") == cpu
+    seen["cpu peak"] = mm.stats()["resident_bytes.peak"] / mm.stats()["budget_bytes"]
+    with memmgr.budget(int(need * 0.7), device=DEVICE, quiet=True) as mm:
+        before = _shim.load().resident()  # a storage remembers the allocator of its first bytes: here another budget's
+        grows_on_cpu.resize_(1 << 16)
+        seen["grown on the CPU"] = _shim.load().resident() - before
+        seen["device again"] = scenarios._train(MODELS["mlp"], DEVICE) == plain
+        outlives = (torch.ones(64, device=DEVICE) * 3).requires_grad_()
+        loss = (outlives.sin() * outlives).sum()
+    loss.backward()
+    expected = torch.cos(torch.tensor(3.0)) * 3 + torch.sin(torch.tensor(3.0))
+    seen["after the end"] = bool(torch.allclose(outlives.grad.cpu(), expected.expand(64)))  # type: ignore[union-attr]
+    seen["need"], seen["peak"] = need, mm.stats()["resident_bytes.peak"]
+    del outlives, loss
+    seen["left"] = _left(handles)
+    return seen
+
+
+def two_devices(mode: str, seed: int) -> dict[str, Any]:
+    """The budget is about one device; tensors of another one are none of its business."""
+    handles = _start(mode, seed, devices=2)
+    torch.manual_seed(0)
+    here, there = (torch.randn(256, 64).to(f"{DEVICE}:{i}") for i in range(2))
+    out: dict[str, Any] = {}
+    for managed in (False, True):
+        context = (
+            memmgr.budget(420_000, device=f"{DEVICE}:0", policy="torture", quiet=True)
+            if managed
+            else contextlib.nullcontext()
+        )
+        with context as mm:
+            x = here.clone().requires_grad_()
+            y = there.clone().requires_grad_()
+            with torch.accelerator.device_index(1):
+                other = (y.sin() * y).tanh().sum()
+            one = (x.sin() * x).tanh().sum()
+            one.backward()
+            with torch.accelerator.device_index(1):
+                other.backward()
+        out["managed" if managed else "plain"] = _digest([x.grad, y.grad])  # type: ignore[list-item]
+        del x, y, one, other
+    out["evictions"], out["outside"] = mm.stats()["evictions"] + mm.stats()["offloads"], mm.stats()["outside_bytes"]
+    out["of this device"] = here.nbytes
+    # Everything comes back to the device that it left, whichever is current when the budget closes.
+    with torch.accelerator.device_index(1):
+        with memmgr.budget(1 << 20, device=f"{DEVICE}:0", policy="offload", quiet=True):
+            x = here.clone().requires_grad_()
+            loss = (x.sin() * x).sum()
+            native = _shim.load()
+            cell = next(c for c in native.handled() if native.release(c, 2))
+            unpacked = loss.grad_fn.next_functions[0][0]
+        out["comes back to"] = sorted(
+            {str(getattr(unpacked, name).untyped_storage().device) for name in ("_saved_self", "_saved_other")}
+        )
+        out["came back"] = cell.present
+        del cell, unpacked, native
+    # Budgets of both, one after the other.
+    with memmgr.budget(None, device=f"{DEVICE}:1", quiet=True) as mm:
+        y = there.clone().requires_grad_()
+        (y.sin() * y).sum().backward()
+    out["second"], out["second outside"] = mm.stats()["resident_bytes.peak"], mm.stats()["outside_bytes"]
+    loss.backward()
+    out["first after it"] = _digest([x.grad]) == _digest([y.grad]) or bool(x.grad.isfinite().all())
+    with memmgr.budget(None, device=f"{DEVICE}:0", quiet=True):
+        del x, y, loss
+    out["left"] = _left(handles)
+    return out
+
+
+# ---- what programs do ----------------------------------------------------------------------------------------------
+
+
+class _Mistake(Exception):
+    pass
+
+
+def _fails_in_forward(run: Callable[[], str]) -> str:
+    """A step that ends in the middle of its forward; then training as if nothing had been."""
+    x = torch.randn(256, 64).to(DEVICE).requires_grad_()
+    try:
+        h = x.sin().cos()
+        h = (h * x).tanh()
+        raise _Mistake
+    except _Mistake:
+        pass
+    return run()
+
+
+def _fails_in_backward(run: Callable[[], str]) -> str:
+    x = torch.randn(256, 64).to(DEVICE).requires_grad_()
+    h = x.sin()
+
+    def fail(grad: Tensor) -> None:
+        raise _Mistake
+
+    h.register_hook(fail)
+    try:
+        (h.cos() * x).tanh().sum().backward()
+    except _Mistake:
+        pass
+    return run()
+
+
+def _second_derivatives(run: Callable[[], str]) -> str:
+    torch.manual_seed(1)
+    x, w = torch.randn(128, 64).to(DEVICE).requires_grad_(), torch.randn(64, 64).to(DEVICE).requires_grad_()
+    found = []
+    for _ in range(3):
+        y = torch.tanh(x @ w).sin().sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        (g.square().sum() + y).backward()
+        found += [x.grad.clone(), w.grad.clone()]  # type: ignore[union-attr]
+    return _digest(found)
+
+
+def _checkpointed(run: Callable[[], str]) -> str:
+    torch.manual_seed(2)
+    block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.2), torch.nn.GELU()).to(DEVICE)
+    x = torch.randn(256, 64).to(DEVICE)
+    found: list[Tensor] = []
+    for reentrant in (False, True):
+        for _ in range(2):
+            y = x.clone().requires_grad_()
+            h = scenarios.checkpoint(block, y, use_reentrant=reentrant)
+            block(scenarios.checkpoint(block, h, use_reentrant=reentrant)).sum().backward()
+            found.append(y.grad)  # type: ignore[arg-type]
+    return _digest([*found, *(p.grad for p in block.parameters())])  # type: ignore[list-item]
+
+
+def _managed_tensors(run: Callable[[], str]) -> str:
+    torch.manual_seed(3)
+    moment, grad = torch.randn(4096).to(DEVICE), torch.randn(4096).to(DEVICE)
+    moment = memmgr.manage(moment.clone())
+    found = []
+    for step in range(4):
+        moment.mul_(0.9).add_(grad * step)
+        found.append((moment * 2).cpu())
+    return _digest([*found, moment.to_tensor()])
+
+
+def _two_threads(run: Callable[[], str]) -> str:
+    """Each trains a model of its own on a stream of its own."""
+    made: dict[int, list[Tensor]] = {}
+    torch.manual_seed(4)
+    inputs = [(torch.randn(128, 32), torch.randn(32, 64), torch.randn(64, 8)) for _ in range(2)]
+
+    def work(number: int) -> None:
+        with torch.Stream(DEVICE):
+            x, a, b = (t.to(DEVICE) for t in inputs[number])
+            a.requires_grad_()
+            b.requires_grad_()
+            for _ in range(4):
+                loss = ((x @ a).sin().tanh() @ b).square().mean()
+                ga, gb = torch.autograd.grad(loss, (a, b))
+                with torch.no_grad():
+                    a.sub_(ga, alpha=0.1)
+                    b.sub_(gb, alpha=0.1)
+            made[number] = [a.detach().cpu(), b.detach().cpu()]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return _digest([*made[0], *made[1]])
+
+
+def _forks(run: Callable[[], str]) -> str:
+    """A child that lets go of what the device has; then training goes on."""
+    torch.manual_seed(5)
+    x = torch.randn(256, 64).to(DEVICE).requires_grad_()
+    loss = ((x.sin() * x).tanh() * x).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of fork beside threads
+        child = os.fork()
+    if child == 0:
+        del loss
+        gc.collect()
+        os._exit(int((torch.ones(8) * 2).sum().item()) - 16)
+    loss.backward()
+    return f"{os.waitpid(child, 0)[1]} {_digest([x.grad])} {run()}"  # type: ignore[list-item]
+
+
+def _just_trains(run: Callable[[], str]) -> str:
+    return run()
+
+
+PROGRAMS: dict[str, tuple[Callable[[Callable[[], str]], str], dict[str, Any]]] = {
+    "an exception in forward": (_fails_in_forward, {}),
+    "an exception in backward": (_fails_in_backward, {}),
+    "second derivatives": (_second_derivatives, {"policy": "torture"}),
+    "checkpoint": (_checkpointed, {"policy": "torture"}),
+    "managed tensors": (_managed_tensors, {}),
+    "a fork": (_forks, {"policy": "torture"}),
+    "two threads": (_two_threads, {"policy": "torture"}),
+    "verify": (_just_trains, {"verify": True, "policy": "torture"}),
+}
+
+
+def programs(mode: str, seed: int) -> dict[str, Any]:
+    """What programs do beside plain training, each with and without memmgr; and ways to say how much memory there is."""
+    handles = _start(mode, seed, memory_bytes=1 << 23)
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+    def run() -> str:
+        return scenarios._train(MODELS["mlp"], DEVICE)
+
+    out: dict[str, Any] = {}
+    for name, (program, options) in PROGRAMS.items():
+        plain = program(run)
+        with memmgr.budget("1.6MB", device=DEVICE, quiet=True, **options) as mm:
+            managed = program(run)
+        stats = mm.stats()
+        out[name] = {"plain": plain, "managed": managed, "left": stats["evictions"] + stats["offloads"]}
+        out[name]["over"] = max(0, stats["resident_bytes.peak"] - stats["budget_bytes"])
+    # What is there already counts, and a share is one of the device.
+    held = torch.ones(1 << 17, device=DEVICE)
+    with memmgr.budget("25%", device=DEVICE, quiet=True) as mm:
+        digest = run()
+    out["share"] = {"budget": mm.stats()["budget_bytes"], "outside": mm.stats()["outside_bytes"], "held": held.nbytes}
+    out["share"] |= {"peak": mm.stats()["resident_bytes.peak"], "right": digest == out["verify"]["plain"]}
+    del held
+    out["left"] = _left(handles)
+    return out
+
+
+def unwound(mode: str, seed: int) -> dict[str, Any]:
+    """A budget ends by an exception; what its graph needs comes back when it is asked for, on whatever stream, or when
+    a budget on another device opens."""
+    handles = _start(mode, seed)
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    torch.manual_seed(0)
+    x = torch.randn(1 << 14).to(DEVICE)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        w = x.clone().requires_grad_()
+        h = w
+        for _ in range(8):
+            h = (h * w).sin()
+        return w, h.sum()
+
+    w, loss = forward()
+    loss.backward()
+    want = _digest([w.grad])  # type: ignore[list-item]
+    out: dict[str, Any] = {}
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream(DEVICE))
+    for name in ("on a stream", "beside a CPU budget", "beside the next one"):
+        own = stream if name == "on a stream" else contextlib.nullcontext()
+        try:
+            with memmgr.budget(8 << 16, device=DEVICE, policy="offload", quiet=True) as mm, own:
+                w, loss = forward()
+                native = _shim.load()
+                for cell in native.handled():
+                    native.release(cell, 2)
+                del cell
+                raise _Mistake
+        except _Mistake:
+            pass
+        gone = sum(cell.gone != 0 for cell in native.handled())
+        if name == "on a stream":
+            with own:
+                junk = [torch.full_like(x, 7.0) for _ in range(8)]
+                del junk
+                loss.backward()
+                grad = _digest([w.grad])  # type: ignore[list-item]
+                lies = {str(w.device)}
+        else:
+            where = "cpu" if name == "beside a CPU budget" else DEVICE
+            with memmgr.budget("1GB", device=where, quiet=True) as mm:
+                lies = {str(native.lease(cell).device) for cell in native.handled() if cell.present}
+                loss.backward()
+                grad = _digest([w.grad])  # type: ignore[list-item]
+        out[name] = {"right": grad == want, "gone": gone, "remade": mm.stats()["recomputes"], "lies": sorted(lies)}
+        del w, loss, mm
+        gc.collect()
+    out["left"] = _left(handles)
+    return out
+
+
+def armed(mode: str, seed: int) -> dict[str, Any]:
+    """`MEMMGR_BUDGET` in the environment, and the device by the name that torch knows before it is registered."""
+    _start(mode, seed)
+    digest = scenarios._train(MODELS["gpt"], DEVICE)
+    return {"digest": digest, **memmgr.stats()}
+
+
+def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: list[str]) -> list[str]:
+    """Trainings that are wrong on a core that leaves one of its waits out; ``MEMMGR_CORE_LIB`` is one that can."""
+    _start(mode, seed)
+    digests = {name: scenarios._train(MODELS[name], DEVICE) for name in models}
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    threads = _two_threads(lambda: "")
+    needs = {}
+    for name in models:
+        with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+            scenarios._train(MODELS[name], DEVICE)
+        needs[name] = mm.stats()["resident_bytes.peak"]
+    leave_out = _shim.load_core().mm_test_leave_out
+    assert leave_out(wait.encode()) == 0
+    wrong = []
+    for name in models:
+        for policy in policies:
+            limit = int(needs[name] * SHARES[name][-1])
+            with memmgr.budget(limit, device=DEVICE, policy=policy, quiet=True):
+                digest = scenarios._train(MODELS[name], DEVICE)
+            if digest != digests[name]:
+                wrong.append(f"{name} {policy}")
+    with memmgr.budget("1.6MB", device=DEVICE, policy="torture", quiet=True):
+        if _two_threads(lambda: "") != threads:
+            wrong.append("two threads")
+    assert leave_out(b"") == 0
+    return wrong
+
+
+def waits_of_the_core() -> list[str]:
+    """Their names."""
+    names = _shim.load_core().mm_test_wait_names
+    names.restype = ctypes.c_char_p
+    return names().decode().split()  # type: ignore[no-any-return]
+
+
+def shared_cell() -> dict[str, Any]:
+    """Two threads want the same offloaded bytes at once, from a slow disk."""
+    torch.set_num_threads(1)
+    n = 1 << 20
+    x = torch.randn(n)
+    w, v = torch.ones(n, requires_grad=True), torch.ones(n, requires_grad=True)
+    made = {}
+    with memmgr.budget("1GB", device="cpu", policy="offload", quiet=True, _throttle=1 << 24) as mm:
+        native = _shim.load()
+        h = (x * 2).sin()
+        a, b = (h * v).sum(), (h * w).sum()
+        cell = native.find(h)
+        want = h.clone()
+        del h
+        assert native.release(cell, 2)
+
+        def work(loss: Tensor, leaf: Tensor) -> None:
+            made[leaf] = torch.autograd.grad(loss, leaf)[0]
+
+        threads = [threading.Thread(target=work, args=args) for args in ((a, v), (b, w))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return {"right": all(torch.equal(grad, want) for grad in made.values()), "threads": len(made), **mm.stats()}

@@ -1,0 +1,183 @@
+"""Budgets on the test device: the bits of training without memmgr, however late, and in whatever order, the device is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from driver import build
+
+from . import child
+from .managed import POLICIES, PROGRAMS, SHARES
+from .streams import RULES
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
+
+NOTHING = {"blocks": 0, "cells": 0, "page-locked": 0, "events": 0, "driver errors": 0}
+MODES = ("late", "random", "threaded")
+# What shares a process, longest first; the figures of a scenario are what its tests share.
+LATE = {"mode": "late", "seed": 0}
+CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "trains late": ("managed", "trains", {**LATE, "models": ["mlp", "gpt", "convnet"], "policies": POLICIES}),
+    "streams": ("streams", "all_rules", LATE),
+    "comes and goes": ("managed", "comes_and_goes", LATE),
+    "programs": ("managed", "programs", LATE),
+    "trains random": ("managed", "trains", {"mode": "random", "seed": 3, "models": ["gpt"], "policies": POLICIES[:1]}),
+    "trains threaded": (
+        "managed",
+        "trains",
+        {"mode": "threaded", "seed": 5, "models": ["gpt"], "policies": POLICIES[2:]},
+    ),
+    "unwound": ("managed", "unwound", LATE),
+    "two devices": ("managed", "two_devices", LATE),
+    "shared cell": ("managed", "shared_cell", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Any]:
+    """Runs each scenario once, two at a time, those that are asked for first."""
+    pool = ThreadPoolExecutor(max_workers=2)
+    started: dict[str, Any] = {}
+
+    def result(name: str) -> Any:
+        for each in (name, *CHILDREN):
+            if each not in started:
+                module, scenario, kwargs = CHILDREN[each]
+                started[each] = pool.submit(child.run, scenario, module=f"memdev.{module}", **kwargs)
+        return started[name].result()
+
+    yield result
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_has_the_bits_of_training_without_memmgr(children: Any, mode: str) -> None:
+    seen = children(f"trains {mode}")
+    assert seen.pop("left") == NOTHING
+    for name, model in seen.items():
+        assert model["free"] == model["plain"]
+        for how, run in model["runs"].items():
+            assert run["digest"] == model["plain"], (name, how)
+            assert run["resident_bytes.peak"] <= run["budget_bytes"] < model["need"], (name, how)
+            assert run["evictions"] + run["offloads"] > 0, (name, how)
+            assert run["driver_errors"] == run["tier_errors"] == 0, (name, how)
+
+
+def test_policies_do_what_they_are_for(children: Any) -> None:
+    seen = {name: model["runs"] for name, model in children("trains late").items() if name != "left"}
+    for name, runs in seen.items():
+        for how, run in runs.items():
+            if how.startswith("evict"):
+                assert run["offloads"] == run["tier_bytes.peak"] == 0 < run["recomputes"], (name, how)
+            if how.startswith("offload"):
+                assert run["evictions"] == run["recomputes"] == 0 < run["reloads"], (name, how)
+            if how.startswith("torture"):
+                assert run["evictions"] > 0 and run["offloads"] > 0, (name, how)
+    # Some are there before backward asks; which, is the daemon's luck.
+    assert sum(run["prefetch_hits"] for runs in seen.values() for run in runs.values()) > 0
+    assert len(seen) == 3 and all(len(runs) == 2 * len(POLICIES) for runs in seen.values())
+
+
+def test_the_order_of_work_does_not_show(children: Any) -> None:
+    digests = {children(f"trains {mode}")["gpt"]["plain"] for mode in MODES}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_of_streams_that_is_not_kept_shows(children: Any, rule: str) -> None:
+    seen = children("streams")["seen"][rule]
+    assert seen["kept"]["digest"] == seen["plain"]["digest"]
+    assert seen["left out"]["digest"] != seen["plain"]["digest"]
+    left = seen["kept"]["stats"]
+    assert left["offloads"] + left["evictions"] > 0
+
+
+def test_every_rule_of_streams_has_its_program(children: Any) -> None:
+    seen = children("streams")
+    assert set(seen["rules"]) <= set(seen["seen"]) == set(RULES)
+
+
+def test_wrong_bytes_stay_wrong(children: Any) -> None:
+    """A checksum that was not met is not forgotten: the program of this rule asks twice."""
+    assert (
+        "came back from the tier below other than they went"
+        in children("streams")["seen"]["checked"]["left out"]["digest"]
+    )
+
+
+def test_budgets_come_and_go(children: Any) -> None:
+    seen = children("comes and goes")
+    assert seen["default device"] == "memdev:0"
+    for name in ("at the floor", "cpu after it", "device again", "after the end"):
+        assert seen[name] is True, name
+    assert seen["cpu peak"] <= 1 and seen["peak"] < seen["need"]
+    assert seen["need"] < 8 << 20  # the block that measures the way to the host is not the run's
+    assert seen["left"] == NOTHING
+
+
+def test_the_error_says_what_would_do(children: Any) -> None:
+    seen = children("comes and goes")
+    first, *rest = seen["error"].splitlines()
+    assert first.startswith("Device out of memory. Tried to allocate ")
+    assert "parameters" in rest[0] and "Linear" in rest[0]
+    assert seen["need"] // 8 < seen["error floor"] <= seen["floor"] and seen["floor budget"] < seen["need"]
+
+
+def test_a_storage_that_outlives_its_budget_grows_beside_the_next_one(children: Any) -> None:
+    seen = children("comes and goes")
+    assert seen["grown on the CPU"] == 0
+
+
+def test_a_budget_is_about_one_device(children: Any) -> None:
+    seen = children("two devices")
+    assert seen["managed"] == seen["plain"]
+    assert seen["evictions"] > 0
+    assert seen["outside"] == seen["second outside"] == seen["of this device"]
+    assert seen["came back"] and seen["comes back to"] == ["memdev:0"]
+    assert seen["first after it"] is True
+    assert seen["left"] == NOTHING
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(children: Any, name: str) -> None:
+    seen = children("programs")[name]
+    assert seen["managed"] == seen["plain"]
+    assert seen["left"] > 0 and seen["over"] == 0
+
+
+def test_what_is_there_before_counts(children: Any) -> None:
+    seen = children("programs")["share"]
+    assert seen["outside"] == seen["held"] > 0
+    assert seen["budget"] == (1 << 23) // 4
+    assert seen["held"] < seen["peak"] <= seen["budget"]
+    assert seen["right"]
+    assert children("programs")["left"] == NOTHING
+
+
+@pytest.mark.parametrize("where", ["on a stream", "beside a CPU budget", "beside the next one"])
+def test_a_graph_that_outlives_its_budget(children: Any, where: str) -> None:
+    seen = children("unwound")
+    assert seen[where]["gone"] > 0 == seen[where]["remade"]
+    assert seen[where]["right"] is True and seen[where]["lies"] == ["memdev:0"]
+    assert seen["left"] == NOTHING
+
+
+def test_two_threads_that_need_the_same_bytes(children: Any) -> None:
+    seen = children("shared cell")
+    assert seen["threads"] == 2 and seen["right"] is True and seen["reloads"] == 1
+
+
+def test_armed_by_the_environment(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is named as torch knows it before it is registered: the environment is read while torch loads."""
+    model = children("trains late")["gpt"]
+    monkeypatch.setenv("MEMMGR_BUDGET", str(int(model["need"] * SHARES["gpt"][-1])))
+    monkeypatch.setenv("MEMMGR_CONF", "device:privateuseone:0,quiet:1")
+    monkeypatch.setenv("MEMMGR_DRIVER", str(build.fake_driver()))
+    seen = child.run("armed", module="memdev.managed", mode="late", seed=0)
+    assert seen["digest"] == model["plain"]
+    assert seen["evictions"] + seen["offloads"] > 0
+    assert seen["resident_bytes.peak"] <= seen["budget_bytes"] < model["need"]

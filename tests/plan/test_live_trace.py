@@ -1,0 +1,440 @@
+"""A measured pass: what the trace says of it, that it changes nothing, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memmgr
+from memmgr import _budget, _shim
+from memmgr._manager import Manager
+from memmgr._trace import BETWEEN, Measured
+from memmgr._trace_file import read_trace
+from memmgr.policies.planner import plan
+from memmgr.policies.registry import parse_policy
+from memmgr.policies.schedule import replay
+from memmgr.policies.simulator import simulate
+from memmgr.policies.trace import HELD, Op, OpKind, Trace
+from memmgr.tools import cli
+from tests.budget import models
+
+try:
+    _shim.load()
+except _shim.NoShim as why:
+    pytest.skip(f"passes are measured by the shim: {why}", allow_module_level=True)
+
+TINY: dict[str, Callable[[], models.Training]] = {
+    "gpt": lambda: models.gpt(layers=2, width=64, context=64, batch=4),
+    "mlp": lambda: models.mlp(depth=4, width=64, batch=512),
+    "convnet": lambda: models.convnet(width=8, stages=2, blocks=2, batch=4, height=24),
+    "unet": lambda: models.unet(width=8, batch=2, height=48),
+    "densenet": lambda: models.densenet(layers=4, growth=8, batch=4, height=24),
+    "lstm": lambda: models.lstm(width=32, time=12, batch=64),
+}
+
+
+def manager() -> Manager:
+    found = _budget.current()
+    assert found is not None
+    return found
+
+
+def measure(step: Callable[[], Any], limit: int | None = None, **options: Any) -> Measured:
+    """The third of three steps, measured."""
+    options.setdefault("disk", False)
+    with memmgr.budget(limit, quiet=True, _sleep=False, **options):
+        step()
+        manager().measure_next_pass()
+        step()
+        step()
+        found = manager().measured
+    assert found is not None
+    return found
+
+
+def program(trace: Trace) -> list[tuple[int, Op]]:
+    """The program's own ops, with their numbers in the trace."""
+    return [(k, op) for k, op in enumerate(trace.ops) if op.kind != OpKind.CONSTANT and op.name != BETWEEN]
+
+
+def bits(training: models.Training) -> str:
+    digest = hashlib.sha256()
+    for value in training.model.state_dict().values():
+        digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- a pass written down by hand
+
+
+@dataclass
+class Small:
+    """x (64, 32) and w (32, 64): all tensors of the pass are of 64 x 64 floats, but for the loss and w's gradient."""
+
+    w: nn.Parameter
+    x: Tensor
+
+    def step(self) -> None:
+        h = self.x @ self.w  # saves x
+        r = h.relu()  # saves r
+        del h
+        v = r.exp().view(32, 128)  # exp saves its result
+        q = v * v  # saves v twice
+        q.add_(1)
+        loss = q.sum()
+        del r, v, q
+        loss.backward()
+        self.w.grad = None
+
+
+@pytest.fixture
+def small() -> tuple[Trace, Measured]:
+    torch.manual_seed(0)
+    training = Small(nn.Parameter(torch.randn(32, 64)), torch.randn(64, 32))
+    found = measure(training.step)
+    return found.trace, found
+
+
+def test_the_ops_are_those_of_the_program(small: tuple[Trace, Measured]) -> None:
+    trace, found = small
+    ops = [op for _, op in program(trace)]
+    forward = [
+        op.name.removeprefix("aten::") for op in ops[: next(i for i, o in enumerate(ops) if "ones_like" in o.name)]
+    ]
+    assert forward == ["mm", "relu", "exp", "view", "mul", "add_", "sum"]
+    assert [n for n in found.numbers if n >= 0] == list(range(len(ops)))
+    assert trace.backward_at is not None
+    later = [op.name.removeprefix("aten::") for k, op in program(trace) if k >= trace.backward_at]
+    # v saved twice: v * g, twice, and their sum; then exp's, relu's, mm's derivative for w alone.
+    made = [name for name in later if name not in ("detach", "t", "view", "expand")]
+    assert made == ["mul", "mul", "add", "mul", "threshold_backward", "mm"]
+
+
+def test_sizes_views_writes_and_releases(small: tuple[Trace, Measured]) -> None:
+    trace, _ = small
+    whole = 64 * 64 * 4
+    by_name = {op.name.removeprefix("aten::"): (k, op) for k, op in reversed(program(trace))}
+    size = [s.size_bytes for s in trace.storages]
+    constants = {trace.storages[s].name: size[s] for s in trace.constants}
+    assert constants["c.parameter.0"] == constants["c.tensor.0"] == 64 * 32 * 4
+    (mm, relu, exp, view, mul, add, total) = (by_name[n] for n in ("mm", "relu", "exp", "view", "mul", "add_", "sum"))
+    for _, op in (mm, relu, exp, mul):
+        assert [size[s] for s in op.outputs] == [whole] and op.kind == OpKind.COMPUTE
+    assert sum(size[s] for s in total[1].outputs) == 64  # the least that a block takes
+    h, r, e, q = (op.outputs[0] for _, op in (mm, relu, exp, mul))
+    # views make nothing and name their storage
+    assert (view[1].kind, view[1].outputs, view[1].inputs) == (OpKind.VIEW, (), (e,))
+    assert mul[1].inputs == (e,)
+    # in place: a new version in the same block; the old one is over
+    new = add[1].outputs[0]
+    assert add[1].writes == ((q, new),) and add[1].inputs == (q,) and size[new] == whole
+    assert trace.storages[q].released == add[0] + 1 and add[1].kind == OpKind.COMPUTE
+    # h dies when relu has it, the new version with the sum; nobody saved either, so both are the program's until then
+    assert trace.storages[h].released == trace.storages[h].pinned_until == relu[0] + 1
+    assert trace.storages[new].released == trace.storages[new].pinned_until == total[0] + 1
+    assert trace.storages[r].released > trace.backward_at  # type: ignore[operator]
+    assert trace.storages[e].pinned_until in (total[0] + 1, mul[0] + 1, add[0] + 1)
+    # at the end there is the loss and w's gradient
+    held = [s for s in trace.held_at_end if s not in trace.constants]
+    assert sorted(size[s] for s in held if size[s] > 64) == [64 * 32 * 4]
+
+
+def test_saves_and_uses(small: tuple[Trace, Measured]) -> None:
+    trace, found = small
+    name = {s: storage.name for s, storage in enumerate(trace.storages)}
+    ops = {op.name.removeprefix("aten::"): op for _, op in reversed(program(trace))}
+    x, r, e = (ops["mm"].inputs[0], ops["relu"].outputs[0], ops["exp"].outputs[0])
+    assert name[x] == "c.tensor.0"
+    assert found.save_index == {x: 0, r: 1, e: 2}  # w is not: x wants no gradient
+    assert x in ops["mm"].saves and e in ops["mul"].saves
+    assert {s for _, op in program(trace) for s in op.saves} == {x, r, e}
+    uses = [s for k, op in enumerate(trace.ops) if k >= (trace.backward_at or 0) for s in op.uses]
+    assert list(dict.fromkeys(uses)) == [e, r, x]  # last saved, first used
+    assert not any(op.uses for op in trace.ops[: trace.backward_at])
+
+
+def test_backward_cannot_run_again(small: tuple[Trace, Measured]) -> None:
+    trace, _ = small
+    assert {op.kind for op in trace.ops[trace.backward_at :]} <= {OpKind.ONCE, OpKind.VIEW, OpKind.CONSTANT}
+    assert trace.device == "cpu" and not trace.copy_on_write and trace.complete
+
+
+# ---- six models
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def six(request: pytest.FixtureRequest) -> tuple[str, Measured, int]:
+    torch.manual_seed(0)
+    training = TINY[request.param]()
+    with memmgr.budget(None, disk=False, quiet=True, _sleep=False):
+        training.step()
+        manager().measure_next_pass()
+        training.step()
+        manager()._peaks = [0, 0]  # what the passes before needed, first steps of the optimizer among them
+        training.step()
+        found = manager().measured
+        peak = manager()._peaks[1]
+    assert found is not None
+    return request.param, found, peak
+
+
+def test_the_peak_is_the_allocators(six: tuple[str, Measured, int]) -> None:
+    _, found, peak = six
+    traced, at = found.trace.unmanaged_peak
+    assert abs(traced / peak - 1) <= 0.02
+    assert found.unmanaged_peak_bytes == peak
+    assert at > 0
+
+
+def test_a_trace_is_sound(six: tuple[str, Measured, int], tmp_path: Path) -> None:
+    from memmgr._trace_file import write_trace
+
+    _, found, _ = six
+    trace = found.trace.check()
+    assert 0 < (trace.backward_at or 0) < len(trace.ops)
+    saved = [s for op in trace.ops for s in op.saves]
+    assert set(found.save_index) == set(saved)
+    assert set(found.save_index.values()) == set(range(max(found.save_index.values()) + 1))
+    assert all(trace.storages[s].released <= len(trace.ops) for s in saved if s not in trace.constants)
+    write_trace(tmp_path / "x.gz", trace)
+    assert read_trace(tmp_path / "x.gz") == trace
+
+
+def test_it_can_be_planned_and_simulated(six: tuple[str, Measured, int]) -> None:
+    name, found, _ = six
+    trace = found.trace
+    budget = int(trace.unmanaged_peak[0] * 0.85)
+    run = simulate(trace, budget, parse_policy("evict"))
+    cost = replay(trace, run.steps, budget)
+    assert run.feasible and cost.valid, (name, run.why, cost.why)
+    made = plan(trace, budget)
+    cost = replay(trace, made.steps, budget)
+    assert made.feasible and cost.valid, (name, cost.why)
+    assert trace.seconds < cost.seconds <= run.seconds * 1.02
+
+
+# ---- under pressure
+
+
+def shape(found: Measured) -> list[Any]:
+    """What must not depend on what left memory meanwhile: ops, and of their storages all but names and times."""
+    trace = found.trace
+    at = {k: n for k, n in enumerate(found.numbers) if n >= 0}
+
+    def when(k: int) -> int:
+        return HELD if k == HELD else max((n for q, n in at.items() if q < k), default=-1)
+
+    number: dict[int, int] = {}
+
+    def known(storages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(number.setdefault(s, len(number)) for s in storages if "scratch" not in trace.storages[s].name)
+
+    rows: list[Any] = []
+    for _, op in program(trace):
+        outputs = [trace.storages[s] for s in op.outputs if "scratch" not in trace.storages[s].name]
+        ends = [(s.size_bytes, when(s.released), when(s.pinned_until)) for s in outputs]
+        rows.append((op.name, op.kind, known(op.inputs), known(op.outputs), ends, known(op.saves), known(op.uses)))
+    return rows
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+@pytest.mark.parametrize("policy", ["evict", "offload", "torture"])
+def test_identities_survive_what_leaves_and_comes_back(name: str, policy: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    free = measure(TINY[name]().step)
+    torch.manual_seed(0)
+    training = TINY[name]()
+    limit = int(free.unmanaged_peak_bytes * 0.8)
+    tight = measure(training.step, limit, policy=policy, disk=False if policy == "evict" else tmp_path)
+    stats = memmgr.stats()
+    assert stats["evictions"] + stats["offloads"] > 0 and stats["resident_bytes.peak"] <= limit
+    assert shape(tight) == shape(free)
+    assert list(tight.save_index.values()) == list(free.save_index.values())
+
+
+@pytest.mark.parametrize("policy", ["auto", "torture"])
+def test_a_traced_pass_has_the_same_bits(policy: str, tmp_path: Path) -> None:
+    made = []
+    for traced in (False, True):
+        torch.manual_seed(0)
+        training = TINY["gpt"]()
+        need = 0
+        with memmgr.budget(None if not made else need or None, quiet=True, disk=False):
+            losses = [training.step()]
+            need = int(memmgr.stats()["unmanaged_peak_bytes"])
+        with memmgr.budget(int(need * 0.7), policy=policy, disk=tmp_path, quiet=True, _plan=False):
+            if traced:
+                manager().measure_next_pass()
+            losses += [training.step() for _ in range(3)]
+            assert (manager().measured is not None) is traced
+        assert memmgr.stats()["evictions"] + memmgr.stats()["offloads"] > 0
+        made.append((losses, bits(training), torch.get_rng_state().tolist()))
+    assert made[0] == made[1]
+
+
+# ---- what stays
+
+
+def test_nothing_stays(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    training = TINY["unet"]()
+    depth = torch._C._len_torch_dispatch_stack()
+    seen: list[weakref.ref[Tensor]] = []
+    handle = training.model.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    with memmgr.budget(None, quiet=True, disk=False, _sleep=False):
+        for _ in range(2):
+            training.step()
+        before = manager().native.resident()
+        tables = manager().native.table_size()[0]
+        inside = torch._C._len_torch_dispatch_stack()
+        manager().measure_next_pass()
+        training.step()
+        callback = manager().tracer
+        assert callback is not None and callback.active
+        references = sys.getrefcount(callback)
+        training.step()
+        assert not callback.active and manager().measured is not None
+        assert torch._C._len_torch_dispatch_stack() == inside
+        gc.collect()
+        assert manager().native.resident() == before
+        assert manager().native.table_size()[0] <= tables
+        assert sys.getrefcount(callback) < references  # the shim has let go of it
+        assert not callback._ops and not callback._storages
+        assert all(ref() is None for ref in seen)
+    handle.remove()
+    assert torch._C._len_torch_dispatch_stack() == depth
+
+
+def test_what_dies_in_a_traced_pass_dies_at_once() -> None:
+    with memmgr.budget(None, quiet=True, disk=False, _sleep=False):
+        w = nn.Parameter(torch.randn(256, 256))
+        manager().measure_next_pass()
+        w.sum().backward()
+        before = manager().native.resident()
+        a = (w * 2).exp()
+        assert manager().native.resident() > before
+        del a
+        assert manager().native.resident() == before
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_pass_that_fails_is_not_the_trace(where: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    w = nn.Parameter(torch.randn(64, 64))
+    with memmgr.budget(None, quiet=True, disk=False, _sleep=False):
+        manager().measure_next_pass()
+        w.exp().sum().backward()
+        with pytest.raises(ValueError, match="on purpose"):
+            if where == "forward":
+                w.exp().sum()
+                raise ValueError("on purpose")
+            Fails.apply(w.exp()).sum().backward()  # type: ignore[no-untyped-call]
+        assert manager().measured is None
+        w.exp().sum().backward()
+        found = manager().measured
+        if where == "backward":  # ... ends a pass, so the next one is whole
+            assert found is not None
+            assert [op.name for _, op in program(found.trace)][:2] == ["aten::exp", "aten::sum"]
+        else:  # the pass went on until the next backward
+            assert found is not None
+            assert [op.name for _, op in program(found.trace)].count("aten::exp") == 2
+
+
+def test_the_optimizers_step_is_not_part_of_it() -> None:
+    w = nn.Parameter(torch.randn(64, 64))
+    momentum = torch.zeros_like(w)
+
+    def step() -> None:
+        w.sin().sum().backward()
+        with torch.no_grad():
+            momentum.mul_(0.9).add_(w.grad)
+            w.sub_(momentum)
+        w.grad = None
+
+    trace = measure(step).trace
+    names = [op.name.removeprefix("aten::") for _, op in program(trace)]
+    assert names[:2] == ["sin", "sum"] and "sub_" not in names
+    elsewhere = sum(s.size_bytes for s in trace.storages if s.name.startswith("c.elsewhere"))
+    assert elsewhere >= momentum.nbytes
+
+
+# ---- how one asks for it
+
+
+def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    training = TINY["mlp"]()
+    with memmgr.budget(None, trace=tmp_path / "run.trace", trace_pass=2, quiet=True, disk=tmp_path):
+        training.step()
+        assert not (tmp_path / "run.trace").exists()
+        training.step()
+        written = read_trace(tmp_path / "run.trace")
+        training.step()
+        assert manager().measured is not None and manager().measured.trace == written  # type: ignore[union-attr]
+    assert [link.tier for link in written.links] == ["disk"]
+    with pytest.raises(ValueError, match="trace_pass: 0"):
+        memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)
+    with pytest.raises(ValueError, match=r"trace: .* is not a file in a folder that exists"):
+        memmgr.budget(None, trace=tmp_path / "no" / "x")
+
+
+def test_the_sleeper_wakes_for_it() -> None:
+    training = TINY["mlp"]()
+    with memmgr.budget("1GB", quiet=True, disk=False):
+        for _ in range(4):
+            training.step()
+        assert manager().sleeper.asleep
+        manager().measure_next_pass()
+        training.step()
+        training.step()
+        assert manager().measured is not None and len(program(manager().measured.trace)) > 10  # type: ignore[union-attr]
+        for _ in range(3):
+            training.step()
+        assert manager().sleeper.asleep
+
+
+SCRIPT = """
+import torch
+w = torch.nn.Parameter(torch.randn(64, 64))
+for _ in range(3):
+    w.exp().sum().backward()
+"""
+
+
+def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import subprocess
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = [sys.executable, "-P", "-m", "memmgr.tools.cli", "trace", "--out", "run.trace"]
+    done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "memmgr simulate --log run.trace" in done.stderr
+    names = [op.name for _, op in program(read_trace(tmp_path / "run.trace"))]
+    assert names[:2] == ["aten::exp", "aten::sum"]
+    capfd.readouterr()
+    assert cli.main(["simulate", "--log", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
+    assert '"feasible": true' in capfd.readouterr().out
+    late = subprocess.run(
+        [*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert "3 whole passes, and pass 9 was to be recorded" in late.stderr
+    assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
+    assert "--out" in capfd.readouterr().err

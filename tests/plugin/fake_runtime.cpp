@@ -1,0 +1,202 @@
+// A CUDA runtime over the double of the driver, to be preloaded into a torch
+// that was built with CUDA, on a machine without a GPU: tensors live, streams
+// and events work, copies copy, kernels do nothing. Built twice: as the
+// runtime, and with FAKE_LIBCUDA as what little of libcuda torch asks for by
+// itself.
+#ifdef FAKE_LIBCUDA
+extern "C" {
+int cuDevicePrimaryCtxGetState(int, unsigned *flags, int *active) {
+  *flags = 0;
+  *active = 1;
+  return 0;
+}
+}
+#else
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include <cstdio>
+#include <cstring>
+
+#undef cudaGetDeviceProperties
+
+namespace {
+
+template <typename... Arguments>
+cudaError_t Driver(const char *name, Arguments... arguments) {
+  static void *library = dlopen(getenv("MEMMGR_DRIVER"), RTLD_NOW | RTLD_LOCAL);
+  return static_cast<cudaError_t>(reinterpret_cast<int (*)(Arguments...)>(
+      dlsym(library, name))(arguments...));
+}
+
+// The calling thread has the device's context.
+void Begin() {
+  static thread_local bool begun = false;
+  if (begun)
+    return;
+  begun = true;
+  void *context = nullptr;
+  Driver("cuInit", 0u);
+  Driver("cuDevicePrimaryCtxRetain", &context, 0);
+  Driver("cuCtxSetCurrent", context);
+}
+
+thread_local int current = 0;
+
+} // namespace
+
+#define IN_DRIVER(...)                                                         \
+  {                                                                            \
+    Begin();                                                                   \
+    return Driver(__VA_ARGS__);                                                \
+  }
+
+extern "C" {
+
+cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) {
+  return *device = current, cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) { return current = device, cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) {
+  return *version = 13000, cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 1024;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
+  std::memset(out, 0, sizeof *out);
+  std::strcpy(out->name, "double");
+  out->totalGlobalMem = size_t{1} << 30;
+  out->major = 9;
+  out->multiProcessorCount = 8;
+  out->maxThreadsPerMultiProcessor = 2048;
+  out->maxThreadsPerBlock = out->maxThreadsDim[0] = out->maxThreadsDim[1] =
+      1024;
+  out->maxThreadsDim[2] = 64;
+  out->maxGridSize[0] = 2147483647;
+  out->maxGridSize[1] = out->maxGridSize[2] = 65535;
+  out->warpSize = out->maxBlocksPerMultiProcessor = 32;
+  out->sharedMemPerBlock = 48 << 10;
+  out->sharedMemPerMultiprocessor = 200 << 10;
+  out->regsPerBlock = out->regsPerMultiprocessor = 64 << 10;
+  out->l2CacheSize = 32 << 20;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  return *least = 0, *greatest = -5, cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
+    IN_DRIVER("cuMemGetInfo_v2", available, total);
+cudaError_t cudaDeviceSynchronize() IN_DRIVER("cuCtxSynchronize");
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int)
+    IN_DRIVER("cuStreamCreate", stream, 1u);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+    IN_DRIVER("cuStreamSynchronize", stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream)
+    IN_DRIVER("cuStreamQuery", stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
+                                unsigned)
+    IN_DRIVER("cuStreamWaitEvent", stream, event, 0u);
+cudaError_t cudaStreamIsCapturing(cudaStream_t,
+                                  cudaStreamCaptureStatus *status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) {
+  return cudaSuccess;
+}
+int FakeCapture(void *, int *status, void *, void *, void *, void *,
+                void *) __asm__("cudaStreamGetCaptureInfo");
+int FakeCapture(void *, int *status, void *, void *, void *, void *, void *) {
+  return *status = 0;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
+    IN_DRIVER("cuEventCreate", event, flags &cudaEventDisableTiming);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+    IN_DRIVER("cuEventRecord", event, stream);
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
+                                     unsigned)
+    IN_DRIVER("cuEventRecord", event, stream);
+cudaError_t cudaEventQuery(cudaEvent_t event) IN_DRIVER("cuEventQuery", event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event)
+    IN_DRIVER("cuEventSynchronize", event);
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+    IN_DRIVER("cuEventDestroy_v2", event);
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
+                            cudaMemcpyKind, cudaStream_t stream) {
+  cudaStreamSynchronize(stream);
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes,
+                       cudaMemcpyKind) {
+  cudaDeviceSynchronize();
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
+                            cudaStream_t stream) {
+  cudaStreamSynchronize(stream);
+  return std::memset(to, value, bytes), cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *out,
+                                     const void *p) {
+  std::memset(out, 0, sizeof *out);
+  out->devicePointer = out->hostPointer = const_cast<void *>(p);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernel(const void *, dim3, dim3, void **, size_t,
+                             cudaStream_t) {
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *,
+                                void **) {
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *) {
+  std::memset(out, 0, sizeof *out);
+  out->maxThreadsPerBlock = 1024;
+  out->binaryVersion = 90;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks,
+                                                                   const void *,
+                                                                   int, size_t,
+                                                                   unsigned) {
+  return *blocks = 2, cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,
+                                                          const void *, int,
+                                                          size_t) {
+  return *blocks = 2, cudaSuccess;
+}
+
+// torch finds some of the driver's functions through the runtime. What the
+// double has not is refused when it is called.
+cudaError_t
+cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned,
+                                 unsigned long long,
+                                 cudaDriverEntryPointQueryResult *result) {
+  static void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  char second[128];
+  std::snprintf(second, sizeof second, "%s_v2", name);
+  *out = dlsym(library, name);
+  if (!*out)
+    *out = dlsym(library, second);
+  if (!*out)
+    *out = reinterpret_cast<void *>(+[] { return 801; });
+  if (result)
+    *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+}
+#endif

@@ -1,0 +1,96 @@
+"""The meter of CUDA's allocator by ctypes."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from driver import build
+
+ROWS = ("all", "small", "large")
+VISIT = c.CFUNCTYPE(None, *[c.c_uint64] * 7, c.c_int)
+_P = c.c_void_p
+_SIGNATURES = {
+    "meter_new": (_P, [_P]),
+    "meter_delete": (None, [_P]),
+    "meter_allocated": (None, [_P, _P, c.c_size_t]),
+    "meter_freed": (None, [_P, _P]),
+    "meter_failed": (None, [_P]),
+    "meter_retried": (None, [_P]),
+    "meter_reset_peaks": (None, [_P]),
+    "meter_reset_sums": (None, [_P]),
+    "meter_set_budget": (None, [_P, c.c_uint64]),
+    "meter_set_fraction": (None, [_P, c.c_double]),
+    "meter_fraction": (c.c_double, [_P]),
+    "meter_total": (c.c_uint64, [_P]),
+    "meter_live": (c.c_int64, [_P]),
+    "meter_read": (c.c_size_t, [_P, c.POINTER(c.c_int64), c.c_size_t]),
+    "meter_walk": (None, [_P, VISIT]),
+}
+COUNT = ("current", "peak", "allocated", "freed")
+
+
+@functools.cache
+def library(core: Path) -> c.CDLL:
+    """Compiled once, linked with this build of the core."""
+    folder = build.ROOT / "allocator" / "cuda"
+    sources = [folder / "meter.cpp", Path(__file__).with_name("meter_abi.cpp")]
+    digest = hashlib.sha256((folder / "meter.h").read_bytes()).hexdigest()[:8]
+    path = build.build("meter", sources, [f"-I{folder}", f"-DHEADER=0x{digest}", "-Wl,--no-as-needed", str(core)])
+    # Its calls go to the core that it was linked with, whatever other one this process has loaded.
+    loaded = c.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class Meter:
+    """Counts for one device of the double."""
+
+    def __init__(self, loaded: c.CDLL, device: Any) -> None:
+        self._library, self.device = loaded, device
+        self.handle = loaded.meter_new(device.handle)
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, f"meter_{name}")
+        return lambda *arguments: function(self.handle, *arguments)
+
+    def alloc(self, size: int, stream: int | None = None) -> int | None:
+        address = self.device.alloc(size, stream)
+        if address is not None:
+            self._library.meter_allocated(self.handle, address, size)
+        return address
+
+    def free(self, address: int) -> None:
+        self._library.meter_freed(self.handle, address)
+        self.device.free(address)
+
+    def stats(self) -> dict[str, Any]:
+        """By name: {row: {count: n}}, or {count: n}, or a number."""
+        row = (c.c_int64 * 64)()
+        used = self._library.meter_read(self.handle, row, len(row))
+        numbers = iter(row[:used])
+
+        def count() -> dict[str, int]:
+            return {name: next(numbers) for name in COUNT}
+
+        found: dict[str, Any] = {name: {r: count() for r in ROWS} for name in ("blocks", "bytes", "requested_bytes")}
+        found.update({name: count() for name in ("reserved_bytes", "pages")})
+        found.update({name: next(numbers) for name in ("out_of_memory", "retries", "synchronizations")})
+        assert next(numbers, None) is None
+        return found
+
+    def segments(self) -> dict[tuple[int, int, int, int], list[tuple[int, int, int, int]]]:
+        """{(address, bytes, requested, live): [(address, bytes, requested, is live)]}."""
+        found: dict[tuple[int, int, int, int], list[tuple[int, int, int, int]]] = {}
+
+        def visit(*values: int) -> None:
+            found.setdefault(values[:4], []).append(values[4:])
+
+        self._library.meter_walk(self.handle, VISIT(visit))
+        return found

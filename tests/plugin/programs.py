@@ -1,0 +1,125 @@
+"""What runs in a CUDA build of torch on the double (test_with_cuda_torch.py): `python programs.py NAME`; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+def _step(torch: Any) -> None:
+    """40 saved tensors of 4 MiB each. Kernels do nothing here, so every value is what memory held."""
+    x = torch.zeros(MIB, device="cuda", requires_grad=True)
+    y = x
+    for _ in range(20):
+        y = y.sin().exp()
+    y.sum().backward()
+    torch.cuda.synchronize()
+
+
+def answers() -> dict[str, Any]:
+    import torch
+
+    import memmgr  # noqa: F401
+
+    cuda: Any = torch.cuda
+    found: dict[str, Any] = {}
+    before = cuda.memory_allocated()  # CUDA is not initialised yet
+    held = torch.empty(MIB, device="cuda")
+    found["allocated"] = (before, cuda.memory_allocated(), cuda.memory_reserved(), torch.accelerator.memory_allocated())
+    del held
+    found["after"] = (cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved())
+    cuda.empty_cache()
+    cuda.reset_peak_memory_stats()
+    found["emptied"] = (cuda.memory_reserved(), cuda.max_memory_allocated(), cuda.max_memory_reserved())
+    found["backend"], found["info"] = cuda.get_allocator_backend(), cuda.mem_get_info()
+    found["summary"] = "Allocated memory" in cuda.memory_summary()
+    seen: list[Any] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *what: seen.append(what))
+    texts = []
+    for fraction, size in ((1.0, 1 << 40), (0.1, 512 * MIB)):
+        cuda.set_per_process_memory_fraction(fraction)
+        try:
+            torch.empty(size, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            texts.append(str(error))
+    cuda.set_per_process_memory_fraction(1.0)
+    found["out_of_memory"] = (texts, [what[:2] for what in seen], cuda.memory_stats()["num_ooms"])
+    cuda.memory._record_memory_history(max_entries=1000)
+    one, two = torch.empty(1000, device="cuda"), torch.empty(1_000_000, device="cuda")
+    del one
+    with tempfile.TemporaryDirectory() as folder:
+        cuda.memory._dump_snapshot(str(Path(folder) / "snapshot.pickle"))
+        taken = pickle.loads((Path(folder) / "snapshot.pickle").read_bytes())
+    cuda.memory._record_memory_history(enabled=None)
+    del two
+    from torch.cuda import _memory_viz
+
+    found["actions"] = [entry["action"] for entry in taken["device_traces"][0]]
+    found["names"] = [f["name"] for s in taken["segments"] for b in s["blocks"] for f in b["frames"]]
+    found["covered"] = all(sum(b["size"] for b in s["blocks"]) == s["total_size"] for s in taken["segments"])
+    found["pages"] = [len(_memory_viz.trace_plot(taken)), len(_memory_viz.segment_plot(taken))]
+    pool = cuda.MemPool()
+    with cuda.use_mem_pool(pool):
+        held = torch.empty(MIB, device="cuda")
+    found["pool"] = pool.use_count()
+    del held, pool
+    refused = []
+    for act in (
+        lambda: torch.empty(9, device="cuda").untyped_storage()._share_cuda_(),  # type: ignore[attr-defined]
+        lambda: torch._C._cuda_getCheckpointState(0, (0, 1)),
+        lambda: cuda.MemPool(torch._C._cuda_customAllocator(0, 0)),
+    ):
+        try:
+            act()
+        except NotImplementedError as error:
+            refused.append(str(error)[:7])
+    found["refused"] = refused
+    return found
+
+
+def budget(limit: str, policy: str = "auto") -> dict[str, Any]:
+    import torch
+
+    import memmgr
+
+    _step(torch)
+    need = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with memmgr.budget(int(limit), policy=policy, quiet=True) as opened:
+        for _ in range(4):
+            _step(torch)
+        peak = torch.cuda.max_memory_allocated()
+        try:
+            torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")
+            error = None
+        except torch.OutOfMemoryError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        stats = opened.stats()
+    torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")  # unlimited again
+    return {"need": need, "peak": peak, "error": error, **_figures(stats), "left": torch.cuda.memory_allocated()}
+
+
+def environment() -> dict[str, Any]:
+    """The budget is in the environment; nothing here names memmgr."""
+    import torch
+
+    initialised = torch.cuda.is_initialized()
+    for _ in range(4):
+        _step(torch)
+    stats = sys.modules["memmgr"].stats()
+    return {"initialised": initialised, "peak": torch.cuda.max_memory_allocated(), **_figures(stats)}
+
+
+def _figures(stats: dict[str, Any]) -> dict[str, Any]:
+    names = ("evictions", "offloads", "reloads", "resident_bytes.peak", "unmanaged_peak_bytes", "budget_bytes")
+    return {name: stats[name] for name in names}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,56 @@
+"""What faces torch compiles against the headers of the torch that is installed; nothing is linked."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+INCLUDE = Path(torch.__file__).parent / "include"
+
+
+@pytest.fixture(scope="module")
+def checker() -> Any:
+    found = importlib.util.spec_from_file_location("check_headers", ROOT / "allocator" / "cuda" / "check_headers.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    if module.compiler() is None:
+        pytest.skip("no C++ compiler")
+    if module.cuda_headers() is None:
+        pytest.skip("no CUDA headers: nvidia-cuda-runtime and nvidia-cuda-crt are in the extra [test]")
+    return module
+
+
+def test_the_allocator_compiles_without_a_warning(checker: Any) -> None:
+    assert checker.check(checker.UNITS["CUDA's allocator"], INCLUDE, checker.cuda_headers()) == ""
+
+
+def test_a_question_that_is_not_answered_would_be_noticed(checker: Any) -> None:
+    """The class is made, so what torch declares and we leave out is an error, not a surprise on a GPU."""
+    text = (ROOT / "allocator" / "cuda" / "plugin.cpp").read_text()
+    assert "void emptyCache" in text
+    changed = ROOT / "build" / "tests" / "left_out.cpp"
+    changed.parent.mkdir(parents=True, exist_ok=True)
+    changed.write_text(
+        text.replace("void emptyCache(c10::MempoolId_t) override", "void emptyCacheNot(c10::MempoolId_t)")
+    )
+    wrong = checker.check(changed, INCLUDE, checker.cuda_headers(), [f"-I{ROOT / 'allocator' / 'cuda'}"])
+    assert "emptyCache" in wrong or "abstract" in wrong
+
+
+def test_the_releases_are_told_apart(checker: Any) -> None:
+    assert checker.torch_version(INCLUDE) == tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def test_the_script_checks_the_installed_torch() -> None:
+    script = ROOT / "allocator" / "cuda" / "check_headers.py"
+    done = subprocess.run([sys.executable, str(script), str(ROOT)], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "no headers of torch" in done.stderr or "needs a C++ compiler" in done.stderr

@@ -1,0 +1,79 @@
+"""On a GPU: the three orders of importing, and what a script may ask. Each program is a process (tools/_cuda_probe.py)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from memmgr.tools import _cuda_probe
+
+PAGE = 2 << 20
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def _probe(*words: str, **variables: str) -> Any:
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MEMMGR_BUDGET", "MEMMGR_INSTALL", "MEMMGR_CONF"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", str(_cuda_probe.__file__), *words],
+        env={**clean, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode != 0:
+        return done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def _native() -> Any:
+    return _probe("train", "native", MEMMGR_INSTALL="0")
+
+
+@pytest.mark.parametrize("memory", ["mapped", "plain"])
+def test_every_question_is_answered(memory: str) -> None:
+    found = _probe("answers", MEMMGR_CUDA_MEMORY=memory)
+    if memory == "plain":
+        found.pop("empty_cache")  # one piece of memory, which stays
+    assert found.pop("allocator") == "memmgr"
+    assert set(found.values()) == {"ok"}, found
+
+
+@pytest.mark.parametrize("order", ["environment", "first"])
+def test_a_budget_gives_the_same_bits(order: str) -> None:
+    plain = _native()
+    assert plain["allocator"] == "native"
+    limit = int(0.6 * plain["peak_bytes"])
+    variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
+    managed = _probe("train", order, str(limit), **variables)
+    assert managed["allocator"] == "memmgr"
+    assert (managed["digest"], managed["losses"]) == (plain["digest"], plain["losses"])
+    assert managed["peak_bytes"] <= limit
+    assert managed["reserved_peak_bytes"] <= limit + 2 * PAGE  # in two areas, each of whole pages
+    assert managed["stats"]["evictions"] + managed["stats"]["offloads"] > 0
+
+
+def test_a_model_that_is_there_before_the_import_is_refused_with_the_reason() -> None:
+    """Until there is a fallback: an error is better than a budget that nobody keeps."""
+    said = _probe("train", "late", str(1 << 30))
+    assert isinstance(said, str)
+    assert "NotImplementedError" in said
+    assert "before anything uses the GPU" in said
+
+
+def test_without_a_budget_nothing_changes_but_the_allocator() -> None:
+    plain = _native()
+    assert _probe("train", "native", MEMMGR_BUDGET="none")["digest"] == plain["digest"]

@@ -1,0 +1,221 @@
+"""When CUDA's allocator is put in place, and why not: the order of imports, on a torch without CUDA and with a faked one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr import _cuda, _device, _shim
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """torch as it is on a machine with a GPU, before CUDA is initialised; nothing is built."""
+    monkeypatch.setattr(_cuda, "_library", None)
+    monkeypatch.setattr(_cuda, "_why", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(_cuda, "_has_device", lambda: True)
+    monkeypatch.delenv(_cuda.INSTALL_VARIABLE, raising=False)
+    monkeypatch.delenv(_cuda.DRIVER_VARIABLE, raising=False)
+    monkeypatch.setattr(_cuda, "build", lambda: pytest.fail("was built"))
+    return monkeypatch
+
+
+class Library:
+    """What the compiled allocator answers."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.there, self.asked = refuses, False, []
+        self.mm_cuda_in_place = lambda: int(self.there)
+
+    def mm_cuda_install(self, *arguments: Any) -> int:
+        self.asked.append(arguments[:2])
+        self.there = not self.refuses
+        return -1 if self.refuses else 0
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda m: m.setenv("MEMMGR_INSTALL", "0"), "MEMMGR_INSTALL=0"),
+        (lambda m: m.setattr(torch.version, "cuda", None), "no CUDA"),
+        (lambda m: m.delattr(torch._C, "_cuda_getAllocatorBackend"), "no CUDA"),
+        (lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True), "initialised before"),
+        (lambda m: m.setattr(torch.cuda, "_is_in_bad_fork", lambda: True), "initialised before"),
+        (lambda m: m.setattr(_cuda, "_has_device", lambda: False), "no GPU"),
+        (lambda m: m.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync"), "cudaMallocAsync"),
+        (lambda m: m.setattr(sys, "orig_argv", ["python", "/x/torch/_inductor/compile_worker/__main__.py"]), "worker"),
+        (
+            lambda m: m.setitem(
+                sys.modules, "torch.utils.data._utils.worker", SimpleNamespace(get_worker_info=lambda: object())
+            ),
+            "worker",
+        ),
+        (lambda m: m.setenv("MEMMGR_CUDA_MEMORY", "some"), "none of mapped, plain"),
+    ],
+)
+def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
+    change(cuda)
+    assert says in (_cuda.install() or "")
+    assert not _cuda.in_place()
+    with pytest.raises(NotImplementedError, match=r"cannot be kept.*device='cpu'"):
+        _device.resolve("cuda")
+
+
+@pytest.mark.parametrize("memory, number", [(None, 0), ("mapped", 0), ("PLAIN", 1)])
+def test_it_is_put_in_place_once(cuda: pytest.MonkeyPatch, memory: str | None, number: int) -> None:
+    library, built = Library(), []
+    cuda.setattr(_cuda, "build", lambda: built.append(1) or Path("x.so"))
+    cuda.setattr(_cuda, "_load", lambda path: library)
+    if memory:
+        cuda.setenv("MEMMGR_CUDA_MEMORY", memory)
+    assert _cuda.install() is None
+    assert _cuda.install() is None
+    assert _cuda.in_place()
+    assert (built, library.asked) == ([1], [(None, number)])
+    assert _device.resolve("cuda:1") == torch.device("cuda:1")
+    assert _device.resolve("cuda") == _device.resolve(None) == torch.device("cuda")  # CUDA was not asked for a number
+    library.there = False
+    assert "another allocator" in (_cuda.install() or "")
+
+
+def test_whoever_comes_too_late_is_told(cuda: pytest.MonkeyPatch) -> None:
+    """Between our look and the installation somebody initialised CUDA."""
+    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
+    cuda.setattr(_cuda, "_load", lambda path: Library(refuses=True))
+    assert _cuda.install() == _cuda.TOO_LATE
+    assert not _cuda.in_place()
+
+
+@pytest.mark.parametrize("error", [_shim.NoShim("no compiler"), OSError("no such symbol"), RuntimeError("broken")])
+def test_an_import_never_fails(cuda: pytest.MonkeyPatch, error: Exception) -> None:
+    def build() -> Path:
+        raise error
+
+    cuda.setattr(_cuda, "build", build)
+    assert str(error) in (_cuda.install() or "")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", " "])
+def test_a_hidden_device_is_none(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert not _cuda._has_device()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert _cuda._has_device()
+
+
+@pytest.mark.parametrize("counted, there", [(0, False), (2, True), (-1, True)])
+def test_nvml_says_whether_there_is_a_device(monkeypatch: pytest.MonkeyPatch, counted: int, there: bool) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: counted)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _cuda._has_device() is there
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    assert not _cuda._has_device()
+
+
+# ---- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _headers(folder: Path, release: int, whole: bool = True) -> Path:
+    (folder / "crt").mkdir(parents=True)
+    (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {release}\n")
+    if whole:
+        (folder / "crt" / "host_config.h").write_text("")
+    return folder
+
+
+def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    folders: list[Path] = []
+    monkeypatch.setattr(_cuda, "header_folders", lambda: folders)
+    with pytest.raises(_shim.NoShim, match=r"not found.*pip install nvidia-cuda-runtime"):
+        _cuda.find_headers()
+    folders.append(_headers(tmp_path / "old", 12080))
+    with pytest.raises(_shim.NoShim, match="another release than torch"):
+        _cuda.find_headers()
+    folders.append(_headers(tmp_path / "half", 13000, whole=False))
+    assert _cuda.find_headers() == [
+        tmp_path / "half",
+        tmp_path / "old",
+    ]  # of the latter, what says which compiler it is
+    del folders[0]
+    with pytest.raises(_shim.NoShim, match="not found"):
+        _cuda.find_headers()
+    folders.append(_headers(tmp_path / "whole", 13000))
+    assert _cuda.find_headers() == [tmp_path / "whole"]
+
+
+def test_headers_are_looked_for_beside_torch_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    found = [str(folder) for folder in _cuda.header_folders()]
+    assert found[0].endswith("nvidia/cu13/include")
+    assert found.index("/opt/cuda/include") < found.index("/usr/local/cuda/include")
+
+
+def test_the_sources_travel_with_the_package() -> None:
+    assert (_cuda.sources() / "plugin.cpp").is_file()
+    assert (_cuda.include_folder(_cuda.sources()) / "memmgr" / "plugin.h").is_file()
+
+
+# ---- who asks: torch for its entry point, or the script --------------------------------------------------------------
+
+ASKED = "import memmgr; print('asked' if 'memmgr._cuda' in sys.modules else 'not asked')"
+WITH_CUDA = "torch.version.cuda = '13.0'; torch.backends.cuda.is_built = lambda: True; "
+
+
+def _python(code: str, **variables: str) -> list[str]:
+    import os
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import sys; " + code], env={**clean, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_torch_alone_leaves_nothing_of_ours() -> None:
+    assert _python("import torch; print([m for m in sys.modules if m.split('.')[0] == 'memmgr'])") == ["[]"]
+
+
+def test_a_script_that_imports_memmgr_after_torch_has_asked() -> None:
+    assert _python("import torch; " + WITH_CUDA + ASKED, MEMMGR_INSTALL="0") == ["asked"]
+
+
+def test_a_script_that_imports_memmgr_before_torch_has_asked() -> None:
+    code = (
+        "import memmgr; memmgr._install = lambda: print('asked'); import torch; print(sys.modules['memmgr'] is memmgr)"
+    )
+    assert _python(code) == ["asked", "True"]
+
+
+def test_without_cuda_nothing_is_loaded_for_it() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    assert _python("import torch; " + ASKED) == ["not asked"]
+    assert _python("import memmgr, torch; " + ASKED) == ["not asked"]
+
+
+def test_a_budget_in_the_environment_asks_before_the_script_begins() -> None:
+    code = (
+        "import memmgr; memmgr._install = lambda: print('asked'); import torch; print('memmgr._armed' in sys.modules)"
+    )
+    assert _python(code, MEMMGR_BUDGET="1GB") == ["asked", "True"]
+
+
+def test_the_version_is_there_either_way() -> None:
+    assert _python("import torch, memmgr; print(memmgr.__version__)") == [memmgr.__version__]

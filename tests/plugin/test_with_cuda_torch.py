@@ -1,0 +1,110 @@
+"""The allocator and the shim inside a torch that was built with CUDA, on a double of the runtime and the driver.
+
+Tensors, streams, autograd's device thread and copies are real; kernels do nothing, so values are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import build
+
+from memmgr import _cuda
+
+MIB = 1 << 20
+MEMORY = 1 << 30
+PROGRAMS = Path(__file__).with_name("programs.py")
+
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA"),
+    pytest.mark.skipif(torch.version.cuda is not None and torch.cuda.device_count() > 0, reason="there is a GPU"),
+    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
+]
+
+
+@functools.cache
+def _doubles() -> tuple[Path, Path, Path]:
+    """The driver, the runtime, and a folder with a libcuda.so.1."""
+    driver, source = build.fake_driver(), Path(__file__).with_name("fake_runtime.cpp")
+    headers = [f"-I{folder}" for folder in _cuda.find_headers()]
+    runtime = build.build(
+        "fake_runtime", [source], [*headers, "-Wno-deprecated-declarations", "-Wno-cast-function-type"]
+    )
+    # It leans on the driver's double, which torch then finds under the name of the real one.
+    lent = build.build("fake_libcuda", [source], ["-DFAKE_LIBCUDA", "-Wl,--no-as-needed", str(driver)])
+    folder = build.FOLDER / "libcuda"
+    folder.mkdir(exist_ok=True)
+    link = folder / "libcuda.so.1"
+    if not link.exists() or link.resolve() != lent:
+        link.unlink(missing_ok=True)
+        link.symlink_to(lent)
+    return driver, runtime, folder
+
+
+def _run(*words: str, **variables: str) -> Any:
+    driver, runtime, folder = _doubles()
+    clean = {k: v for k, v in os.environ.items() if k not in ("MEMMGR_INSTALL", "MEMMGR_BUDGET", "MEMMGR_CONF")}
+    double = {"MEMMGR_DRIVER": str(driver), "LD_LIBRARY_PATH": str(folder), "FAKE_DRIVER_MEMORY": str(MEMORY)}
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROGRAMS), *words],
+        env={**clean, **double, "LD_PRELOAD": str(runtime), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_question_is_answered() -> None:
+    found = _run("answers")
+    assert found["backend"] == "memmgr"
+    assert found["allocated"] == [0, 4 * MIB, 4 * MIB, 4 * MIB]
+    assert found["after"] == [0, 4 * MIB, 4 * MIB]
+    assert found["emptied"] == [0, 0, 0]
+    assert found["info"] == [MEMORY, MEMORY]
+    assert found["summary"]
+    texts, seen, failures = found["out_of_memory"]
+    assert [text[:48] for text in texts] == [
+        "CUDA out of memory. Tried to allocate 1024.00 Gi",
+        "CUDA out of memory. Tried to allocate 512.00 MiB",
+    ]
+    assert "set_per_process_memory_fraction allows 102." in texts[1]
+    assert seen == [[0, 1 << 40], [0, 512 * MIB]]
+    assert failures == 2
+    assert found["actions"] == ["alloc", "alloc", "free_requested", "free_completed"]
+    assert "answers" in found["names"]  # this function, in the stack of the block that lives
+    assert found["covered"]
+    assert min(found["pages"]) > 1000
+    assert found["pool"] == 1
+    assert found["refused"] == ["memmgr:"] * 3
+
+
+@pytest.mark.parametrize("memory", ["mapped", "plain"])
+@pytest.mark.parametrize("mode", ["prompt", "random", "late"])
+@pytest.mark.parametrize("policy, limit", [("auto", 40_000_000), ("offload", 48_000_000)])
+def test_a_budget_is_kept(policy: str, limit: int, mode: str, memory: str) -> None:
+    found = _run("budget", str(limit), policy, FAKE_DRIVER_MODE=mode, MEMMGR_CUDA_MEMORY=memory)
+    assert found["need"] > 2 * limit
+    assert found["peak"] == found["resident_bytes.peak"] <= limit
+    assert found["offloads" if policy == "offload" else "evictions"] > 0
+    assert found["error"].startswith("BudgetError: CUDA out of memory. Tried to allocate ")
+    assert found["left"] == 0
+
+
+@pytest.mark.parametrize("budget", ["40MB", "4%"])
+def test_a_script_that_knows_nothing_is_managed(budget: str) -> None:
+    """CUDA is not initialised for it: the script may still choose a device, and fork."""
+    found = _run("environment", MEMMGR_BUDGET=budget, MEMMGR_CONF="quiet:1")
+    assert not found["initialised"]
+    assert found["budget_bytes"] == (40_000_000 if budget == "40MB" else int(MEMORY * 0.04))
+    assert found["peak"] <= found["budget_bytes"]
+    assert found["evictions"] > 0
