@@ -85,8 +85,8 @@ class budget:
     Args:
         limit: bytes as an int, or `"12GB"` (10^9), `"12GiB"` (2^30), `"80%"` of the device; `None` for no limit, which
             only measures.
-        device: what the budget is about; default the accelerator if there is one, else the CPU. In this version only
-            the CPU device works.
+        device: what the budget is about; default the accelerator if there is one, else the CPU. CUDA's
+            allocator has to be in place before CUDA is used (docs/allocator.md); it has not run on a GPU yet.
         host: bytes of host memory that offloading from an accelerator may use; default half of what is free.
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
             file has mode 0600 and is unlinked as soon as it is open.

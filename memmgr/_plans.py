@@ -139,8 +139,8 @@ class Plans:
         self._done: list[_Known] = []
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._ends = threading.RLock()  # two threads that train may end a pass at once
         self._seen = 0
-        self._stop = False
         self.counts = PlanCounts()
 
     # -- at the end of a pass, in the thread that ran its backward --
@@ -152,9 +152,12 @@ class Plans:
             ended: what `begin_pass` says of it.
             measured: what was seen, if this pass was measured.
         """
-        saves, signature, followed, left_at, short, sizes, late = ended
-        if not saves:
-            return
+        if ended[0]:
+            with self._ends:
+                self._account(ended, measured)
+
+    def _account(self, ended: Ended, measured: Measured | None) -> None:
+        _, signature, followed, left_at, short, sizes, late = ended
         self._seen += 1
         known = self.known.get(signature)
         if known is not None:

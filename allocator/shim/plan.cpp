@@ -44,11 +44,13 @@ bool begins_like(const LivePlan* plan, size_t saves, uint64_t hash) {
 }
 
 void forget_waiting() {
-  for (auto& [k, c] : pass.away) deferred_decref(reinterpret_cast<PyObject*>(c));
-  pass.away.clear();
+  std::unordered_map<uint32_t, Cell*> away;
+  std::vector<Cell*> waiting;
+  away.swap(pass.away);
+  waiting.swap(pass.waiting);
   pass.owed.clear();
-  for (Cell* c : pass.waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
-  pass.waiting.clear();
+  for (auto& [k, c] : away) deferred_decref(reinterpret_cast<PyObject*>(c));
+  for (Cell* c : waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
 }
 
 // Who may go by the plan goes onto the list that malloc takes from; what is to be written out is written from now on.
@@ -84,15 +86,17 @@ bool plan_brings_back() { return plan_leads() && !pass.plan->triggers.empty(); }
 
 // Between two ops: the program has let go of more.
 void plan_settle() {
-  size_t kept = 0;
-  for (size_t i = 0; i < pass.waiting.size(); ++i) {
-    Cell* c = pass.waiting[i];
+  if (pass.waiting.empty()) return;
+  // The end of a cell may run Python, and so another thread that saves: the list is not touched meanwhile.
+  std::vector<Cell*> looked_at, kept;
+  looked_at.swap(pass.waiting);
+  for (Cell* c : looked_at) {
     if (c->handles > 0 && !arm_planned(c, c->wish))
-      pass.waiting[kept++] = c;
+      kept.push_back(c);
     else
       deferred_decref(reinterpret_cast<PyObject*>(c));
   }
-  pass.waiting.resize(kept);
+  pass.waiting.insert(pass.waiting.begin(), kept.begin(), kept.end());
 }
 
 // The pass saves this cell for the first time; its `save_index` says when.
@@ -234,6 +238,17 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
                                                           static_cast<Py_ssize_t>(8 * pass.sizes.size())),
                                 late);
   forget_waiting();
+  {
+    // Nothing may leave any more of what was armed: passes that follow a plan never come to the list's end by
+    // themselves.
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (g.armed_bytes == 0) {
+      for (Cell* c : g.armed)
+        if (c) c->armed = KEEP;
+      g.armed.clear();
+      g.armed_next = 0;
+    }
+  }
   pass.late.clear();
   g.pass++;
   g.saved_in_pass = 0;
