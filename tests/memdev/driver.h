@@ -1,7 +1,9 @@
 // The driver library (a double of libcuda) as memdev sees it, and device work queued on its streams.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
@@ -147,9 +149,23 @@ inline Graveyard& graveyard = *new Graveyard;  // never destroyed: streams may o
 inline std::atomic<uint64_t> launches{0};
 inline std::atomic<bool> closing{false};  // the interpreter is going: nothing is queued any more
 
+// In a fresh thread's dispatch state, without autograd and without the program's modes: work may run in any thread, the
+// program's included, while that holds locks which the owner of the GIL waits for. Some meta kernels are in Python, too.
+struct PlainDispatch {
+  PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
+  }
+  ~PlainDispatch() { at::impl::PythonTorchFunctionTLS::set_disabled_state(saved); }
+  at::impl::TorchFunctionDisabledState saved;
+  c10::impl::ForceDispatchKeyGuard guard{
+      c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
+      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
+};
+
 inline void RunWork(void* raw) {
   Work* work = static_cast<Work*>(raw);
   try {
+    const PlainDispatch plain;
     work->Run();
   } catch (const std::exception& error) {
     // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.

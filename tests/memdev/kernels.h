@@ -1,13 +1,11 @@
 // Every other op: launched as a kernel that runs torch's own CPU kernel when its stream gets there.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zero.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
 #include <set>
@@ -15,19 +13,6 @@
 #include "native.h"
 
 namespace memdev {
-
-// In a fresh thread's dispatch state, without autograd and without the program's modes: a kernel may run in any thread,
-// the program's included, and some meta kernels are written in Python.
-struct PlainDispatch {
-  PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
-  }
-  ~PlainDispatch() { at::impl::PythonTorchFunctionTLS::set_disabled_state(saved); }
-  at::impl::TorchFunctionDisabledState saved;
-  c10::impl::ForceDispatchKeyGuard guard{
-      c10::default_included_set - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
-      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
-};
 
 enum class Result { kFresh, kArgument, kView };
 
@@ -88,7 +73,6 @@ struct Kernel : Work {
   explicit Kernel(const c10::OperatorHandle& op) : op(op) {}
 
   void Run() override {
-    PlainDispatch plain;
     torch::jit::Stack stack;
     for (const Value& value : arguments) stack.push_back(value.Cpu());
     op.callBoxed(stack);
