@@ -146,8 +146,11 @@ struct Graveyard {
 };
 inline Graveyard& graveyard = *new Graveyard;  // never destroyed: streams may outlive static objects
 
-// In a fresh thread's dispatch state, without autograd and without the program's modes: a kernel may run in any thread,
-// the program's included, and some meta kernels are written in Python.
+inline std::atomic<uint64_t> launches{0};
+inline std::atomic<bool> closing{false};  // the interpreter is going: nothing is queued any more
+
+// In a fresh thread's dispatch state, without autograd and without the program's modes: work may run in any thread, the
+// program's included, while that holds locks which the owner of the GIL waits for. Some meta kernels are in Python, too.
 struct PlainDispatch {
   PlainDispatch() : saved(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::ALL_DISABLED);
@@ -159,13 +162,10 @@ struct PlainDispatch {
       c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks};
 };
 
-inline std::atomic<uint64_t> launches{0};
-inline std::atomic<bool> closing{false};  // the interpreter is going: nothing is queued any more
-
 inline void RunWork(void* raw) {
   Work* work = static_cast<Work*>(raw);
   try {
-    const PlainDispatch plain;  // the thread may be the program's, with its modes on
+    const PlainDispatch plain;
     work->Run();
   } catch (const std::exception& error) {
     // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.

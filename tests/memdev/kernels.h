@@ -1,13 +1,11 @@
 // Every other op: launched as a kernel that runs torch's own CPU kernel when its stream gets there.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zero.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <map>
 #include <set>
@@ -75,7 +73,6 @@ struct Kernel : Work {
   explicit Kernel(const c10::OperatorHandle& op) : op(op) {}
 
   void Run() override {
-    PlainDispatch plain;
     torch::jit::Stack stack;
     for (const Value& value : arguments) stack.push_back(value.Cpu());
     op.callBoxed(stack);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import os
@@ -444,13 +443,6 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
             wrong.append("two threads")
     assert leave_out(b"") == 0
     return wrong
-
-
-def waits_of_the_core() -> list[str]:
-    """Their names."""
-    names = _shim.load_core().mm_test_wait_names
-    names.restype = ctypes.c_char_p
-    return names().decode().split()  # type: ignore[no-any-return]
 
 
 def shared_cell() -> dict[str, Any]:
