@@ -107,11 +107,11 @@ def measured(passes: Passes, limit: int | None, policy: str, disk: str | bool) -
             manager = _budget.current()
             assert manager is not None
             for _ in range(STEPS):
-                manager.measure_next_pass()
+                manager.measuring.want()
                 seconds.append(passes.step())  # measuring begins at its end
                 passes.step()
-                assert manager.measured is not None
-                made.append(manager.measured)
+                assert manager.measuring.last is not None
+                made.append(manager.measuring.last)
             peak = int(opened.stats()["resident_bytes.peak"])
     except memmgr.BudgetError:
         return None

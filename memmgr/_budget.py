@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -87,7 +88,8 @@ class budget:
             only measures.
         device: what the budget is about; default the accelerator if there is one, else the CPU. CUDA's
             allocator has to be in place before CUDA is used (docs/allocator.md); it has not run on a GPU yet.
-        host: bytes of host memory that offloading from an accelerator may use; default half of what is free.
+        host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
+            free, at most twice the limit.
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
             file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
@@ -142,7 +144,7 @@ class budget:
         self._config = Config(
             limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),
             device=self._device,
-            host_bytes=psutil.virtual_memory().available // 2 if host is None else parse_size(host, what="host"),
+            host_bytes=None if host is None else parse_size(host, what="host"),
             folder=folder,
             disk_bytes=disk_bytes,
             policy=policy if isinstance(policy, Policy) else parse_policy(policy),
@@ -201,9 +203,8 @@ class budget:
 
         @functools.wraps(function)
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:
-            again = budget.__new__(budget)
-            again._device, again._config, again._manager = self._device, self._config, None
-            again._share = self._share
+            again = copy.copy(self)
+            again._manager = None
             with again:
                 return function(*args, **kwargs)
 
@@ -231,7 +232,9 @@ def stats() -> dict[str, Any]:
         `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
         Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
         `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does) of
-        `watched_seconds` (the passes in which that was seen: those that were recorded).
+        `watched_seconds` (the passes in which that was seen: those that were recorded). Plans: `plans` (made),
+        `planned_passes` (followed one to the end), `plan_seconds` (making them took, beside training), `rankings` (how often
+        the policy was asked instead).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = last()

@@ -10,6 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from . import _cuda
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
 MAPPED = 0  # MM_MEMORY_MAPPED: pages are mapped as the range grows
-# What is page-locked is taken from the machine at once, so no more of it than a budget can have below it: a run that
-# needs three times its budget.
+# What is page-locked is taken from the machine at once, so by default no more than a run of three times its budget needs.
 HOST_TIER_BUDGETS = 2
 
 
@@ -35,9 +35,8 @@ def resolve(device: torch.device | str | None) -> torch.device:
     if device is not None:
         chosen = torch.device(device)
     elif _cuda.in_place():
-        chosen = torch.device(
-            "cuda"
-        )  # without asking CUDA's runtime: in an armed script this runs inside `import torch`
+        # Without asking CUDA's runtime: in an armed script this runs inside `import torch`.
+        chosen = torch.device("cuda")
     else:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         chosen = accelerator if accelerator is not None else torch.device("cpu")
@@ -111,13 +110,16 @@ def open_tier(native: Any, config: Config) -> bool:
             return False
         native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
         return True
-    most = config.host_bytes
-    if config.limit_bytes < UNLIMITED:
-        most = min(most, HOST_TIER_BUDGETS * config.limit_bytes)
-    else:
-        most = min(most, total_bytes(config.device) or most)
-    native.open_host_tier(most)
+    native.open_host_tier(config.host_bytes or _host_bytes(config))
     return True
+
+
+def _host_bytes(config: Config) -> int:
+    """Of host memory, for who did not say."""
+    free = int(psutil.virtual_memory().available) // 2
+    if config.limit_bytes < UNLIMITED:
+        return min(free, HOST_TIER_BUDGETS * config.limit_bytes)
+    return min(free, total_bytes(config.device) or free)
 
 
 def probe(native: Any) -> tuple[int, float, float] | None:

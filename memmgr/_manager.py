@@ -24,10 +24,10 @@ from memmgr.policies.trace import TierLink
 
 from . import _device
 from ._advice import own_checkpointing
-from ._consumers import log_path
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
+from ._measure import Measuring
 from ._placement import REMAP, Placement
 from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
@@ -36,8 +36,6 @@ from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
-from ._trace import Measured, Tracer
-from ._trace_file import write_trace
 
 WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
@@ -54,7 +52,7 @@ class Config:
 
     limit_bytes: int
     device: torch.device
-    host_bytes: int
+    host_bytes: int | None
     folder: str | None
     disk_bytes: int
     policy: Policy
@@ -107,11 +105,7 @@ class Manager:
         self.proving = config.limit_bytes < UNLIMITED
         self.replayer = Replayer(native, self)
         self.recorder = Recorder(native, self)
-        self.tracer = Tracer(native, self) if hasattr(native, "trace_begin") else None  # not without the shim
-        self.measured: Measured | None = None
-        self._measured_now: Measured | None = None  # of the pass that is ending
-        self._measure_next = False
-        self._for_file = self._trace_written = False  # the pass that is measured is the one to be kept; it is
+        self.measuring = Measuring(native, self)
         self.guards = Guards(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
@@ -129,7 +123,7 @@ class Manager:
         self._searches = False
         self._under: tuple[int, Any] = (0, None)
         self._at_turn = 0
-        self._pressed = False  # the last pass would not have fitted
+        self.pressed = False  # the last pass would not have fitted without us
         self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
@@ -146,7 +140,7 @@ class Manager:
         self._begun = time.perf_counter()
         native.reset_counters()
         gc.collect()  # what is garbage already shall not count against the budget
-        if hasattr(native, "place") and native.place() != str(self.device):
+        if native.place() != str(self.device):
             self._settle_doomed_tier()  # into the memory that it is about, while that is the one at hand
         stock = self._stock = Stock(native, self.device)
         there = stock.bytes + _device.live_bytes(self.device)
@@ -183,8 +177,7 @@ class Manager:
             native.set_watching(True)
             self.guards.install()
             self.open = True
-            if self.tracer is not None:
-                native.begin_pass()
+            native.begin_pass()
             native.set_active(True)
             if self._has_tier:
                 self._measure_link()
@@ -193,9 +186,9 @@ class Manager:
             self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
-            if config.trace is not None and self.tracer is None:
+            if config.trace is not None and self.measuring.tracer is None:
                 warnings.warn("memmgr: a pass cannot be traced without a C++ compiler", stacklevel=5)
-            self._begin_tracing()
+            self.measuring.begin()
         except BaseException:
             self.close(report=False)
             raise
@@ -204,8 +197,7 @@ class Manager:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
         native = self.native
         was_open, self.open = self.open, False
-        if self.tracer is not None:
-            self.tracer.abort()
+        self.measuring.abort()
         self._leave_thread()
         if self.daemon is not None:
             self.daemon.stop()
@@ -421,9 +413,9 @@ class Manager:
         self._at_turn = native.resident()
         clock = native.clock()
         popped = self._pop_for_backward(create_graph)
-        tracing = self.tracer is not None and self.tracer.here
-        if tracing:
-            self.tracer.turn()  # type: ignore[union-attr]
+        measured = self.measuring.here
+        if measured:
+            self.measuring.turn()
         completed = False
         try:
             yield
@@ -436,14 +428,14 @@ class Manager:
             if popped:
                 self._push_after_backward()
             end = time.perf_counter()
-            if tracing:
-                self._end_tracing(completed)
+            if measured:
+                self.measuring.end(completed)
             last.in_backward = False
             if self.open:
                 self.passes += 1
                 last.forward_seconds, last.backward_seconds = now - last.begun, end - now
                 last.uses = max(1, native.unpack_count() - uses)
-                last.begun = time.perf_counter() if tracing else end
+                last.begun = time.perf_counter() if measured else end
                 if not create_graph and not self.sleeper.asleep:
                     # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
                     self._recomputed[0] += native.clock() - clock
@@ -463,10 +455,8 @@ class Manager:
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
             return False
-        if hasattr(native, "several_streams") and native.several_streams():
-            return False  # the mode notes on which of them backward uses what may leave
-        if self.tracer is not None and self.tracer.here:
-            return False
+        if native.several_streams() or self.measuring.here:
+            return False  # the mode notes on which stream backward uses what may leave, and what a pass does
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
         if self.config.disk_bytes or native.counters()["tier_errors"]:
@@ -508,55 +498,19 @@ class Manager:
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
-        self._pressed = unmanaged > self.config.limit_bytes
+        self.pressed = unmanaged > self.config.limit_bytes
         self.sleeper.end_of_pass(unmanaged)
         ended = self.native.begin_pass()
         if self.plans.allowed:
-            self.plans.end_of_pass(ended, self._measured_now)
-        self._measured_now = None
-        self._begin_tracing()
+            self.plans.end_of_pass(ended, self.measuring.take())
+        self.measuring.begin()
 
-    # -- measuring a pass --
-
-    def measure_next_pass(self) -> None:
-        """The pass that begins at the next end of a backward is measured; `measured` has it at its own end."""
-        self._measure_next = True
-
-    def _begin_tracing(self) -> None:
-        wanted = self.config.trace is not None and not self._trace_written
-        self._for_file = wanted and self.passes + 1 >= self.config.trace_pass
-        if self.tracer is None or self.tracer.active or not (self._for_file or self._measure_next):
-            return
+    def can_trace(self) -> bool:
+        """Are mode and hooks on this thread's stacks, so that the pass that begins can be measured? Wakes the recorder."""
         if self.sleeper.asleep:
             self.sleeper.wake()
         state = getattr(self._tls, "state", None)
-        if state is not None and state.mode_in and state.hooks_in:
-            self.tracer.begin()
-
-    def _end_tracing(self, completed: bool) -> None:
-        assert self.tracer is not None
-        if not completed or not self.open:
-            self.tracer.abort()  # the next pass is tried
-            return
-        link = self.link()
-        tier = TierLink("disk", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
-        self.measured = self._measured_now = self.tracer.end([tier] if self._has_tier else [])
-        self._measure_next = False
-        if self.config.trace is not None and self._for_file:
-            self._trace_written = True
-            try:
-                write_trace(log_path(self.config.trace), self.measured.trace)
-            except OSError as error:
-                warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
-
-    def under_pressure(self) -> bool:
-        """Would the last pass not have fitted without us?"""
-        return self._pressed
-
-    @property
-    def may_offload(self) -> bool:
-        """Is there a tier that the policy may use?"""
-        return self._has_tier
+        return state is not None and state.mode_in and state.hooks_in
 
     # -- what the policies see --
 
@@ -611,6 +565,14 @@ class Manager:
             demand_bytes_per_second=demand,
             seconds_until_reads=until_turn,
         )
+
+    def tier(self) -> TierLink | None:
+        """The way to the tier as plans and traces describe it; None: there is none, or it was not measured."""
+        link = self.link()
+        if not link.write_bytes_per_second or not link.read_bytes_per_second:
+            return None
+        name = "disk" if self.device.type == "cpu" else "host"
+        return TierLink(name, link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
 
     def candidates(self) -> tuple[list[Any], Candidates]:
         """The cells that could leave now, as columns."""
@@ -746,7 +708,7 @@ class Manager:
         floor = int(self.native.counters()["floor_bytes"])
         with self.unseen():
             kinds, modules = holders(self.native, self.device)
-            missing = missing_states(self.device)
+            missing = missing_states(self.native, self.device)
         # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
         states = sum(kinds[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state") if kind in kinds)
         floor = max(floor, states + missing)
@@ -770,7 +732,7 @@ class Manager:
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
             kinds, modules = holders(self.native, self.device)
-            missing = missing_states(self.device)
+            missing = missing_states(self.native, self.device)
         by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         split = ", ".join(
             f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])

@@ -123,8 +123,11 @@ class Native(Vault):
                 return None
             raise
 
-    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the op and notes how long it took without our own stalls."""
+    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
+        """Runs the op and notes how long it took without our own stalls.
+
+        Whether it may run a second time does not matter here: room is made before it runs.
+        """
         if self._detail:
             self._runs(str(recipe._func), self._module())
         stalled, begun = self._stalled(), time.perf_counter_ns()

@@ -40,8 +40,6 @@ EFFORT = 100_000  # steps of the planner's search: about a third of a second
 MARGIN = 0.01
 STRICTER = 0.03
 MOST_TRIES = 4
-
-
 MOST_FEEDBACK = 12  # passes after which triggers stay where they are
 
 # Of a pass: how many cells it saved, the hash of their sizes, the id of the plan that it followed to the end or -1, at which
@@ -103,23 +101,19 @@ class _Known:
     earlier: dict[int, int] = field(default_factory=dict)  # of a save: by how many uses its way back begins earlier
     feedback: int = 0
     seconds: float = 0.0  # that the planning took
-    followed: int = 0
+    error: str = ""  # why there is no plan, where that is not the budget
     waiting: bool = False  # for the thread
 
 
 @dataclass
 class PlanCounts:
-    """Figures for `stats()`."""
+    """What happened so far; `stats()` shows some of it."""
 
     measured: int = 0
     made: int = 0
-    infeasible: int = 0
     followed: int = 0
-    left: int = 0
     short: int = 0
-    late: int = 0
     seconds: float = 0.0
-    errors: list[str] = field(default_factory=list)
 
 
 class Plans:
@@ -157,15 +151,13 @@ class Plans:
                 self._account(ended, measured)
 
     def _account(self, ended: Ended, measured: Measured | None) -> None:
-        _, signature, followed, left_at, short, sizes, late = ended
+        _, signature, followed, _, short, sizes, late = ended
         self._seen += 1
         known = self.known.get(signature)
         if known is not None:
             self.known.move_to_end(signature)
         if followed >= 0 and known is not None:
-            known.followed += 1
             self.counts.followed += 1
-            self.counts.late += len(late)
             if short:
                 self.counts.short += 1
                 self._again(known)
@@ -174,8 +166,6 @@ class Plans:
                 for save in late:
                     known.earlier[save] = known.earlier.get(save, 0) + 1
                 self._follow(known)
-        elif left_at >= 0:
-            self.counts.left += 1
         if measured is not None and known is None:
             known = self._remember(signature, _Known(measured, sizes, self._next_id))
             self._next_id += 1
@@ -183,14 +173,14 @@ class Plans:
             self._submit(known)
         self._adopt()
         if self._worth_measuring(signature):
-            self._manager.measure_next_pass()
+            self._manager.measuring.want()
 
     def _worth_measuring(self, signature: int) -> bool:
         """Is the next pass likely one that a plan could be made of and is not known?"""
         manager = self._manager
         if self._seen < WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
             return False
-        if signature in self.known or not manager.under_pressure():
+        if signature in self.known or not manager.pressed:
             return False
         # The first of all; later only what has come before: where no pass is like another, measuring them buys nothing.
         before = signature in self._met
@@ -222,7 +212,8 @@ class Plans:
             known.waiting = False
             if known.made is None:
                 self._manager.native.drop_plans(known.id)
-                self.counts.infeasible += 1
+                why = known.error or "no schedule fits"
+                self._manager.telemetry.happened("no_plan", saves=len(known.sizes) // 8, text=why)
                 continue
             actions = self._follow(known)
             self.counts.made += 1
@@ -265,18 +256,14 @@ class Plans:
         manager = self._manager
         try:
             share = 1.0 - MARGIN - STRICTER * known.tries
-            link = manager.link()
-            tier = None
-            if manager.may_offload and link.write_bytes_per_second and link.read_bytes_per_second:
-                tier = TierLink("below", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
             planner = PLANNERS[manager.policy.planner]
             budget_bytes = int(manager.config.limit_bytes * share)
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
-            known.made = planner(known.measured.trace, budget_bytes, tier, manager.may_evict, solve)
-        except Exception as error:  # a plan that cannot be made costs speed, not correctness; kept for the report
+            known.made = planner(known.measured.trace, budget_bytes, manager.tier(), manager.may_evict, solve)
+        except Exception as error:  # a plan that cannot be made costs speed, not correctness; telemetry says so
             known.made = None
-            self.counts.errors.append(f"{type(error).__name__}: {error}")
+            known.error = f"{type(error).__name__}: {error}"
         known.seconds = time.perf_counter() - begun
         self.counts.seconds += known.seconds
         with self._lock:

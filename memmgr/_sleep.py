@@ -7,7 +7,6 @@ the autograd graph and get their hooks then: they become handles and can be offl
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,14 +38,13 @@ def adopt_graph(manager: Manager) -> int:
     native = manager.native
     seen: set[int] = set()
     nodes: list[Any] = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            try:
-                node = thing.grad_fn
-            except RuntimeError:
-                continue
-            if node is not None:
-                nodes.append(node)
+    for thing in native.objects_of((torch.Tensor,)):
+        try:
+            node = thing.grad_fn
+        except RuntimeError:
+            continue
+        if node is not None:
+            nodes.append(node)
     adopted = 0
     keep: list[Any] = []  # ids are compared, so the wrappers must live
     while nodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -10,17 +9,14 @@ from typing import Any
 import torch
 
 
-def live_tensors(device: torch.device | str) -> list[torch.Tensor]:
+def live_tensors(native: Any, device: torch.device | str) -> list[torch.Tensor]:
     """The plain tensors on the device (with its number) that Python can see, gradients included.
 
     Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
     """
     found: list[torch.Tensor] = []
     device = torch.device(device)
-    for thing in gc.get_objects():
-        # type(), not isinstance(): lazy proxies answer isinstance by importing things.
-        if not issubclass(type(thing), torch.Tensor):
-            continue
+    for thing in native.objects_of((torch.Tensor,)):
         if type(thing) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             continue
         try:
@@ -41,7 +37,7 @@ class Stock:
         self._finalizers: list[Any] = []
         self.bytes = 0
         seen: set[int] = set()
-        for tensor in live_tensors(device):
+        for tensor in live_tensors(native, device):
             try:
                 storage = tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):
@@ -88,23 +84,20 @@ def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict
         kinds[kind] += info[1]
         return int(info[1])
 
-    everything = gc.get_objects()
-    for thing in everything:
-        kind = type(thing)
-        if issubclass(kind, torch.nn.Module):
-            for parameter in list(thing.__dict__.get("_parameters", {}).values()):
-                if parameter is not None:
-                    modules[kind.__name__] += take(parameter, "parameters")
-            for buffer in list(thing.__dict__.get("_buffers", {}).values()):
-                if buffer is not None:
-                    modules[kind.__name__] += take(buffer, "buffers")
-    for thing in everything:
-        if issubclass(type(thing), torch.optim.Optimizer):
-            for state in list(getattr(thing, "state", {}).values()):
-                if isinstance(state, dict):
-                    for value in list(state.values()):
-                        take(value, "optimizer state")
-    for thing in everything:
+    for module in native.objects_of((torch.nn.Module,)):
+        name = type(module).__name__
+        for parameter in list(module.__dict__.get("_parameters", {}).values()):
+            if parameter is not None:
+                modules[name] += take(parameter, "parameters")
+        for buffer in list(module.__dict__.get("_buffers", {}).values()):
+            if buffer is not None:
+                modules[name] += take(buffer, "buffers")
+    for optimizer in native.objects_of((torch.optim.Optimizer,)):
+        for state in list(getattr(optimizer, "state", {}).values()):
+            if isinstance(state, dict):
+                for value in list(state.values()):
+                    take(value, "optimizer state")
+    for thing in native.objects_of((torch.Tensor,)):
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_leaf and thing.grad is not None:
             take(thing.grad, "gradients")
     for cell in native.handled():
@@ -112,7 +105,7 @@ def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict
             lease = native.lease(cell)
             if lease is not None:
                 take(lease, "saved for backward")
-    for tensor in live_tensors(device):
+    for tensor in live_tensors(native, device):
         take(tensor, "other tensors")
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
     return dict(kinds), ranked[:top]
@@ -133,7 +126,7 @@ _MOMENTS = {
 }
 
 
-def missing_states(device: torch.device | str) -> int:
+def missing_states(native: Any, device: torch.device | str) -> int:
     """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
 
     An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
@@ -142,9 +135,7 @@ def missing_states(device: torch.device | str) -> int:
     missing = 0
     device = torch.device(device)
     wanted: dict[int, torch.Tensor] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
+    for thing in native.objects_of((torch.optim.Optimizer,)):
         made: list[tuple[int, int]] = []  # of each parameter: its bytes, its state's
         for group in getattr(thing, "param_groups", []):
             for parameter in group["params"]:

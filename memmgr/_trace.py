@@ -36,6 +36,7 @@ from ._trace_rows import BETWEEN, Measured, OpRow, Rows, StorageRow
 if TYPE_CHECKING:
     from ._manager import Manager
 
+MOST_OPS = 200_000  # of a pass: what is longer is no pass, and is not kept
 _UNSEEN_SHARE = 1 / 1024  # of what is resident: less is not worth a storage
 
 
@@ -124,6 +125,9 @@ class Tracer:
         if info is None:
             info = self._infos[func] = describe(func)
         if info.name.startswith("profiler::"):
+            return native.run_op(func, types, args, kwargs)
+        if len(self._ops) >= MOST_OPS:  # forward passes that no backward ends: an evaluation with grad mode on
+            self.abort()
             return native.run_op(func, types, args, kwargs)
         begun = time.perf_counter()
         waited = self._elsewhere_seconds()

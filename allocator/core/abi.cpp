@@ -9,27 +9,17 @@
 #include "arena.h"
 #include "device.h"
 #include "file_tier.h"
+#include "guarded.h"
 #include "host_tier.h"
 
 namespace {
 
+using memmgr::Guarded;
+using memmgr::Say;
+
 memmgr::Arena* Of(mm_arena* arena) { return reinterpret_cast<memmgr::Arena*>(arena); }
 memmgr::Tier* Of(mm_tier* tier) { return reinterpret_cast<memmgr::Tier*>(tier); }
 mm_tier* Handle(memmgr::Tier* tier) { return reinterpret_cast<mm_tier*>(tier); }
-
-void Say(const std::string& text, char* err, size_t err_len) {
-  if (err != nullptr && err_len > 0) snprintf(err, err_len, "%s", text.c_str());
-}
-
-// Our own bookkeeping found no memory: the same answer to the caller as when the managed memory has ended.
-template <typename Result, typename Body>
-Result Guarded(Result when_out_of_memory, Body body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return when_out_of_memory;
-  }
-}
 
 }  // namespace
 

@@ -1,24 +1,14 @@
 // The C ABI of a device's memory: casts, and nothing that C++ throws gets past it.
-#include <stdio.h>
-
-#include <new>
 #include <string>
 
 #include "device.h"
+#include "guarded.h"
 
 namespace {
 
-memmgr::Device* Of(mm_device* device) { return reinterpret_cast<memmgr::Device*>(device); }
+using memmgr::Guarded;
 
-// Our own bookkeeping found no memory: the same answer to the caller as when the managed memory has ended.
-template <typename Result, typename Body>
-Result Guarded(Result when_out_of_memory, Body body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return when_out_of_memory;
-  }
-}
+memmgr::Device* Of(mm_device* device) { return reinterpret_cast<memmgr::Device*>(device); }
 
 }  // namespace
 
@@ -29,7 +19,7 @@ mm_device* mm_device_open(const mm_driver* driver, int ordinal, uint64_t budget_
   std::string wrong = "out of memory";
   auto* device = Guarded<memmgr::Device*>(
       nullptr, [&] { return memmgr::Device::Open(*driver, ordinal, budget_bytes, memory, &wrong); });
-  if (device == nullptr && err != nullptr && err_len > 0) snprintf(err, err_len, "%s", wrong.c_str());
+  if (device == nullptr) memmgr::Say(wrong, err, err_len);
   return reinterpret_cast<mm_device*>(device);
 }
 

@@ -2,11 +2,12 @@
 
 #include <dlfcn.h>
 #include <errno.h>
-#include <stdio.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
+
+#include "guarded.h"
 
 namespace memmgr {
 
@@ -109,7 +110,7 @@ const mm_driver* mm_driver_load(const char* path, char* err, size_t err_len) {
     if (driver != nullptr) return (loaded.by_path[name] = std::move(driver)).get();
   } catch (const std::bad_alloc&) {
   }
-  if (err != nullptr && err_len > 0) snprintf(err, err_len, "%s", wrong.c_str());
+  memmgr::Say(wrong, err, err_len);
   return nullptr;
 }
 

@@ -11,7 +11,7 @@
 
 namespace memmgr {
 
-// One bit per stream. The last two stand for more than one: see streams.h.
+// One bit per stream. The last two stand for more than one: see device.h.
 using StreamMask = uint64_t;
 using TouchedId = uint16_t;  // 0: no stream
 

@@ -131,11 +131,11 @@ void Meter::ResetSums() {
 
 // ---- limits ----------------------------------------------------------------------------------------------------
 
-void Meter::Limit() {
-  const uint64_t allowed =
-      fraction_ >= 1 ? MM_UNLIMITED : static_cast<uint64_t>(fraction_ * static_cast<double>(total_bytes_));
-  mm_arena_set_budget(arena(), std::min(budget_bytes_, allowed));
+uint64_t Meter::Allowed() const {
+  return fraction_ >= 1 ? MM_UNLIMITED : static_cast<uint64_t>(fraction_ * static_cast<double>(total_bytes_));
 }
+
+void Meter::Limit() { mm_arena_set_budget(arena(), std::min(budget_bytes_, Allowed())); }
 
 void Meter::SetBudget(uint64_t budget_bytes) {
   std::lock_guard hold(lock_);
@@ -156,7 +156,7 @@ double Meter::fraction() {
 
 uint64_t Meter::allowed_bytes() {
   std::lock_guard hold(lock_);
-  return fraction_ >= 1 ? MM_UNLIMITED : static_cast<uint64_t>(fraction_ * static_cast<double>(total_bytes_));
+  return Allowed();
 }
 
 // ---- the snapshot ----------------------------------------------------------------------------------------------

@@ -91,8 +91,9 @@ class Meter {
     Tally blocks, bytes, requested;
   };
 
-  void SamplePages();  // under the lock
-  void Limit();        // under the lock
+  void SamplePages();        // under the lock
+  void Limit();              // under the lock
+  uint64_t Allowed() const;  // under the lock
   template <typename Act>
   void ForEach(Act act);
 

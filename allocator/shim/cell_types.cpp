@@ -351,24 +351,18 @@ Cell* fresh_cell(c10::TensorImpl* t) {
 // A cell of its own with the bytes that the tensor's storage has now, or null when there is no room.
 Cell* private_copy(c10::TensorImpl* t) {
   auto* from = t->unsafe_storage().unsafeGetStorageImpl();
-  const at::Device where = from->device();
-  c10::Allocator* a = allocator_of(where.type());
-  if (!a || (where.type() != c10::DeviceType::CPU && !managed_here(from))) return nullptr;
+  const uint64_t floor = g.floor_bytes.load();
   try {
-    auto to = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), from->nbytes(),
-        managed_here(from) ? managed_block(from->nbytes()) : a->allocate(from->nbytes()), a, true);
-    if (!copy_bytes(where, to->_mutable_data_ptr_no_checks().get(), from->_mutable_data_ptr_no_checks().get(),
-                    from->nbytes()))
-      return nullptr;
-    auto twin = c10::make_intrusive<c10::TensorImpl>(c10::Storage(to), keys_of(where.type()),
-                                                     caffe2::TypeMeta::Make<uint8_t>());
+    StorageRef to = storage_copy(from);
+    if (!to) return nullptr;
+    auto twin = byte_tensor(to);
     Cell* c = fresh_cell(twin.get());
     g.attached_bytes += from->nbytes();
     std::lock_guard<std::mutex> lock(g.mu);
     c->strong = std::move(to);  // the recipe that is being made will name it, and keeps it as a root
     return c;
   } catch (const c10::Error&) {
+    g.floor_bytes = floor;  // the run does without it
     return nullptr;
   }
 }

@@ -53,6 +53,25 @@ c10::intrusive_ptr<c10::TensorImpl> tensor_of(const Ref* r, StorageRef storage) 
   return t;
 }
 
+c10::intrusive_ptr<c10::TensorImpl> byte_tensor(StorageRef storage) {
+  const auto n = static_cast<int64_t>(storage->nbytes());
+  const auto keys = keys_of(storage->device_type());
+  auto t =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)), keys, caffe2::TypeMeta::Make<uint8_t>());
+  t->set_sizes_contiguous({n});
+  return t;
+}
+
+// What C++ said when there was no room, as Python's error, without C++'s backtrace.
+PyObject* raise_oom(const std::string& text) {
+  PyObject* torch = PyImport_ImportModule("torch");
+  PyObject* type = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
+  PyErr_SetString(type ? type : PyExc_MemoryError, text.substr(0, text.find('\n')).c_str());
+  Py_XDECREF(type);
+  Py_XDECREF(torch);
+  return nullptr;
+}
+
 static const void* counter_identity(const c10::VariableVersion& v) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   const void* p;
@@ -669,7 +688,7 @@ bool bring_back(Cell* c, bool* recompute) {
     break;
   }
   const bool prefetched = bytes.get() != nullptr;
-  if (!prefetched || mm_tier_poll(tier, slot) == 0) plan_late(c);
+  if (plan_brings_back() && (!prefetched || mm_tier_poll(tier, slot) == 0)) plan_late(c);
   int rc = 0;
   std::string oom;
   bool differs = false;
@@ -691,7 +710,7 @@ bool bring_back(Cell* c, bool* recompute) {
       if (!c->strong)  // its shell went with the last handle, and a recipe still names it: a new one
         c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
                                                           at::DataPtr(nullptr, bytes.device()),
-                                                          allocator_of(g.place.type()), true);
+                                                          c10::GetAllocator(g.place.type()), true);
       c->strong->set_data_ptr_noswap(std::move(bytes));
       c->filled_on = g.device ? stream_now() : kNotFilled;
       if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
@@ -700,12 +719,7 @@ bool bring_back(Cell* c, bool* recompute) {
     c->busy = false;
   }
   Py_END_ALLOW_THREADS if (!oom.empty()) {
-    PyObject* torch = PyImport_ImportModule("torch");
-    PyObject* type = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
-    const size_t line = oom.find('\n');
-    PyErr_SetString(type ? type : PyExc_MemoryError, oom.substr(0, line).c_str());
-    Py_XDECREF(type);
-    Py_XDECREF(torch);
+    raise_oom(oom);
     return false;
   }
   if (rc < 0) {

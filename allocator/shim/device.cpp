@@ -157,12 +157,6 @@ bool last_checksum_of(const c10::Device& where, const void* p, size_t n, uint64_
   return checksum_of(where, p, n, sum);
 }
 
-bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n) {
-  if (where.type() != c10::DeviceType::CPU) return mm_device_copy(g.device, to, from, n, stream_now()) == 0;
-  std::memcpy(to, from, n);
-  return true;
-}
-
 // A block in the order of `home` if there is room without letting go of anything.
 at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home) {
   if (on_cuda()) {
@@ -178,14 +172,33 @@ static void* device_allocate(size_t n, mm_stream stream);
 // A block for bytes that come back, on the calling thread's stream: of the managed device, whichever is current, and
 // from our memory, whether or not a budget is still open.
 at::DataPtr managed_block(size_t n) {
-  if (!g.device) return allocator_of(c10::DeviceType::CPU)->allocate(n);
+  if (!g.device) return c10::GetAllocator(c10::DeviceType::CPU)->allocate(n);
   if (on_cuda()) {
     const c10::DeviceGuard here(g.place);
-    return allocator_of(g.place.type())->allocate(n);
+    return c10::GetAllocator(g.place.type())->allocate(n);
   }
   void* p = device_allocate(n, stream_now());
   if (!p) throw_out_of_memory(n);
   return {p, p, &device_free, g.place};
+}
+
+// A storage of its own with the same bytes, in order of the calling thread's stream. Null: on another device than the
+// managed one, or the device refuses.
+//
+// Raises: c10::Error when there is no room.
+StorageRef storage_copy(const c10::StorageImpl* from) {
+  const bool here = managed_here(from);
+  if (!here && from->device_type() != c10::DeviceType::CPU) return {};
+  const size_t n = from->nbytes();
+  c10::Allocator* a = c10::GetAllocator(from->device_type());
+  auto copy = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), n,
+                                                    here ? managed_block(n) : a->allocate(n), a, true);
+  void* to = copy->_mutable_data_ptr_no_checks().get();
+  if (from->device_type() == c10::DeviceType::CPU)
+    std::memcpy(to, from->data(), n);
+  else if (mm_device_copy(g.device, to, from->data(), n, stream_now()) != 0)
+    return {};
+  return copy;
 }
 
 const char* out_of_memory_words() {
@@ -247,9 +260,6 @@ static DeviceAllocator* the_device_allocator() {
   static auto* a = new DeviceAllocator;  // never destroyed: storages remember it
   return a;
 }
-
-// By type, not c10::GetAllocator: inside our own reclaim torch's table is not to be asked.
-c10::Allocator* allocator_of(c10::DeviceType type) { return c10::GetAllocator(type); }
 
 // ---- CUDA ----
 

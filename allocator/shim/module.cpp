@@ -99,7 +99,7 @@ PyMethodDef recorder_methods[] = {
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&dispatch)), METH_FASTCALL,
      "__torch_dispatch__ of the recorder"},
     {"record", py_record, METH_VARARGS, "record(func, args, kwargs) -> Recipe or None"},
-    {"call", py_call, METH_VARARGS, "call(recipe, callable, args, kwargs): run and time"},
+    {"call", py_call, METH_VARARGS, "call(recipe, callable, args, kwargs, retry=False): run and time"},
     {"adopt", py_adopt, METH_VARARGS, "adopt(recipe, outputs)"},
     {"after_op", py_after_op, METH_NOARGS, ""},
     {"pack", pack, METH_O, "pack hook"},

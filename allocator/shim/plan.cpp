@@ -34,10 +34,7 @@ struct ThisPass {
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
 ThisPass pass;
 
-uint64_t mixed(uint64_t hash, int64_t size) {
-  hash = (hash ^ static_cast<uint64_t>(size)) * 0x9E3779B185EBCA87ull;
-  return hash ^ (hash >> 29);
-}
+constexpr size_t kMostSaves = size_t{1} << 20;  // of a pass: what is longer is no pass, and no plan is made of it
 
 bool begins_like(const LivePlan* plan, size_t saves, uint64_t hash) {
   return saves <= plan->sizes.size() && saves > 0 && plan->prefixes[saves - 1] == hash;
@@ -58,21 +55,8 @@ bool arm_planned(Cell* c, uint8_t action) {
   std::lock_guard<std::mutex> lock(g.mu);
   if (!c->listed || c->armed != KEEP || c->gone != PRESENT) return true;
   if (!ours_alone_locked(c)) return false;
-  if (action == OFFLOAD && g.tier && c->slot < 0 && versions_current(c)) {
-    const mm_slot slot =
-        mm_tier_write(g.tier, c->strong->_mutable_data_ptr_no_checks().get(), static_cast<uint64_t>(c->nbytes));
-    if (slot >= 0) {
-      c->slot = slot;
-      c->slot_state = WRITING;
-      g.n.write_backs++;
-      g.n.offloads++;
-      g.n.offload_bytes += static_cast<uint64_t>(c->nbytes);
-    }
-  }
-  c->armed = action;
-  c->armed_at = static_cast<int64_t>(g.armed.size());
-  g.armed.push_back(c);
-  g.armed_bytes += static_cast<uint64_t>(c->nbytes);
+  if (action == OFFLOAD) write_back_locked(c);
+  arm_locked(c, action);
   return true;
 }
 
@@ -103,7 +87,8 @@ void plan_settle() {
 void plan_saved(Cell* c) {
   if (!g.active) return;
   const size_t k = c->save_index;
-  pass.hash = mixed(pass.hash, c->nbytes);
+  if (k >= kMostSaves) return;  // forward passes that no backward ends
+  pass.hash = mixed(pass.hash, static_cast<uint64_t>(c->nbytes));
   pass.sizes.push_back(c->nbytes);
   if (plans.empty()) return;
   if (k == 0) pass.plan = plans.front();
@@ -174,7 +159,7 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
     plan->sizes.assign(size, size + n);
     plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
     uint64_t hash = 0;
-    for (int64_t s : plan->sizes) plan->prefixes.push_back(hash = mixed(hash, s));
+    for (int64_t s : plan->sizes) plan->prefixes.push_back(hash = mixed(hash, static_cast<uint64_t>(s)));
     const auto* pairs = static_cast<const int32_t*>(triggers.buf);
     const auto count = static_cast<size_t>(triggers.len) / 8;
     if (count > 0) plan->triggers.resize(n);
@@ -242,20 +227,11 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
     // Nothing may leave any more of what was armed: passes that follow a plan never come to the list's end by
     // themselves.
     std::lock_guard<std::mutex> lock(g.mu);
-    if (g.armed_bytes == 0) {
-      for (Cell* c : g.armed)
-        if (c) c->armed = KEEP;
-      g.armed.clear();
-      g.armed_next = 0;
-    }
+    if (g.armed_bytes == 0) clear_armed_locked();
   }
-  pass.late.clear();
+  pass = ThisPass();
   g.pass++;
   g.saved_in_pass = 0;
-  pass.hash = 0;
-  pass.sizes.clear();
-  pass.plan = nullptr;
-  pass.left_at = -1;
   g.plan_short = false;
   return out;
 }

@@ -82,10 +82,7 @@ struct Encoder {
   bool plain = true;  // every tensor could be described
   bool ok = true;     // every input can be had again
 
-  void mix(uint64_t v) {
-    hash = (hash ^ v) * 0x9E3779B185EBCA87ull;
-    hash ^= hash >> 32;
-  }
+  void mix(uint64_t v) { hash = mixed(hash, v); }
 
   PyObject* value(PyObject* v) {
     if (v == Py_None) {
@@ -410,6 +407,7 @@ static PyObject* translate_oom(PyObject* result) {
 // Runs an op that writes nothing. Out of memory: garbage cycles may hold tensors, so Python collects them and the op
 // runs once more, here between two ops, where no lock of torch's is held.
 static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
+  const uint64_t floor = g.floor_bytes.load(std::memory_order_relaxed);
   PyObject* out = PyObject_Call(call, args, kw);
   if (out || !g.on_retry || !out_of_memory_type || !PyErr_ExceptionMatches(out_of_memory_type)) return out;
   PyObject *t, *v, *tb;
@@ -425,6 +423,7 @@ static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
   }
   Py_XDECREF(t);
   Py_XDECREF(v);
+  g.floor_bytes = floor;  // what was refused is had after all, or refused again
   return PyObject_Call(call, args, kw);
 }
 
@@ -578,8 +577,9 @@ static PyObject* py_record(PyObject*, PyObject* args) {
 
 static PyObject* py_call(PyObject*, PyObject* args) {
   PyObject *r, *call, *a, *k;
-  if (!PyArg_ParseTuple(args, "O!OOO", &RecipeType, &r, &call, &a, &k)) return nullptr;
-  return timed_call(reinterpret_cast<Recipe*>(r), call, a, k, false);
+  int retry = 0;
+  if (!PyArg_ParseTuple(args, "O!OOO|p", &RecipeType, &r, &call, &a, &k, &retry)) return nullptr;
+  return timed_call(reinterpret_cast<Recipe*>(r), call, a, k, retry != 0);
 }
 
 static PyObject* py_adopt(PyObject*, PyObject* args) {

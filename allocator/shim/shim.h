@@ -111,7 +111,9 @@ struct Cell {
   int32_t names;
   float price;  // of letting it go, before staleness; negative: not ranked yet
   uint32_t stamp;
-  uint8_t wish;  // Action: what the policies would do with it
+  uint32_t saved_in;    // the pass in which it was saved last
+  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
+  uint8_t wish;         // Action: what the policies would do with it
   uint8_t gone;
   uint8_t slot_state;
   uint8_t armed;   // Action
@@ -123,10 +125,8 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
-  bool managed;         // belongs to a ManagedTensor
-  uint32_t saved_in;    // the pass in which it was saved last
-  uint32_t save_index;  // its place among the cells that this pass saved, by their first save
-  bool pinned;          // never released
+  bool managed;  // belongs to a ManagedTensor
+  bool pinned;   // never released
 };
 
 struct Recipe {
@@ -301,6 +301,11 @@ extern thread_local uint32_t tl_op_module;
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
 
+inline uint64_t mixed(uint64_t hash, uint64_t v) {
+  hash = (hash ^ v) * 0x9E3779B185EBCA87ull;
+  return hash ^ (hash >> 32);
+}
+
 inline StorageRef storage_of(const c10::TensorImpl* t) {
   return StorageRef::reclaim_copy(t->unsafe_storage().unsafeGetStorageImpl());
 }
@@ -354,7 +359,6 @@ enum StreamRule : uint32_t {
 };
 bool rule_holds(StreamRule rule);
 bool managed_here(const c10::StorageImpl* s);
-c10::Allocator* allocator_of(c10::DeviceType type);
 c10::DispatchKeySet keys_of(c10::DeviceType type);
 mm_stream stream_now();
 void note_stream(c10::StorageImpl* s, StreamRule rule);
@@ -364,7 +368,7 @@ bool quiet_device();
 bool checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
 bool last_checksum_of(const c10::Device& where, const void* p, size_t n, uint64_t* sum);
 at::DataPtr managed_block(size_t n);
-bool copy_bytes(const c10::Device& where, void* to, const void* from, size_t n);
+StorageRef storage_copy(const c10::StorageImpl* from);
 at::DataPtr try_block(size_t n, uint64_t keep_free, mm_stream home);
 const char* out_of_memory_words();
 bool on_cuda();
@@ -373,6 +377,12 @@ void set_budget(uint64_t bytes);
 int install_device_allocator();
 void uninstall_device_allocator();
 
+// traffic.cpp
+void arm_locked(Cell* c, uint8_t action);
+void clear_armed_locked();
+bool write_back_locked(Cell* c);
+int begin_reload(Cell* c, uint64_t keep_free);
+
 // plan.cpp
 bool plan_leads();
 bool plan_brings_back();
@@ -380,7 +390,6 @@ void plan_settle();
 void plan_saved(Cell* c);
 void plan_unpacked(const Cell* c);
 void plan_late(const Cell* c);
-int begin_reload(Cell* c, uint64_t keep_free);
 extern PyMethodDef plan_methods[];
 
 // window.cpp
@@ -394,6 +403,8 @@ bool is_plain(const c10::TensorImpl* t);
 c10::TensorImpl* impl_of(PyObject* o);  // null when o is no tensor
 PyObject* wrap(c10::intrusive_ptr<c10::TensorImpl> t);
 c10::intrusive_ptr<c10::TensorImpl> tensor_of(const Ref* r, StorageRef storage);
+c10::intrusive_ptr<c10::TensorImpl> byte_tensor(StorageRef storage);  // over all of it
+PyObject* raise_oom(const std::string& text);                         // null
 void settle();
 bool bring_back(Cell* c, bool* recompute);  // false: Python error set
 void deferred_decref(PyObject* o);

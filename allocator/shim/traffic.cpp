@@ -98,24 +98,33 @@ static PyObject* py_columns(PyObject*, PyObject* args) {
   return Py_BuildValue("(NNNNNNNNN)", list, bufs[0], bufs[1], bufs[2], bufs[3], bufs[4], bufs[5], bufs[6], bufs[7]);
 }
 
+// Onto the list that malloc takes from, at its end.
+void arm_locked(Cell* c, uint8_t action) {
+  c->armed = action;
+  c->armed_at = static_cast<int64_t>(g.armed.size());
+  g.armed.push_back(c);
+  g.armed_bytes += static_cast<uint64_t>(c->nbytes);
+}
+
+void clear_armed_locked() {
+  for (Cell* c : g.armed)
+    if (c) c->armed = KEEP;
+  g.armed.clear();
+  g.armed_next = 0;
+  g.armed_bytes = 0;
+}
+
 // arm([(cell, action)]): the order in which cells leave when malloc needs room.
 static PyObject* py_arm(PyObject*, PyObject* o) {
   PyObject* seq = PySequence_Fast(o, "a sequence of (cell, action)");
   if (!seq) return nullptr;
   std::lock_guard<std::mutex> lock(g.mu);
-  if (g.armed_next >= g.armed.size()) {
-    g.armed.clear();
-    g.armed_next = 0;
-  }
+  if (g.armed_next >= g.armed.size()) clear_armed_locked();
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(seq); ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(seq, i);
     auto* c = reinterpret_cast<Cell*>(PyTuple_GET_ITEM(item, 0));
     const auto action = static_cast<uint8_t>(PyLong_AsLong(PyTuple_GET_ITEM(item, 1)));
-    if (action == KEEP || c->armed != KEEP || !c->listed) continue;
-    c->armed = action;
-    c->armed_at = static_cast<int64_t>(g.armed.size());
-    g.armed.push_back(c);
-    g.armed_bytes += static_cast<uint64_t>(c->nbytes);
+    if (action != KEEP && c->armed == KEEP && c->listed) arm_locked(c, action);
   }
   Py_DECREF(seq);
   Py_RETURN_NONE;
@@ -123,11 +132,7 @@ static PyObject* py_arm(PyObject*, PyObject* o) {
 
 static PyObject* py_disarm_all(PyObject*, PyObject*) {
   std::lock_guard<std::mutex> lock(g.mu);
-  for (Cell* c : g.armed)
-    if (c) c->armed = KEEP;
-  g.armed.clear();
-  g.armed_next = 0;
-  g.armed_bytes = 0;
+  clear_armed_locked();
   Py_RETURN_NONE;
 }
 
@@ -146,24 +151,28 @@ static PyObject* py_release(PyObject*, PyObject* args) {
   Py_END_ALLOW_THREADS return PyBool_FromLong(done);
 }
 
-// write_back(cell) -> bool: queue an early copy of bytes that are ours alone.
-static PyObject* py_write_back(PyObject*, PyObject* o) {
-  auto* c = reinterpret_cast<Cell*>(o);
-  std::lock_guard<std::mutex> lock(g.mu);
-  if (!g.tier || c->slot >= 0 || !ours_alone_locked(c) || !versions_current(c)) Py_RETURN_FALSE;
+// Queues an early copy of bytes that are ours alone.
+bool write_back_locked(Cell* c) {
+  if (!g.tier || c->slot >= 0 || !ours_alone_locked(c) || !versions_current(c)) return false;
   const mm_slot slot =
       mm_tier_write(g.tier, c->strong->_mutable_data_ptr_no_checks().get(), static_cast<uint64_t>(c->nbytes));
   if (slot < 0) {
     g.n.tier_errors++;
     g.tier_error = std::strerror(static_cast<int>(-slot));
-    Py_RETURN_FALSE;
+    return false;
   }
   c->slot = slot;
   c->slot_state = WRITING;
   g.n.write_backs++;
   g.n.offloads++;
   g.n.offload_bytes += static_cast<uint64_t>(c->nbytes);
-  Py_RETURN_TRUE;
+  return true;
+}
+
+// write_back(cell) -> bool
+static PyObject* py_write_back(PyObject*, PyObject* o) {
+  std::lock_guard<std::mutex> lock(g.mu);
+  return PyBool_FromLong(write_back_locked(reinterpret_cast<Cell*>(o)));
 }
 
 // 1 begun, 0 no room, -1 nothing to do. The GIL is held; it is dropped meanwhile.
@@ -212,33 +221,15 @@ static PyObject* py_clone_storage(PyObject*, PyObject* o) {
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
   if (!wait_for_filling(src.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
   note_stream(src.get(), RULE_REPLAYED);
-  const at::Device where = src->device();
-  c10::Allocator* a = allocator_of(where.type());
   StorageRef copy;
   std::string oom;
   Py_BEGIN_ALLOW_THREADS try {
-    copy = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), src->nbytes(),
-        managed_here(src.get()) ? managed_block(src->nbytes()) : a->allocate(src->nbytes()), a, true);
-    if (!copy_bytes(where, copy->_mutable_data_ptr_no_checks().get(), src->_mutable_data_ptr_no_checks().get(),
-                    src->nbytes()))
-      oom = "memmgr: a copy on the device failed";
+    copy = storage_copy(src.get());
+    if (!copy) oom = "memmgr: a copy on the device failed";
   } catch (const std::exception& e) {
     oom = e.what();
   }
-  Py_END_ALLOW_THREADS if (!oom.empty()) {
-    PyObject* torch = PyImport_ImportModule("torch");
-    PyObject* type = torch ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
-    PyErr_SetString(type ? type : PyExc_MemoryError, oom.substr(0, oom.find('\n')).c_str());
-    Py_XDECREF(type);
-    Py_XDECREF(torch);
-    return nullptr;
-  }
-  const auto n = static_cast<int64_t>(copy->nbytes());
-  auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(copy)), keys_of(where.type()),
-                                                caffe2::TypeMeta::Make<uint8_t>());
-  t->set_sizes_contiguous({n});
-  return wrap(std::move(t));
+  Py_END_ALLOW_THREADS return oom.empty() ? wrap(byte_tensor(std::move(copy))) : raise_oom(oom);
 }
 
 // lease(cell) -> a byte tensor over the whole storage, or None when the bytes are not in memory. While it lives the
@@ -251,11 +242,7 @@ static PyObject* py_lease(PyObject*, PyObject* o) {
     if (c->gone == PRESENT) s = c->strong ? c->strong : c->weak.lock();
   }
   if (!s || !data_present(s.get())) Py_RETURN_NONE;
-  const auto n = static_cast<int64_t>(s->nbytes());
-  const auto keys = keys_of(s->device_type());
-  auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(s)), keys, caffe2::TypeMeta::Make<uint8_t>());
-  t->set_sizes_contiguous({n});
-  return wrap(std::move(t));
+  return wrap(byte_tensor(std::move(s)));
 }
 
 // expose(tensor): a pointer to its memory leaves torch's sight; raw writes may come (rule 6).
@@ -349,6 +336,32 @@ static PyObject* py_storage_info(PyObject*, PyObject* o) {
                        PyBool_FromLong(whole), PyBool_FromLong(p && ours(p)));
 }
 
+// The objects of these types (or of subtypes) that the garbage collector knows. gc.get_objects() hands out every one,
+// also the tuple that another thread is about to fill from a generator; if that thread gets its turn while the list
+// lives, tuple() finds a reference that is not its own and fails with a SystemError. Here the list comes and goes
+// without a bytecode, an allocation that could start a collection, or a look at an object's own attributes in between.
+static PyObject* py_objects_of(PyObject*, PyObject* kinds) {
+  if (!PyTuple_Check(kinds)) return PyErr_Format(PyExc_TypeError, "objects_of() takes a tuple of types");
+  PyObject* gc = PyImport_ImportModule("gc");
+  PyObject* get = gc ? PyObject_GetAttrString(gc, "get_objects") : nullptr;
+  Py_XDECREF(gc);
+  PyObject* found = get ? PyList_New(0) : nullptr;
+  PyObject* all = found ? PyObject_CallNoArgs(get) : nullptr;
+  Py_XDECREF(get);
+  bool ok = all != nullptr;
+  for (Py_ssize_t i = 0; ok && i < PyList_GET_SIZE(all); ++i) {
+    PyObject* o = PyList_GET_ITEM(all, i);
+    for (Py_ssize_t k = 0; ok && k < PyTuple_GET_SIZE(kinds); ++k) {
+      if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(kinds, k)))) continue;
+      ok = PyList_Append(found, o) == 0;
+      break;
+    }
+  }
+  Py_XDECREF(all);
+  if (!ok) Py_CLEAR(found);
+  return found;
+}
+
 PyMethodDef cell_functions[] = {
     {"lookup", py_lookup, METH_O, "the tensor's cell; an unknown storage becomes a root"},
     {"find", py_find, METH_O, "the tensor's cell if it is known and unchanged"},
@@ -384,6 +397,8 @@ PyMethodDef cell_functions[] = {
     {"set_no_reclaim", py_set_no_reclaim, METH_O, ""},
     {"set_recomputing", py_set_recomputing, METH_O, "returns what it was: this thread's allocations are a replay's"},
     {"storage_info", py_storage_info, METH_O, ""},
+    {"objects_of", py_objects_of, METH_O,
+     "objects_of((type, ...)) -> list of what the garbage collector knows of them"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace memmgr

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr import _budget
 
 from .there import bytes_already_there
 
@@ -173,14 +174,15 @@ def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
     """The optimizer ran out of memory in the middle of making them; the error says what all of them will take."""
     from memmgr._stock import missing_states
 
+    native = _budget._native()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     first, second, *_ = parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    before = missing_states("cpu")
+    before = missing_states(native, "cpu")
     optimizer = torch.optim.AdamW(parameters)
-    assert missing_states("cpu") - before == 8 * bytes_of(model) // 4
+    assert missing_states(native, "cpu") - before == 8 * bytes_of(model) // 4
     moments = {"exp_avg": torch.zeros_like(first), "exp_avg_sq": torch.zeros_like(first)}
     optimizer.state[first] = {"step": torch.zeros(()), **moments}
     optimizer.state[second] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(second)}
-    assert missing_states("cpu") - before == 8 * bytes_of(model) // 4 - 3 * first.nbytes
+    assert missing_states(native, "cpu") - before == 8 * bytes_of(model) // 4 - 3 * first.nbytes

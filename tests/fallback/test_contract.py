@@ -50,10 +50,8 @@ DEVICES = {
     "open_device",
     "open_host_tier",
     "device_stats",
-    "several_streams",
     "leave_out",
     "stream_rules",
-    "place",
     "use_plugin",
 }  # need the core
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -252,6 +253,29 @@ def test_what_found_no_room_names_a_larger_budget(recomputing: bool) -> None:
         finally:
             n.set_recomputing(before)
         assert n.counters()["floor_bytes"] > 4_000_000
+
+
+@pytest.mark.parametrize("how", ["first use", "known kind", "no grad"])
+def test_what_was_had_in_the_end_is_no_floor(how: str) -> None:
+    """The first try finds no room, garbage goes, the second one fits: no larger budget was needed."""
+    gc.collect()
+    with memmgr.budget(None, quiet=True):
+        there = native().resident()
+    limit = there + 8_000_000
+    with memmgr.budget(limit, policy="keep", quiet=True) as mm, torch.set_grad_enabled(how != "no grad"):
+        native().forget_kinds()
+        if how == "known kind":
+            torch.zeros(2_500_000, dtype=torch.uint8)
+        gc.disable()
+        try:
+            cycle: list[Any] = [torch.empty(6_000_000, dtype=torch.uint8)]
+            cycle.append(cycle)
+            del cycle
+            kept = torch.zeros(2_500_000, dtype=torch.uint8)
+        finally:
+            gc.enable()
+        assert mm.stats()["floor_bytes"] <= limit
+        assert kept.nbytes == 2_500_000
 
 
 def test_a_tier_that_goes_takes_its_count_along(opened: Any) -> None:

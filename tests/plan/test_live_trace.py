@@ -54,10 +54,10 @@ def measure(step: Callable[[], Any], limit: int | None = None, **options: Any) -
     options.setdefault("disk", False)
     with memmgr.budget(limit, quiet=True, _sleep=False, **options):
         step()
-        manager().measure_next_pass()
+        manager().measuring.want()
         step()
         step()
-        found = manager().measured
+        found = manager().measuring.last
     assert found is not None
     return found
 
@@ -178,11 +178,11 @@ def six(request: pytest.FixtureRequest) -> tuple[str, Measured, int]:
     training = TINY[request.param]()
     with memmgr.budget(None, disk=False, quiet=True, _sleep=False):
         training.step()
-        manager().measure_next_pass()
+        manager().measuring.want()
         training.step()
         manager()._peaks = [0, 0]  # what the passes before needed, first steps of the optimizer among them
         training.step()
-        found = manager().measured
+        found = manager().measuring.last
         peak = manager()._peaks[1]
     assert found is not None
     return request.param, found, peak
@@ -274,9 +274,9 @@ def test_a_traced_pass_has_the_same_bits(policy: str, tmp_path: Path) -> None:
             need = int(memmgr.stats()["unmanaged_peak_bytes"])
         with memmgr.budget(int(need * 0.7), policy=policy, disk=tmp_path, quiet=True, _plan=False):
             if traced:
-                manager().measure_next_pass()
+                manager().measuring.want()
             losses += [training.step() for _ in range(3)]
-            assert (manager().measured is not None) is traced
+            assert (manager().measuring.last is not None) is traced
         assert memmgr.stats()["evictions"] + memmgr.stats()["offloads"] > 0
         made.append((losses, bits(training), torch.get_rng_state().tolist()))
     assert made[0] == made[1]
@@ -297,13 +297,13 @@ def test_nothing_stays(tmp_path: Path) -> None:
         before = manager().native.resident()
         tables = manager().native.table_size()[0]
         inside = torch._C._len_torch_dispatch_stack()
-        manager().measure_next_pass()
+        manager().measuring.want()
         training.step()
-        callback = manager().tracer
+        callback = manager().measuring.tracer
         assert callback is not None and callback.active
         references = sys.getrefcount(callback)
         training.step()
-        assert not callback.active and manager().measured is not None
+        assert not callback.active and manager().measuring.last is not None
         assert torch._C._len_torch_dispatch_stack() == inside
         gc.collect()
         assert manager().native.resident() == before
@@ -318,7 +318,7 @@ def test_nothing_stays(tmp_path: Path) -> None:
 def test_what_dies_in_a_traced_pass_dies_at_once() -> None:
     with memmgr.budget(None, quiet=True, disk=False, _sleep=False):
         w = nn.Parameter(torch.randn(256, 256))
-        manager().measure_next_pass()
+        manager().measuring.want()
         w.sum().backward()
         before = manager().native.resident()
         a = (w * 2).exp()
@@ -340,16 +340,16 @@ def test_a_pass_that_fails_is_not_the_trace(where: str) -> None:
 
     w = nn.Parameter(torch.randn(64, 64))
     with memmgr.budget(None, quiet=True, disk=False, _sleep=False):
-        manager().measure_next_pass()
+        manager().measuring.want()
         w.exp().sum().backward()
         with pytest.raises(ValueError, match="on purpose"):
             if where == "forward":
                 w.exp().sum()
                 raise ValueError("on purpose")
             Fails.apply(w.exp()).sum().backward()  # type: ignore[no-untyped-call]
-        assert manager().measured is None
+        assert manager().measuring.last is None
         w.exp().sum().backward()
-        found = manager().measured
+        found = manager().measuring.last
         if where == "backward":  # ... ends a pass, so the next one is whole
             assert found is not None
             assert [op.name for _, op in program(found.trace)][:2] == ["aten::exp", "aten::sum"]
@@ -388,7 +388,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
         training.step()
         written = read_trace(tmp_path / "run.trace")
         training.step()
-        assert manager().measured is not None and manager().measured.trace == written  # type: ignore[union-attr]
+        assert manager().measuring.last is not None and manager().measuring.last.trace == written  # type: ignore[union-attr]
     assert [link.tier for link in written.links] == ["disk"]
     with pytest.raises(ValueError, match="trace_pass: 0"):
         memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)
@@ -402,10 +402,10 @@ def test_the_sleeper_wakes_for_it() -> None:
         for _ in range(4):
             training.step()
         assert manager().sleeper.asleep
-        manager().measure_next_pass()
+        manager().measuring.want()
         training.step()
         training.step()
-        assert manager().measured is not None and len(program(manager().measured.trace)) > 10  # type: ignore[union-attr]
+        assert manager().measuring.last is not None and len(program(manager().measuring.last.trace)) > 10  # type: ignore[union-attr]
         for _ in range(3):
             training.step()
         assert manager().sleeper.asleep
