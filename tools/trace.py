@@ -18,10 +18,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memmgr._sizes import show_size
 from memmgr.tools import run as run_verb
 from memmgr.tools._wrong import Wrong
+
+if TYPE_CHECKING:
+    from memmgr._manager import Manager
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,11 +65,11 @@ def _close(pid: int, args: argparse.Namespace) -> None:
         print("memmgr: " + line, file=sys.stderr, flush=True)
 
 
-def outcome(args: argparse.Namespace, manager: object) -> list[str]:
+def outcome(args: argparse.Namespace, manager: Manager | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
-    measured = getattr(manager, "measured", None)
+    measured = manager.measuring.last if manager is not None else None
     if measured is None:
-        passes = getattr(manager, "passes", 0)
+        passes = manager.passes if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     trace = measured.trace
     peak, _ = trace.unmanaged_peak
