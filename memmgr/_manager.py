@@ -114,7 +114,7 @@ class Manager:
         self._mode_class = make_mode(native)
         self._tls = threading.local()
         self._stock: Stock | None = None
-        self._has_tier = False
+        self.has_tier = False
         self._probe = (1e9, 1e9, 0.0)
         self._begun = 0.0
         self._wall = 0.0
@@ -171,7 +171,7 @@ class Manager:
             if config.limit_bytes < UNLIMITED and places:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
             self._settle_doomed_tier()
-            self._has_tier = self._director() != "evict" and _device.open_tier(native, config)
+            self.has_tier = self._director() != "evict" and _device.open_tier(native, config)
             self.restore_options()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
@@ -179,7 +179,7 @@ class Manager:
             self.open = True
             native.begin_pass()
             native.set_active(True)
-            if self._has_tier:
+            if self.has_tier:
                 self._measure_link()
                 self.daemon = Daemon(self)
                 self.daemon.start()
@@ -287,7 +287,7 @@ class Manager:
 
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
-        self.native.set_options(self.may_evict, self._has_tier, self.config.verify, SAMPLE)
+        self.native.set_options(self.may_evict, self.has_tier, self.config.verify, SAMPLE)
 
     def _director(self) -> str:
         name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
@@ -453,7 +453,7 @@ class Manager:
         """
         native = self.native
         resident, budget, saved, gone, *_ = native.pressure()
-        if create_graph or gone or self.policy.torture or not self._has_tier or not self.ours_on_top():
+        if create_graph or gone or self.policy.torture or not self.has_tier or not self.ours_on_top():
             return False
         if native.several_streams() or self.measuring.here:
             return False  # the mode notes on which stream backward uses what may leave, and what a pass does
@@ -541,7 +541,7 @@ class Manager:
 
     def link(self) -> Link:
         """The way to the tier as it is now."""
-        if not self._has_tier:
+        if not self.has_tier:
             return NO_LINK
         stats = self.native.tier_stats()
         write, read, cpu = self._probe
@@ -590,7 +590,7 @@ class Manager:
             )
             distance = (sequence.max() - sequence) if n else sequence
             until = until_turn + 2.0 * (until_turn + staleness)
-        room = np.full(n, self._has_tier)
+        room = np.full(n, self.has_tier)
         return cells, Candidates(
             size_bytes=np.frombuffer(size, dtype=np.int64),
             staleness_seconds=staleness,
@@ -636,7 +636,7 @@ class Manager:
             native.price(cells, costs, wishes, exponent)
             ranking = ranking.until(candidates, need)
         native.arm([(cells[i], int(a)) for i, a in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True)])
-        if self._has_tier:
+        if self.has_tier:
             resident, budget, *_ = native.pressure()
             early = plan_writeback(
                 candidates, ranking, link, resident_bytes=resident, budget_bytes=budget, watermarks=WATERMARKS
@@ -655,7 +655,7 @@ class Manager:
 
     def settle_managed(self, cell: Any) -> None:
         """A managed tensor was used: its bytes go back to the tier."""
-        if self._has_tier and self.daemon is not None:
+        if self.has_tier and self.daemon is not None:
             self.native.write_back(cell)
             self.daemon.park(cell)
 

@@ -1,8 +1,10 @@
-"""When the last passes fitted with room to spare, nothing is recorded; a surprise is met after the fact.
+"""When the last passes fitted, nothing is recorded; a surprise is met after the fact.
 
+With room to spare two such passes are enough; without, it takes more of them, and after each surprise twice as many.
 Asleep, neither the mode nor the hooks are on the thread's stacks, so an op costs what it costs without memmgr; the
 allocator still keeps the budget. When it runs out, the saved tensors of the pass that is under way are found through
-the autograd graph and get their hooks then: they become handles and can be offloaded.
+the autograd graph and get their hooks then: they become handles and can be offloaded. Where there is nothing to offload to
+(policies that only evict), there is no sleep: what nobody recorded cannot be made again.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 if TYPE_CHECKING:
     from ._manager import Manager
 
-SPARE = 0.9  # a pass "fitted" when it needed at most this share of the budget
-CALM_PASSES = 2  # so many in a row put the recorder to sleep
+SPARE = 0.9  # a pass left room to spare when it needed at most this share of the budget
+CALM_PASSES = 2  # so many such passes in a row put the recorder to sleep
+TIGHT_PASSES = 8  # so many that fitted at all do as well
+MOST_TIGHT_PASSES = 1024  # where surprises keep coming
 
 
 def hooks_on_top() -> Any:
@@ -79,20 +83,28 @@ class Sleeper:
         self._manager = manager
         self._allowed = allowed
         self.asleep = False
-        self._calm = 0
+        self._spared = self._fitted = 0  # passes in a row
+        self._patience = TIGHT_PASSES
         self.surprises = 0
 
     def end_of_pass(self, needed_bytes: int) -> None:
         """Called with what the pass would have needed unmanaged, in the thread that ran its backward."""
-        if not self._allowed:
+        if not self._allowed or not self._manager.has_tier:
             return
-        fits = needed_bytes <= SPARE * self._manager.config.limit_bytes and self.surprises == 0
-        self._calm = self._calm + 1 if fits else 0
+        limit_bytes = self._manager.config.limit_bytes
+        fits = needed_bytes <= limit_bytes and self.surprises == 0
+        self._fitted = self._fitted + 1 if fits else 0
+        self._spared = self._spared + 1 if fits and needed_bytes <= SPARE * limit_bytes else 0
         self.surprises = 0
-        if self.asleep and not fits:
+        spared, fitted = self._spared >= CALM_PASSES, self._fitted >= self._patience
+        if not self.asleep:
+            if spared or fitted:
+                self._sleep()
+        elif not fits:
+            self._patience = min(2 * self._patience, MOST_TIGHT_PASSES)
             self.wake()
-        elif not self.asleep and self._calm >= CALM_PASSES:
-            self._sleep()
+        elif not spared and not fitted:
+            self.wake()
 
     def _sleep(self) -> None:
         manager = self._manager

@@ -44,6 +44,22 @@ bool InReclaimOf(const Arena* arena) {
   return false;
 }
 
+// What is given back here and taken there goes from one to the other.
+class Moving {
+ public:
+  Moving(const PageOps& pages, bool wanted) : pages_(wanted && pages.moving != nullptr ? &pages : nullptr) {
+    if (pages_ != nullptr) pages_->moving(pages_->user, true);
+  }
+  ~Moving() {
+    if (pages_ != nullptr) pages_->moving(pages_->user, false);
+  }
+  Moving(const Moving&) = delete;
+  Moving& operator=(const Moving&) = delete;
+
+ private:
+  const PageOps* const pages_;
+};
+
 uint64_t PhysicalBytes() {
   return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 }
@@ -53,13 +69,18 @@ uint64_t PhysicalBytes() {
 // ---- life ------------------------------------------------------------------------------------------------------
 
 Arena* Arena::CreateOnHost(uint64_t budget_bytes, uint64_t reserve_bytes, std::string* wrong) {
-  if (reserve_bytes != 0) return Create(HostPages(), budget_bytes, {reserve_bytes, reserve_bytes, 0}, wrong);
-  Areas areas{std::max(64 * kGiB, 4 * PhysicalBytes()), kGiB, 0};
-  if (budget_bytes < kAbsurdBytes) {
-    areas.large_bytes = std::max(areas.large_bytes, 2 * budget_bytes);
-    areas.least_large_bytes = std::max(areas.least_large_bytes, budget_bytes);
+  Areas areas{reserve_bytes, reserve_bytes, 0};
+  if (reserve_bytes == 0) {
+    areas = {std::max(64 * kGiB, 4 * PhysicalBytes()), kGiB, 0};
+    if (budget_bytes < kAbsurdBytes) {
+      areas.large_bytes = std::max(areas.large_bytes, 2 * budget_bytes);
+      areas.least_large_bytes = std::max(areas.least_large_bytes, budget_bytes);
+    }
   }
-  return Create(HostPages(), budget_bytes, areas, wrong);
+  auto host = std::make_unique<HostPages>();
+  Arena* arena = Create(host->ops(), budget_bytes, areas, wrong);
+  if (arena != nullptr) arena->host_ = std::move(host);
+  return arena;
 }
 
 Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, std::string* wrong) {
@@ -264,6 +285,7 @@ inline Block* Arena::Place(Heap* heap, Request* request) {
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   const uint64_t excess = ExcessPages(block->holes);
+  const Moving moving(pages_, excess > 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
     const uint64_t committed = committed_pages();
     GiveBackNow(excess);

@@ -175,6 +175,7 @@ class Arena final : private ForkAware {
     if (log_.size() < log_.capacity()) log_.push_back({offset, bytes});
   }
 
+  std::unique_ptr<HostPages> host_;  // nullptr: the pages are somebody else's
   const PageOps& pages_;
   char* const base_;
   const uint64_t range_bytes_;

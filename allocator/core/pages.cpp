@@ -6,12 +6,51 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <new>
 
 namespace memmgr {
 namespace {
 
-void* HostReserve(void*, size_t bytes) {
+constexpr size_t kLeastMove = size_t{32} << 10;  // a move costs 3 us, giving back and clearing as much 6
+constexpr size_t kMostSeams = 16384;
+
+int GiveToSystem(char* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }
+
+bool MovePages(char* from, char* to, size_t bytes) {
+  return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
+}
+
+// Linux 5.7 and later; not under a sandbox that refuses the call, nor where pages are locked.
+bool CanMovePages() {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void* at = mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) return false;
+  char* first = static_cast<char*>(at);
+  first[0] = 1;
+  const bool can = MovePages(first, first + page, page) && first[page] == 1 && GiveToSystem(first + page, page) == 0;
+  munmap(at, 2 * page);
+  return can;
+}
+
+uint64_t LowBits(uint64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+
+}  // namespace
+
+HostPages::HostPages() {
+  static const bool can_move = CanMovePages();
+  ops_ = {.page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)),
+          .give_back = GiveBack::kAtOnce,
+          .user = this,
+          .reserve = Reserve,
+          .commit = Commit,
+          .decommit = Decommit,
+          .release = Release,
+          .settle = nullptr,
+          .moving = can_move ? Moving : nullptr};
+}
+
+void* HostPages::Reserve(void*, size_t bytes) {
   void* base = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   // No huge pages. One would bring 2 MiB into memory for a 4 KiB touch, khugepaged would fill holes again, and what we
@@ -21,27 +60,74 @@ void* HostReserve(void*, size_t bytes) {
   return base;
 }
 
-int HostCommit(void*, void* at, size_t bytes) { return mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno; }
+void HostPages::Release(void*, void* base, size_t bytes) { munmap(base, bytes); }
+
+int HostPages::Commit(void* user, void* at, size_t bytes) {
+  auto* self = static_cast<HostPages*>(user);
+  const size_t moved = self->moving_ ? self->MoveTo(static_cast<char*>(at), bytes) : 0;
+  if (moved == bytes) return 0;
+  return mprotect(static_cast<char*>(at) + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno;
+}
 
 // The protection stays: one mapping for all that was ever committed, instead of two more for every hole.
-int HostDecommit(void*, void* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }
+int HostPages::Decommit(void* user, void* at, size_t bytes) {
+  auto* self = static_cast<HostPages*>(user);
+  if (self->moving_ && bytes >= kLeastMove) {
+    try {
+      self->loose_.push_back({static_cast<char*>(at), bytes});
+      return 0;
+    } catch (const std::bad_alloc&) {
+      // given to the system instead
+    }
+  }
+  return GiveToSystem(static_cast<char*>(at), bytes);
+}
 
-void HostRelease(void*, void* base, size_t bytes) { munmap(base, bytes); }
+void HostPages::Moving(void* user, bool begin) {
+  auto* self = static_cast<HostPages*>(user);
+  self->moving_ = begin;
+  if (begin) return;
+  for (const Piece& piece : self->loose_) GiveToSystem(piece.at, piece.bytes);
+  self->loose_.clear();
+}
 
-uint64_t LowBits(uint64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+// Returns how many bytes from `to` on have memory now.
+size_t HostPages::MoveTo(char* to, size_t bytes) {
+  size_t done = 0;
+  while (!loose_.empty() && bytes - done >= kLeastMove) {
+    Piece& piece = loose_.back();
+    size_t want = std::min(piece.bytes, bytes - done);
+    const auto seam = seams_.upper_bound(piece.at);
+    if (seam != seams_.end() && *seam < piece.at + want) want = static_cast<size_t>(*seam - piece.at);
+    if (want < kLeastMove || !Move(piece.at, to + done, want)) {
+      GiveToSystem(piece.at, want);
+    } else {
+      done += want;
+    }
+    piece.at += want;
+    piece.bytes -= want;
+    if (piece.bytes == 0) loose_.pop_back();
+  }
+  return done;
+}
 
-}  // namespace
-
-const PageOps& HostPages() {
-  static const PageOps ops{.page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)),
-                           .give_back = GiveBack::kAtOnce,
-                           .user = nullptr,
-                           .reserve = HostReserve,
-                           .commit = HostCommit,
-                           .decommit = HostDecommit,
-                           .release = HostRelease,
-                           .settle = nullptr};
-  return ops;
+bool HostPages::Move(char* from, char* to, size_t bytes) {
+  // What lies between the ends of the new mapping goes with those that it replaces.
+  const auto covered = std::distance(seams_.upper_bound(to), seams_.lower_bound(to + bytes));
+  if (seams_.size() - static_cast<size_t>(covered) + 2 > kMostSeams) return false;
+  try {
+    seams_.insert(to);
+    seams_.insert(to + bytes);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  if (!MovePages(from, to, bytes)) {
+    // The kernel may have made room there first, and nobody else shall get those addresses.
+    mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    return false;
+  }
+  seams_.erase(seams_.upper_bound(to), seams_.lower_bound(to + bytes));
+  return true;
 }
 
 PageMap::PageMap(uint64_t pages) : words_bytes_((pages + 63) / 64 * 8) {

@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
+#include <vector>
 
 #include "touched.h"
 
@@ -31,9 +33,42 @@ struct PageOps {
   void (*release)(void* user, void* base, size_t bytes);  // undoes reserve
   // Waits until what these streams have queued is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
   int (*settle)(void* user, StreamMask touched);
+  // Between `true` and `false`, pages that are given back may be taken for those that are committed, with what is in
+  // them: that spares giving them to the system and having them cleared. Under the arena's lock. nullptr: there is no
+  // such way.
+  void (*moving)(void* user, bool begin);
 };
 
-const PageOps& HostPages();
+// The host's memory for one arena.
+class HostPages {
+ public:
+  HostPages();
+  HostPages(const HostPages&) = delete;
+  HostPages& operator=(const HostPages&) = delete;
+
+  const PageOps& ops() const { return ops_; }
+
+ private:
+  struct Piece {
+    char* at;
+    size_t bytes;
+  };
+
+  static void* Reserve(void* user, size_t bytes);
+  static int Commit(void* user, void* at, size_t bytes);
+  static int Decommit(void* user, void* at, size_t bytes);
+  static void Release(void* user, void* base, size_t bytes);
+  static void Moving(void* user, bool begin);
+  size_t MoveTo(char* to, size_t bytes);
+  bool Move(char* from, char* to, size_t bytes);
+
+  PageOps ops_;
+  bool moving_ = false;
+  std::vector<Piece> loose_;  // given back since `moving` began; the memory is still there
+  // Where the kernel may have one mapping end and another begin because of our moves. A move takes from one mapping
+  // only, and a process may have 65,530 of them.
+  std::set<char*> seams_;
+};
 
 // One bit per page: set when the page is committed. The bits lie in memory of their own that costs nothing until it is
 // touched, so that a map over a huge reserve is cheap.

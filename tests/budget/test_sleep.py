@@ -9,7 +9,7 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
-from memmgr._sleep import CALM_PASSES, hooks_on_top
+from memmgr._sleep import CALM_PASSES, TIGHT_PASSES, hooks_on_top
 
 SMALL, LARGE = 64, 1024
 
@@ -54,6 +54,40 @@ def test_sleeps_when_passes_fit_and_wakes_when_one_does_not() -> None:
         assert not _asleep() and _stacks()[0] == awake[0] == before[0] + 1
     assert mm.stats()["resident_bytes.peak"] <= limit
     assert _stacks() == before
+
+
+def test_what_only_fits_is_enough_in_the_long_run() -> None:
+    """No room to spare, but nothing ever had to leave. After a surprise it takes twice as long."""
+    limit = _peak(LARGE)
+    with memmgr.budget(limit, quiet=True) as mm:
+        model = _model()
+        for _ in range(TIGHT_PASSES - 1):
+            _pass(model, LARGE)
+            assert not _asleep()
+        _pass(model, LARGE)
+        assert _asleep()
+        _pass(model, LARGE)
+        assert _asleep() and mm.stats()["offloads"] == 0
+        _pass(model, LARGE + LARGE // 2)
+        assert not _asleep() and mm.stats()["offloads"] > 0
+        for _ in range(2 * TIGHT_PASSES - 1):
+            _pass(model, LARGE)
+            assert not _asleep()
+        _pass(model, LARGE)
+        assert _asleep()
+    assert mm.stats()["resident_bytes.peak"] <= limit
+
+
+def test_what_can_only_be_made_again_is_always_recorded() -> None:
+    """Without a tier a surprise could not be met: the pass that needs more would fail although it fits."""
+    limit = _peak(LARGE)
+    with memmgr.budget(limit, policy="evict", quiet=True) as mm:
+        model = _model()
+        for _ in range(CALM_PASSES + TIGHT_PASSES):
+            _pass(model, SMALL)
+        _pass(model, 2 * LARGE)
+    assert mm.stats()["evictions"] > 0
+    assert mm.stats()["resident_bytes.peak"] <= limit
 
 
 def test_does_not_wake_where_hooks_are_refused() -> None:

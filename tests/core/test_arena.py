@@ -391,6 +391,69 @@ def test_fragmented_space_is_remapped_without_reclaim(make_arena):
     assert resident_bytes(start, 4 * budget) <= budget
 
 
+def can_move() -> bool:
+    """Linux 5.7 and later, where nothing refuses the call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    may_move, fixed, keep = 1, 2, 4
+    return bool(libc.mremap(first, PAGE, PAGE, may_move | fixed | keep, first + PAGE) == first + PAGE)
+
+
+@pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
+def test_a_remap_moves_the_memory_instead_of_clearing_new(make_arena):
+    """What was in the freed blocks is in the new one: nothing was given to the system and taken from it again."""
+    budget = 16 * MIB
+    arena = make_arena(budget=budget)
+    fragment(arena, budget)
+    large = arena.alloc(8 * MIB)
+    assert arena.stats.remapped_bytes >= 7 * MIB
+    found = ctypes.string_at(large, 8 * MIB).count(0xA5)
+    assert found >= 7 * MIB  # edges of the range were never used before
+
+
+def mappings(start: int, end: int) -> int:
+    """In how many parts the kernel keeps the range."""
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum(int(low, 16) < end and int(high, 16) > start for low, high in spans)
+
+
+def test_many_moves_leave_every_block_alone_and_the_range_in_few_parts(core):
+    """A process may have 65,530 mappings. A move makes two ends, and ends those that it covers."""
+    budget = 64 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    dice = random.Random(0)
+    live: dict[int, tuple[int, int]] = {}
+    start = arena.alloc(64 * KIB)
+    arena.free(start)
+
+    def drop() -> None:
+        address = dice.choice(list(live))
+        size, value = live.pop(address)
+        assert ctypes.string_at(address, size) == bytes([value]) * size
+        arena.free(address)
+
+    most = 0
+    for i in range(12_000):
+        size = dice.choice([40 * KIB, 64 * KIB, 200_000, 700_000, 1_500_000])
+        while sum(size for size, _ in live.values()) + size > budget - 4 * MIB or (live and dice.random() < 0.3):
+            drop()
+        address = arena.alloc(size)
+        assert address is not None
+        live[address] = size, i % 251
+        ctypes.memset(address, i % 251, size)
+        if i % 500 == 0:
+            most = max(most, mappings(start, start + 1024 * MIB))
+            assert resident_bytes(start, 1024 * MIB) <= budget
+    assert arena.stats.remapped_bytes > 10 * budget
+    assert most < 3000
+    while live:
+        drop()
+    arena.destroy()
+
+
 def test_a_short_reserve_asks_reclaim_for_contiguity(make_arena):
     budget = 4 * MIB
     arena = make_arena(budget=budget, reserve=budget)
