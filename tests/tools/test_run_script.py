@@ -197,6 +197,38 @@ def test_bad_input_is_one_line_and_two(folder: Path, words: list[str], says: str
     assert len(done.stderr.strip().splitlines()) <= 2  # argparse puts its usage before
 
 
+REFUSED = [
+    (["--device", "meta", "train.py"], "a budget on 'meta' cannot be kept"),
+    (["--device", "nonsense", "--budget", "8MB", "train.py"], "nonsense"),
+    (["--disk", "/proc", "--budget", "8MB", "train.py"], "cannot open a tier file in /proc"),
+    (["--budget", "8MB", "-m", "cProfile", "train.py"], "a profiler runs in this thread"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=["device", "name", "disk", "profiler"])
+def test_a_budget_that_cannot_be_opened_ends_the_script(folder: Path, words: list[str], says: str) -> None:
+    """It would train without one: not what was asked for."""
+    done = memmgr("run", *words, cwd=folder)
+    assert done.returncode == 2 and "bits" not in done.stdout, done.stderr
+    assert done.stderr.startswith("memmgr run: the budget cannot be opened: ") and says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_more_on_the_device_than_the_budget_and_a_script_that_tries_again(folder: Path) -> None:
+    """As `auto_find_batch_size` does. The second try has the budget too."""
+    (folder / "again.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(256, 256)\ndef train(rows):\n    x = torch.randn(rows, 256)\n"
+        "    for _ in range(2): model(x).square().mean().backward()\nfailed = False\n"
+        "try: train(16384)\nexcept torch.OutOfMemoryError: failed = True\nassert failed\ntrain(1024)\n"
+    )
+    done = memmgr("run", "--budget", "8MB", "again.py", cwd=folder)
+    assert done.returncode == 0 and re.search("peak .* of 8 MB", done.stderr), done.stderr
+    (folder / "once.py").write_text((folder / "again.py").read_text().partition("failed")[0] + "train(16384)")
+    done = memmgr("run", "--budget", "8MB", "once.py", cwd=folder)
+    assert done.returncode == 1 and "BudgetError: " in done.stderr and "no budget was opened" not in done.stderr
+    assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MB once.py$", done.stderr, re.MULTILINE), done.stderr
+
+
 def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
     odd = tmp_path / "a, b:c"
     odd.mkdir()
@@ -216,7 +248,12 @@ def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     shown = eval(done.stdout)
-    assert shown == {"disk": (str(odd), "1GB"), "policy": "filter:dtr,director:offload,prefetch:off", "quiet": True}
+    assert shown == {
+        "disk": (str(odd), "1GB"),
+        "policy": "filter:dtr,director:offload,prefetch:off",
+        "quiet": True,
+        "strict": True,
+    }
 
 
 def test_a_command_line_with_other_options() -> None:
