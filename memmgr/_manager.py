@@ -199,8 +199,10 @@ class Manager:
         was_open, self.open = self.open, False
         self.measuring.abort()
         self._leave_thread()
+        complaints = []
         if self.daemon is not None:
             self.daemon.stop()
+            complaints = [f"bringing tensors back early failed ({text}); please report this" for text in self.daemon.errors]
             self.daemon = None
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
@@ -221,6 +223,7 @@ class Manager:
             if self._final is None:
                 self._final = self._collect()
             self.telemetry.close(self._final, self.summary(), failed)
+            complaints += self.telemetry.complaints()
             native.configure(
                 on_rank=None,
                 on_kept=None,
@@ -247,6 +250,8 @@ class Manager:
                 sep="\n",
                 file=sys.stderr,
             )
+        for text in complaints:  # last: a warning may be an exception here, and everything is closed
+            warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
     def _bring_all_back(self, *, within_budget: bool) -> bool:
         """What the graph still needs becomes ordinary memory.

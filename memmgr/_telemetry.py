@@ -14,7 +14,6 @@ import select
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +74,7 @@ class Telemetry:
         self._begun = time.perf_counter()
         self._not_before: dict[str, float] = {}
         self.errors: list[str] = []
+        self.no_socket = ""  # why there is none
 
     # -- in the training threads --
 
@@ -90,7 +90,7 @@ class Telemetry:
             try:
                 self._server, self._path = _stream.listen()
             except OSError as error:
-                self.errors.append(f"no socket: {error}")
+                self.no_socket = str(error)
         if self._server is None and self._log is None:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -128,9 +128,15 @@ class Telemetry:
         self._thread = None
         self._shut()
         self.forget_address()
+
+    def complaints(self) -> list[str]:
+        """What went wrong here, for who ends the budget."""
+        said = []
         if self._log is not None and self._log.error:
-            text = f"memmgr: the log {self._log.path} is not complete: {self._log.error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            said.append(f"the log {self._log.path} is not complete: {self._log.error}")
+        if self.errors:
+            said.append(f"the telemetry failed {len(self.errors)} times ({self.errors[0]}); please report this")
+        return said
 
     def forget_address(self) -> None:
         """Takes the socket's file away, if it is this process's."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_a_folder_that_is_not_private_is_not_used(runtime: Path, make: str, tmp_
     else:
         folder.symlink_to(tmp_path)
     with memmgr.budget(LIMIT, quiet=True):
-        assert "no socket" in manager().telemetry.errors[0]
+        assert manager().telemetry.no_socket
         assert not any(t.name == "memmgr-telemetry" for t in threading.enumerate())
         training()()
     assert sorted(runtime.iterdir()) == [folder] and list(tmp_path.iterdir()) == []
@@ -313,6 +314,60 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
         step = training()
         for _ in range(3):
             step()
+
+
+# -- what goes wrong behind the scenes is seen once --
+
+
+def test_an_error_in_the_daemon_is_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "run.jsonl"
+    failed = threading.Event()
+
+    def fail(daemon: Any) -> None:
+        failed.set()
+        raise KeyError("lost")
+
+    monkeypatch.setattr("memmgr._daemon.Daemon._prefetch", fail)
+    with (
+        pytest.warns(RuntimeWarning, match=r"early failed \(KeyError: 'lost'\)") as warned,
+        memmgr.budget(LIMIT, quiet=True, policy="offload", log=log),
+    ):
+        step = training()
+        for _ in range(5):
+            step()
+            manager().daemon.wake()
+        assert failed.wait(10)
+        wait_until(lambda: bool(manager().daemon.errors))
+    assert len(warned) == 1
+    said = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "daemon_error"]
+    assert [line["text"] for line in said] == ["KeyError: 'lost'"]
+
+
+def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(telemetry: Any, wanting: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("memmgr._telemetry.Telemetry._map", fail)
+    with pytest.warns(RuntimeWarning, match="the telemetry failed") as warned, memmgr.budget(LIMIT, quiet=True):
+        with Watching(interval_seconds=0.02, want=["map"]) as watching:
+            watching.next("sample")
+            wait_until(lambda: bool(manager().telemetry.errors))
+            training()()
+    assert len(warned) == 1
+
+
+def test_what_is_told_at_the_end_may_be_an_error_there(runtime: Path) -> None:
+    """Under `-W error` the warning is an exception: nothing may be left open by it."""
+    before = global_state()
+    with pytest.raises(RuntimeWarning, match="not complete"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memmgr.budget(LIMIT, log="/dev/full", quiet=True):
+            training()()
+    assert list(runtime.iterdir()) == [] and manager_or_none() is None
+    assert_left_clean(before)
+    with memmgr.budget(LIMIT, quiet=True) as mm:
+        training()()
+    assert mm.stats()["passes"] == 1
 
 
 def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
