@@ -172,7 +172,9 @@ class _Armed:
     def close(self) -> None:
         """At the end of the process."""
         if isinstance(self._budget, budget) and self._budget._manager is not None:
-            # As after an exception: what the graph of the last step still needs comes back only if it fits.
+            # As after an exception: what the graph of the last step still needs comes back only if it fits. But that is not
+            # what the log shall say of a script that came to its end.
+            self._budget._manager.ended_well = getattr(sys, "last_value", None) is None
             self._budget.__exit__(SystemExit, None, None)
 
 

@@ -265,8 +265,10 @@ class Telemetry:
         if not due:
             return
         begun = time.thread_time()
-        data = dumps(self._sample())
+        sample = self._sample()
+        data = dumps(sample)
         for consumer in due:
+            consumer.look(sample)
             consumer.send(data, sample=True)
             consumer.due = now + consumer.interval_seconds
         self._pace("sample", begun, now)
@@ -284,6 +286,7 @@ class Telemetry:
                 data = dumps(make(wanting))
                 for consumer in wanting:
                     consumer.send(data)
+                    consumer.had(kind)
                 self._pace(kind, begun, now)
 
     def _pace(self, kind: str, begun: float, now: float) -> None:
@@ -334,6 +337,7 @@ class Telemetry:
             "budget_bytes": config.limit_bytes,
             "policy": config.policy.name,
             "disk_folder": config.folder,
+            "tier": self._manager.tier_name(),
             "map_states": list(MAP_STATES),
         }
 
@@ -375,7 +379,12 @@ class Telemetry:
             {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
             for name, (present, held, gone) in sorted(shares.items(), key=lambda item: -sum(item[1]))
         ]
-        return {"type": "cells", "seconds": self._now(), "cells": cells, "modules": by_module[:200]}
+        return {
+            "type": "cells",
+            "seconds": self._now(),
+            "cells": cells,
+            "modules": by_module[: max(consumer.modules for consumer in wanting)],
+        }
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
         span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))

@@ -38,6 +38,8 @@ q         quit; the training goes on
 other = parameters, gradients, optimizer state, workspaces; saved = for backward;
 evicted = dropped, to be recomputed; offloaded = on the tier below. The line is the budget.
 
+"by plan": passes follow a plan that was made of a measured one.
+
 [b]Address space[/b]: held = saved, and the program holds it too, so it cannot leave;
 leaving = chosen to leave, or copied already; arriving = being read back.
 
@@ -155,7 +157,7 @@ class TopApp(App[None]):
             text.title(watched, width, glyphs, place),
             text.figures(watched, width, glyphs),
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
-            text.legend(("other", "saved", "evicted", "offloaded"), glyphs),
+            text.legend(("other", "saved", "evicted", "offloaded"), glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
             text.legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),

@@ -238,20 +238,27 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     from memmgr._advice import advice
 
     lines = advice(stats)
+    changed = {}
+    if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
+        middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
+        changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
         from memmgr._consumers import log_path
 
         lines.append("where the time and the memory went:  memmgr report " + shlex.quote(str(log_path(args.log))))
     else:
         stem = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
-        lines.append("to look closer:  " + command(args, log=f"{stem}.jsonl"))
+        changed["log"] = f"{stem}.jsonl"
+    if changed:
+        word = "to train in less" if "budget" in changed else "to look closer"
+        lines.append(f"{word}:  " + command(args, **changed))
     return lines
 
 
-def _round_up(size: int) -> str:
-    """A budget a little above `size`, in a form that can be typed."""
+def _round_up(size: int, above: int = 5) -> str:
+    """A budget so many per cent above `size`, in a form that can be typed."""
     unit, name = (10**9, "GB") if size >= 10**9 else (10**6, "MB") if size >= 10**6 else (10**3, "kB")
-    tenths = -(-size * 105 // 100 * 10 // unit)
+    tenths = -(-size * (100 + above) // 100 * 10 // unit)
     return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
 
 

@@ -266,6 +266,42 @@ def test_the_log_is_the_same_stream(tmp_path: Path) -> None:
     assert "Net.first.1" in modules or "Net.second.1" in modules, modules
 
 
+def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log):
+        step = training()
+        step()
+        telemetry = manager().telemetry
+        model = step.model  # type: ignore[attr-defined]
+        loss = model(step.x).square().mean()  # everything is saved now
+        telemetry._not_before.clear()
+        wait_until(lambda: any(line["type"] == "cells" for line in _lines(log)))
+        wait_until(lambda: "cells" not in telemetry._log.wants)
+        for _ in range(5):
+            telemetry._not_before.clear()
+            time.sleep(telemetry._log.interval_seconds)
+        del loss
+    found = [line for line in _lines(log) if line["type"] == "cells"]
+    assert 1 <= len(found) <= 3  # while nothing grows no more are written
+    cells = found[-1]["cells"]
+    assert 5 <= len(cells) <= 20 and len(found[-1]["modules"]) <= 20
+    assert {cell["op"] for cell in cells} & {"aten.gelu.default", "aten.addmm.default"}
+
+
+def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
+    from memmgr._consumers import Log
+
+    log = Log(tmp_path / "run.jsonl")
+    written = 0
+    for i in range(10_000):
+        log.look({"saved_bytes": 1000 * i, "evicted_bytes": 1000 * i * i, "offloaded_bytes": 0})
+        if "cells" in log.wants:
+            log.had("cells")
+            written += 1
+    log.close()
+    assert written == Log.MOST_CELL_LINES
+
+
 def test_a_decorated_function_keeps_all_its_calls_in_one_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     log.write_text("left over from an earlier run\n")
@@ -479,7 +515,7 @@ def test_the_accounting_path_has_the_same_stream(tmp_path: Path) -> None:
         "    for _ in range(3): step()\n"
         "    loss = step.model(step.x).sum()\n"
         "    t = manager().telemetry\n"
-        "    class C: cells, columns = 5, 8\n"
+        "    class C: cells, columns, modules = 5, 8, 9\n"
         "    cells = t._cells([C])\n"
         "    assert len(cells['cells']) == 5 and {c['op'] for c in cells['cells']} & {'aten.addmm.default'}, cells\n"
         "    assert t._map([C])['span_bytes'] == 0\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -291,13 +292,46 @@ def _stats(**changed: float) -> dict[str, Any]:
 
 
 def test_what_the_summary_advises() -> None:
-    assert advice(_stats())[0] == "2 GB in 1 GB (floor about 500 MB): 10.0% of the time recomputing, 1.0% waiting"
+    assert advice(_stats())[0] == "the floor (the smallest budget that could work) is about 500 MB"
+    assert "+800 MB of budget (1.8 GB)" in advice(_stats())[1]
     own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
-    assert "own checkpointing recomputes for 25% of the time while 500 MB of the budget are never used" in own[0]
+    assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
     assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
     assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
-    assert advice(_stats(budget_bytes=2**64 - 1)) == ["it needs 2 GB; the floor is about 500 MB"]
+    assert advice(_stats(budget_bytes=2**64 - 1)) == [
+        "with a budget of 2 GB or more nothing would have to leave; the floor (the smallest budget that could work) is about 500 MB"
+    ]
+    assert advice(_stats(unmanaged_peak_bytes=10**9))[0].startswith("everything fitted; the floor")
+
+
+def test_no_figure_is_said_twice(folder: Path) -> None:
+    """The budget's own line has the figures; what follows is what to do about them."""
+    done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
+    said = done.stderr.splitlines()
+    assert done.returncode == 0 and said[0].startswith("memmgr: peak ") and "recomputing" in said[0]
+    sizes = re.findall(r"[\d.]+ [kM]B", said[0])
+    rest = [line for line in said[1:] if "would remove" not in line]  # that one names the budget that it is more than
+    assert sizes and not [size for size in sizes if any(size in line for line in rest)], said
+    assert not [line for line in said[1:] if "of the time" in line or "stalled" in line], said
+    assert said[-1].startswith("memmgr: where the time and the memory went:  memmgr report ")
+
+
+@pytest.mark.parametrize(("ending", "failed"), [("", False), ("raise KeyError('gone')", True)])
+def test_the_log_says_how_it_ended(folder: Path, ending: str, failed: bool) -> None:
+    (folder / "train.py").write_text(TRAIN + ending)
+    done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
+    assert done.returncode == int(failed), done.stderr
+    last = json.loads((folder / "run.jsonl").read_text().splitlines()[-1])
+    assert last["type"] == "end" and last["failed"] is failed
+
+
+def test_after_measuring_it_names_a_budget_to_try(folder: Path, plain_bits: str) -> None:
+    done = memmgr("run", "train.py", cwd=folder)
+    shown = re.search(r"^memmgr: to train in less:  memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
+    assert shown, done.stderr
+    again = memmgr(*shlex.split(shown[1]), cwd=folder)
+    assert again.returncode == 0 and _bits(again) == plain_bits and (folder / "train.jsonl").is_file(), again.stderr
 
 
 def test_the_scripts_own_checkpointing_is_seen() -> None:
