@@ -142,8 +142,8 @@ def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}   all: evicted "
-        f"{show_size(int(stats.get('evicted_bytes', 0)))} offloaded {show_size(int(stats.get('offload_bytes', 0)))}"
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}  all: evict "
+        f"{show_size(int(stats.get('evicted_bytes', 0)))} offload {show_size(int(stats.get('offload_bytes', 0)))}"
         f" passes {stats.get('passes', 0):,}"
     )
     planned = f" planned {int(stats.get('planned_passes', 0)):,}"

@@ -302,6 +302,21 @@ def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
     assert written == Log.MOST_CELL_LINES
 
 
+def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log, policy="offload") as mm:
+        step = training()
+        deadline = time.monotonic() + 30
+        while not mm.stats()["plans"]:
+            step()
+            assert time.monotonic() < deadline
+        wall = mm.stats()["wall_seconds"]
+    plans = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "plan"]
+    assert len(plans) == mm.stats()["plans"] == 1 and plans[0]["saves"] > plans[0]["offload"] > 0
+    assert plans[0]["took_seconds"] == pytest.approx(mm.stats()["plan_seconds"], abs=1e-3)
+    assert plans[0]["took_seconds"] < plans[0]["seconds"] <= wall  # a pass is measured before
+
+
 def test_a_decorated_function_keeps_all_its_calls_in_one_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     log.write_text("left over from an earlier run\n")

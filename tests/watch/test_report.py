@@ -100,7 +100,7 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
 
 def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
     events = [
-        {"type": "event", "what": "plan", "seconds": 2.0, "saves": 40, "evict": 6, "offload": 5},
+        {"type": "event", "what": "plan", "seconds": 2.0, "took_seconds": 0.25, "saves": 40, "evict": 6, "offload": 5},
         {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"},
         {"type": "event", "what": "daemon_error", "seconds": 4.0, "text": "KeyError: 'lost'"},
     ]
@@ -108,7 +108,7 @@ def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
     said = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), *events, stats])))
     for piece in (
         "15 of 20 passes followed a plan to their end; making plans took 110 ms",
-        "of 40 saved tensors 6 recomputed, 5 offloaded; made in 2.00 s",
+        "2.0 s: plan: of 40 saved tensors 6 recomputed, 5 offloaded; made in 0.25 s",
         "no plan: no schedule fits",
         "at 4.0 s: daemon error: KeyError: &#x27;lost&#x27;",
     ):

@@ -77,7 +77,7 @@ budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  unmanaged 12 MB
          |============================================================
          |============================================================
 = other  # saved  . evicted  : offloaded
-10 s: recompute 10.0% stall 2.0%   all: evicted 60 MB offloaded 9 MB passes 20
+10 s: recompute 10.0% stall 2.0%  all: evict 60 MB offload 9 MB passes 20
 ========########________HHHHHHHH~~~~~~~~^^^^^^^^        ========########________
 HHHHHHHH~~~~~~~~^^^^^^^^        ========########________HHHHHHHH~~~~~~~~^^^^^^^^
 _ free  = other  # saved  H held  ~ leaving  ^ arriving
@@ -109,7 +109,16 @@ def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, wi
 
 
 def test_plans_device_and_tier_are_shown() -> None:
-    plan = {"type": "event", "what": "plan", "seconds": 2.0, "saves": 40, "evict": 6, "offload": 5, "overhead": 1.026}
+    plan = {
+        "type": "event",
+        "what": "plan",
+        "seconds": 2.0,
+        "took_seconds": 0.25,
+        "saves": 40,
+        "evict": 6,
+        "offload": 5,
+        "overhead": 1.026,
+    }
     none = {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"}
     found = [lines.hello(device="cuda:1", tier="host")]
     for i in range(10):
