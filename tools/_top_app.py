@@ -23,7 +23,7 @@ from memmgr.tools._wrong import Wrong
 PANELS = ("cells", "modules", "held", "events")
 FOLLOW_SECONDS = 2.0
 HELP = """\
-[b]memmgr top[/b]
+[b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
 1 2 3 4   cells, modules, what the program itself holds, events
 tab       the next panel
@@ -37,8 +37,6 @@ q         quit; the training goes on
 [b]Memory over time[/b], a column a sample, up to what the training would need without memmgr:
 other = parameters, gradients, optimizer state, workspaces; saved = for backward;
 evicted = dropped, to be recomputed; offloaded = on the tier below. The line is the budget.
-
-"by plan": passes follow a plan that was made of a measured one.
 
 [b]Address space[/b]: held = saved, and the program holds it too, so it cannot leave;
 leaving = chosen to leave, or copied already; arriving = being read back.

@@ -399,11 +399,14 @@ def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch)
         raise KeyError("lost")
 
     monkeypatch.setattr("memmgr._telemetry.Telemetry._map", fail)
-    with pytest.warns(RuntimeWarning, match="the telemetry failed") as warned, memmgr.budget(LIMIT, quiet=True):
-        with Watching(interval_seconds=0.02, want=["map"]) as watching:
-            watching.next("sample")
-            wait_until(lambda: bool(manager().telemetry.errors))
-            training()()
+    with (
+        pytest.warns(RuntimeWarning, match="the telemetry failed") as warned,
+        memmgr.budget(LIMIT, quiet=True),
+        Watching(interval_seconds=0.02, want=["map"]) as watching,
+    ):
+        watching.next("sample")
+        wait_until(lambda: bool(manager().telemetry.errors))
+        training()()
     assert len(warned) == 1
 
 
