@@ -7,11 +7,12 @@ Settings, each a chunk of steps in every round, in an order that rotates:
   again     the same: what it differs from `nobody` is noise
   reader    another process reads samples and events every 0.5 s
   all       it also asks for cells, map and holders: what `memmgr top` does
-  attach    a reader comes and goes again and again
+  attach    the same one comes, takes three lines and goes, four times a second
 
-The figure is the median over rounds of the ratio to `nobody`, once of the chunk's median step (wall clock) and once of
-the process's processor time; beside each the half width of its 95 % interval, by bootstrap over the rounds. The last
-column is the processor time of the telemetry's thread as a share of the wall clock, which no other load disturbs.
+The figure is the median over rounds of the ratio to `nobody`, three times: of the chunk's median step by the wall clock, of
+its median step in processor time of the thread that trains (other load disturbs it through the caches only), and of the
+processor time of the whole process; beside each the half width of its 95 % interval, by bootstrap over the rounds. The last
+column is the processor time of the telemetry's thread as a share of the wall clock.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def read(wants, stop, again):
                 return
             end -= 1
         s.close()
+        stop.wait(0.25)
 thread = None
 for word in sys.stdin:
     if thread:
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     wall: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    own: dict[str, list[float]] = {name: [] for name in SETTINGS}
     processor: dict[str, list[float]] = {name: [] for name in SETTINGS}
     share: dict[str, list[float]] = {name: [] for name in SETTINGS}
     limit = int(need(args.quick) * args.share)
@@ -147,15 +150,17 @@ def main() -> None:
                 reader.stdin.flush()
                 reader.stdout.readline()
                 step()  # the one in which it changes
-                seconds = []
-                cpu, own, begun = time.process_time(), telemetry_thread_seconds(), time.perf_counter()
+                seconds, own_seconds = [], []
+                cpu, theirs, begun = time.process_time(), telemetry_thread_seconds(), time.perf_counter()
                 for _ in range(args.steps):
-                    at = time.perf_counter()
+                    at, own_at = time.perf_counter(), time.thread_time()  # on the CPU backward runs in this thread, too
                     step()
                     seconds.append(time.perf_counter() - at)
+                    own_seconds.append(time.thread_time() - own_at)
                 wall[name].append(statistics.median(seconds))
+                own[name].append(statistics.median(own_seconds))
                 processor[name].append(time.process_time() - cpu)
-                share[name].append((telemetry_thread_seconds() - own) / (time.perf_counter() - begun))
+                share[name].append((telemetry_thread_seconds() - theirs) / (time.perf_counter() - begun))
         reader.stdin.close()
         reader.wait(30)
         reader.stdout.close()
@@ -166,24 +171,18 @@ def main() -> None:
         end="",
     )
     print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {args.steps} steps; ratios to 'nobody'")
-    print(f"{'':<9}{'step':>10}   {'wall clock':^17}   {'processor time':^17}   telemetry's thread")
+    heads = ("wall clock", "training thread", "whole process")
+    print(f"{'':<9}{'step':>10}" + "".join(f"   {head:^17}" for head in heads) + "   telemetry's thread")
     for name in SETTINGS:
-        ratios = [a / b for a, b in zip(wall[name], wall["nobody"], strict=True)]
-        cpus = [a / b for a, b in zip(processor[name], processor["nobody"], strict=True)]
-        row = {
-            "setting": name,
-            "step_ms": 1e3 * statistics.median(wall[name]),
-            "wall_ratio": statistics.median(ratios),
-            "wall_half_width": interval(ratios),
-            "processor_ratio": statistics.median(cpus),
-            "processor_half_width": interval(cpus),
-            "thread_share": statistics.mean(share[name]),
-        }
+        row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(wall[name])}
+        line = f"{name:<9}{row['step_ms']:8.2f}ms"
+        for kind, found in (("wall", wall), ("training_thread", own), ("process", processor)):
+            ratios = [a / b for a, b in zip(found[name], found["nobody"], strict=True)]
+            row[f"{kind}_ratio"], row[f"{kind}_half_width"] = statistics.median(ratios), interval(ratios)
+            line += f"   {row[f'{kind}_ratio']:.4f} +- {row[f'{kind}_half_width']:.4f}"
+        row["telemetry_thread_share"] = statistics.mean(share[name])
         rows.append(row)
-        print(
-            f"{name:<9}{row['step_ms']:8.2f}ms   {row['wall_ratio']:.4f} +- {row['wall_half_width']:.4f}"
-            f"   {row['processor_ratio']:.4f} +- {row['processor_half_width']:.4f}   {row['thread_share']:8.3%}"
-        )
+        print(f"{line}   {row['telemetry_thread_share']:8.3%}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

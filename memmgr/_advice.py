@@ -1,4 +1,7 @@
-"""What the figures of a run say about what to change: lines for whoever ends a run, from `memmgr.stats()` alone."""
+"""What the figures of a run say about what to change: lines for whoever ends a run, from `memmgr.stats()` alone.
+
+The figures themselves are in the budget's own line (`Manager.summary`) or in a page's tiles; nothing of it is said again here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def own_checkpointing(stats: dict[str, Any]) -> list[str]:
     if budget >= UNLIMITED or unmanaged >= 0.9 * budget or checkpoint <= 0.02 * watched:
         return []
     return [
-        f"the script's own checkpointing recomputes for {checkpoint / watched:.0%} of the time while "
+        f"the script's own checkpointing recomputes for {100 * checkpoint / watched:.0f} % of the time while "
         f"{show_size(budget - unmanaged)} of the budget are never used; without it memmgr would recompute only what "
         "does not fit"
     ]
@@ -31,30 +34,24 @@ def advice(stats: dict[str, Any]) -> list[str]:
         stats: `memmgr.stats()`.
     """
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
-    budget, peak = int(stats["budget_bytes"]), int(stats["resident_bytes.peak"])
-    unmanaged = int(stats["unmanaged_peak_bytes"])
-    floor = int(stats["floor_bytes"])
-    lines = []
+    budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
+    floor = f"the floor (the smallest budget that could work) is about {show_size(int(stats['floor_bytes']))}"
     if budget == UNLIMITED:
-        lines.append(f"it needs {show_size(unmanaged)}; the floor is about {show_size(floor)}")
-    elif unmanaged <= budget:
-        lines.append(f"everything fitted: {show_size(peak)} of {show_size(budget)}")
-    else:
-        recompute, stall = float(stats["recompute_seconds"]) / wall, float(stats["stall_seconds"]) / wall
-        lines.append(
-            f"{show_size(unmanaged)} in {show_size(budget)} (floor about {show_size(floor)}): "
-            f"{recompute:.1%} of the time recomputing, {stall:.1%} waiting"
-        )
-        if stall > 2 * recompute and stall > 0.1:
-            lines.append("mostly waiting for the tier below: try a faster --disk, or --policy evict")
+        return [f"with a budget of {show_size(unmanaged)} or more nothing would have to leave; {floor}"]
+    if unmanaged <= budget:
+        return [f"everything fitted; {floor}"]
+    recompute, stall = float(stats["recompute_seconds"]) / wall, float(stats["stall_seconds"]) / wall
+    lines = [floor]
+    if stall > 2 * recompute and stall > 0.1:
+        lines.append("mostly waiting for the tier below: try a faster --disk, or --policy evict")
     more = more_budget(stats)
     if more is not None:
         lines.append(
-            f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about 80% of the recomputing and waiting "
-            "(an estimate)"
+            f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about 80 % of the recomputing and "
+            "waiting (an estimate)"
         )
     held = int(stats["held_bytes.peak"])
-    if budget < UNLIMITED and unmanaged > budget and held > 0.7 * budget:
+    if held > 0.7 * budget:
         lines.append(
             f"{show_size(held)} of the budget are held by the program itself and cannot leave; memmgr top shows by whom"
         )

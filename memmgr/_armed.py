@@ -17,9 +17,17 @@ from typing import Any
 import torch
 
 from ._budget import budget
+from ._errors import BudgetError
 from ._recorder import Plain
 
-KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, placement, trace, trace_pass"
+KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, strict, placement, trace, trace_pass"
+
+
+_PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"
+
+
+class NotOpenedError(RuntimeError):
+    """A strict budget (`memmgr run --budget`) cannot be had here: the script must not train without."""
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -40,6 +48,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 def parse_conf(text: str) -> dict[str, Any]:
     """`policy:dtr,disk:/nvme` as keyword arguments of `budget`; a JSON object says the same.
 
+    `strict` is none of them: with it a budget that cannot be opened is an error in the script (as `memmgr run` asks), not
+    a warning beside an unmanaged one.
+
     Raises:
         ValueError: an unknown key or a pair without a colon; the text names what is accepted.
     """
@@ -56,7 +67,7 @@ def parse_conf(text: str) -> dict[str, Any]:
             folder = value
         elif key == "disk_size":
             size = value
-        elif key in ("verify", "quiet"):
+        elif key in ("verify", "quiet", "strict"):
             found[key] = value.lower() in ("1", "true", "yes", "on")
         else:
             raise ValueError(f"MEMMGR_CONF: unknown key {key!r}; keys are {KEYS}")
@@ -87,8 +98,9 @@ def _when_the_op_is_over(act: Callable[[], None]) -> None:
 class _Armed:
     """Waits for the first saved tensor."""
 
-    def __init__(self, opened: budget) -> None:
-        self._budget = opened
+    def __init__(self, opened: budget | Exception, strict: bool) -> None:
+        self._budget = opened  # or why there is none, which the first saved tensor is told
+        self._strict = strict
         self._fired = False
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -126,21 +138,32 @@ class _Armed:
         if first and torch.utils.data.get_worker_info() is None:
             threading.Thread._bootstrap_inner = self._bootstrap  # type: ignore[attr-defined]
             self._unhook()
-            if sys.getprofile() is None:
+            if isinstance(self._budget, Exception):
+                self._refuse(self._budget)
+            elif sys.getprofile() is None:
                 _when_the_op_is_over(self._open)
+            elif self._strict:
+                self._refuse(RuntimeError(_PROFILED))
             else:
-                warnings.warn(
-                    "memmgr: MEMMGR_BUDGET is ignored, because a profiler runs in this thread: open the budget in the script, "
-                    "with memmgr.budget(...)",
-                    stacklevel=2,
-                )
+                warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored, because {_PROFILED}", stacklevel=2)
         return Plain(tensor)
 
     def _open(self) -> None:
+        assert isinstance(self._budget, budget)
         try:
             self._budget.__enter__()
         except Exception as error:
+            if self._strict:
+                self._refuse(error)
             warnings.warn(f"memmgr: MEMMGR_BUDGET is set but the budget cannot be opened: {error}", stacklevel=2)
+
+    def _refuse(self, error: Exception) -> None:
+        """Waits again: who catches this and trains on, with a smaller batch say, shall not train unmanaged."""
+        self._fired = False
+        self._hook()
+        if isinstance(error, BudgetError):
+            raise error
+        raise NotOpenedError(f"the budget cannot be opened: {str(error).removeprefix('memmgr: ')}") from error
 
     def _back(self, saved: Plain) -> torch.Tensor:
         """Unpacks what the first op saved, or a thread that did not open the budget."""
@@ -148,18 +171,24 @@ class _Armed:
 
     def close(self) -> None:
         """At the end of the process."""
-        if self._budget._manager is not None:
-            # As after an exception: what the graph of the last step still needs comes back only if it fits.
+        if isinstance(self._budget, budget) and self._budget._manager is not None:
+            # As after an exception: what the graph of the last step still needs comes back only if it fits. But that is not
+            # what the log shall say of a script that came to its end.
+            self._budget._manager.ended_well = getattr(sys, "last_value", None) is None
             self._budget.__exit__(SystemExit, None, None)
 
 
 def arm() -> None:
-    """Reads the environment and arms; a bad value is one clear warning, never an exception."""
+    """Reads the environment and arms; a bad value is one clear warning, never an exception in `import torch`."""
+    strict = False
     try:
         conf = parse_conf(os.environ.get("MEMMGR_CONF", ""))
+        strict = bool(conf.pop("strict", False))
         limit = os.environ["MEMMGR_BUDGET"]
-        armed = _Armed(budget(None if limit.lower() == "none" else limit, **conf))
+        opened: budget | Exception = budget(None if limit.lower() == "none" else limit, **conf)
     except Exception as error:
-        warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)
-        return
-    armed.arm()
+        if not strict:
+            warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)
+            return
+        opened = error
+    _Armed(opened, strict).arm()

@@ -39,6 +39,7 @@ class Consumer:
 
     interval_seconds = 1.0
     cells = 50
+    modules = 200
     columns = 200
 
     def __init__(self) -> None:
@@ -56,6 +57,12 @@ class Consumer:
     def put(self, line: dict[str, Any]) -> None:
         """Takes a line."""
         self.send(dumps(line))
+
+    def look(self, sample: dict[str, Any]) -> None:
+        """A sample that it is about to get: what else is wanted may depend on it."""
+
+    def had(self, kind: str) -> None:
+        """It was sent what it wanted."""
 
     def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float]]) -> None:
         """Adds what happened to the pile."""
@@ -114,10 +121,18 @@ class Consumer:
 
 
 class Log(Consumer):
-    """A file of the same lines. It is sampled less often the longer the run is: some ten thousand samples a day."""
+    """A file of the same lines. It is sampled less often the longer the run is: some ten thousand samples a day.
+
+    Cells are in it for the highest moment that was seen: anew whenever the sum has grown by a tenth, so often that the size
+    of a file stays bounded.
+    """
 
     FIRST_SECONDS = 0.05
     DOUBLED_AFTER = 1000
+    GROWN = 1.1
+    MOST_CELL_LINES = 24
+    cells = 20
+    modules = 20
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -125,6 +140,8 @@ class Log(Consumer):
         self.error = ""
         self.interval_seconds = self.FIRST_SECONDS
         self._samples = 0
+        self._cell_lines = 0
+        self._saved = self._most_saved = 0
         again = path.resolve() in _begun  # a decorated function, called again: one file, one session after the other
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if again else os.O_TRUNC)
         self._fd = os.open(path, flags, 0o666)
@@ -142,6 +159,17 @@ class Log(Consumer):
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             self.error = error.strerror or str(error)
+
+    def look(self, sample: dict[str, Any]) -> None:
+        """Wants cells where more is saved, here or elsewhere, than when it had them last."""
+        self._saved = sample["saved_bytes"] + sample["evicted_bytes"] + sample["offloaded_bytes"]
+        higher = self._saved > self.GROWN * self._most_saved and self._cell_lines < self.MOST_CELL_LINES
+        self.wants = frozenset({"cells"}) if higher else frozenset()
+
+    def had(self, kind: str) -> None:
+        """These were the cells of that moment."""
+        self._cell_lines += 1
+        self._most_saved = self._saved
 
     def close(self) -> None:
         """Closes the file. Unbuffered, so a forked child that closes its copy writes nothing."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ._manager import Manager
 
 FIRST_RETRY_SECONDS = 0.002
+MOST_ERRORS = 8  # of different texts; a text may hold an address
 
 
 class Daemon:
@@ -32,7 +33,7 @@ class Daemon:
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._loop, name="memmgr", daemon=True)
         self._thread.memmgr_own = True  # type: ignore[attr-defined]
-        self.errors: list[BaseException] = []
+        self.errors: list[str] = []
         self._native.daemon_open()
 
     def start(self) -> None:
@@ -67,10 +68,16 @@ class Daemon:
                     self._native.daemon_answer(self._manager.surprise(wanted))
                 self._let_go()
                 self._prefetch()
-            except BaseException as error:  # a prefetch that fails costs time, not correctness; kept for the report
-                self.errors.append(error)
+            except BaseException as error:  # a prefetch that fails costs time, not correctness
+                self._failed(f"{type(error).__name__}: {error}")
                 if wanted:
                     self._native.daemon_answer(0)
+
+    def _failed(self, text: str) -> None:
+        """Each kind of failure is told once: to who watches now, and to the user at the end."""
+        if text not in self.errors and len(self.errors) < MOST_ERRORS:
+            self.errors.append(text)
+            self._manager.telemetry.happened("daemon_error", text=text)
 
     def _let_go(self) -> None:
         """Releases what is parked. The program may still be about to drop its own references: those are tried again."""

@@ -102,6 +102,7 @@ class Manager:
         self.device = config.device
         self.policy = config.policy
         self.open = False
+        self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
         self.proving = config.limit_bytes < UNLIMITED
         self.replayer = Replayer(native, self)
         self.recorder = Recorder(native, self)
@@ -199,8 +200,12 @@ class Manager:
         was_open, self.open = self.open, False
         self.measuring.abort()
         self._leave_thread()
+        complaints = []
         if self.daemon is not None:
             self.daemon.stop()
+            complaints = [
+                f"bringing tensors back early failed ({text}); please report this" for text in self.daemon.errors
+            ]
             self.daemon = None
         self.guards.remove()
         self._wall = time.perf_counter() - self._begun
@@ -220,7 +225,8 @@ class Manager:
             native.set_active(False)
             if self._final is None:
                 self._final = self._collect()
-            self.telemetry.close(self._final, self.summary(), failed)
+            self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
+            complaints += self.telemetry.complaints()
             native.configure(
                 on_rank=None,
                 on_kept=None,
@@ -247,6 +253,8 @@ class Manager:
                 sep="\n",
                 file=sys.stderr,
             )
+        for text in complaints:  # last: a warning may be an exception here, and everything is closed
+            warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
     def _bring_all_back(self, *, within_budget: bool) -> bool:
         """What the graph still needs becomes ordinary memory.
@@ -284,6 +292,12 @@ class Manager:
         self.open = False
         self.telemetry.in_child()
         self.native.set_active(False)
+
+    def tier_name(self) -> str | None:
+        """What is below the device: `disk`, `host`, or nothing."""
+        if not self._has_tier:
+            return None
+        return "disk" if self.device.type == "cpu" else "host"
 
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
@@ -808,8 +822,9 @@ class Manager:
             if limit < UNLIMITED
             else " without a limit"
         )
+        planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
         return (
-            f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes; evicted {s['evictions']} "
+            f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes{planned}; evicted {s['evictions']} "
             f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
             f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
             f"of {wall:.1f} s"

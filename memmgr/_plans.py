@@ -223,7 +223,7 @@ class Plans:
                 saves=len(actions),
                 evict=int((actions == Action.EVICT).sum()),
                 offload=int((actions == Action.OFFLOAD).sum()),
-                seconds=round(known.seconds, 3),
+                took_seconds=round(known.seconds, 3),
                 **(
                     {"overhead": round(predicted.overhead, 4), "lower_bound": round(predicted.lower_bound, 4)}
                     if predicted is not None

@@ -14,7 +14,6 @@ import select
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +74,7 @@ class Telemetry:
         self._begun = time.perf_counter()
         self._not_before: dict[str, float] = {}
         self.errors: list[str] = []
+        self.no_socket = ""  # why there is none
 
     # -- in the training threads --
 
@@ -90,7 +90,7 @@ class Telemetry:
             try:
                 self._server, self._path = _stream.listen()
             except OSError as error:
-                self.errors.append(f"no socket: {error}")
+                self.no_socket = str(error)
         if self._server is None and self._log is None:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -128,9 +128,15 @@ class Telemetry:
         self._thread = None
         self._shut()
         self.forget_address()
+
+    def complaints(self) -> list[str]:
+        """What went wrong here, for who ends the budget."""
+        said = []
         if self._log is not None and self._log.error:
-            text = f"memmgr: the log {self._log.path} is not complete: {self._log.error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            said.append(f"the log {self._log.path} is not complete: {self._log.error}")
+        if self.errors:
+            said.append(f"the telemetry failed {len(self.errors)} times ({self.errors[0]}); please report this")
+        return said
 
     def forget_address(self) -> None:
         """Takes the socket's file away, if it is this process's."""
@@ -259,8 +265,10 @@ class Telemetry:
         if not due:
             return
         begun = time.thread_time()
-        data = dumps(self._sample())
+        sample = self._sample()
+        data = dumps(sample)
         for consumer in due:
+            consumer.look(sample)
             consumer.send(data, sample=True)
             consumer.due = now + consumer.interval_seconds
         self._pace("sample", begun, now)
@@ -278,6 +286,7 @@ class Telemetry:
                 data = dumps(make(wanting))
                 for consumer in wanting:
                     consumer.send(data)
+                    consumer.had(kind)
                 self._pace(kind, begun, now)
 
     def _pace(self, kind: str, begun: float, now: float) -> None:
@@ -328,6 +337,7 @@ class Telemetry:
             "budget_bytes": config.limit_bytes,
             "policy": config.policy.name,
             "disk_folder": config.folder,
+            "tier": self._manager.tier_name(),
             "map_states": list(MAP_STATES),
         }
 
@@ -369,7 +379,12 @@ class Telemetry:
             {"module": name, "present_bytes": present, "held_bytes": held, "gone_bytes": gone}
             for name, (present, held, gone) in sorted(shares.items(), key=lambda item: -sum(item[1]))
         ]
-        return {"type": "cells", "seconds": self._now(), "cells": cells, "modules": by_module[:200]}
+        return {
+            "type": "cells",
+            "seconds": self._now(),
+            "cells": cells,
+            "modules": by_module[: max(consumer.modules for consumer in wanting)],
+        }
 
     def _map(self, wanting: list[Consumer]) -> dict[str, Any]:
         span, columns = self._native.memory_map(max(consumer.columns for consumer in wanting))

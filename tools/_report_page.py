@@ -10,7 +10,7 @@ from html import escape
 from memmgr._advice import advice, own_checkpointing
 from memmgr._sizes import UNLIMITED, show_size
 from memmgr.tools._charts import LAYERS, bars, over_time
-from memmgr.tools._top_text import clean, show_seconds
+from memmgr.tools._top_text import clean, show_seconds, state_of
 from memmgr.tools._watched import Watched
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
@@ -73,6 +73,8 @@ def _session(name: str, watched: Watched) -> Iterator[str]:
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
     yield from _time(watched)
     yield from _gone(watched)
+    yield from _largest(watched)
+    yield from _plans(watched)
 
 
 def _ending(watched: Watched) -> str:
@@ -91,6 +93,7 @@ def _tiles(watched: Watched) -> str:
         ("unmanaged it would need", show_size(stats["unmanaged_peak_bytes"])),
         ("smallest budget (floor)", show_size(stats["floor_bytes"])),
         ("passes", f"{stats['passes']:,}"),
+        ("of these by plan", f"{stats.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),
         ("recomputing", f"{stats['recompute_seconds'] / wall:.1%}"),
         ("waiting", f"{stats['stall_seconds'] / wall:.1%}"),
@@ -99,7 +102,11 @@ def _tiles(watched: Watched) -> str:
 
 
 def _faults(watched: Watched) -> list[str]:
-    lines = [f"at {seconds:.1f} s: {text}" for seconds, text in watched.log if text.startswith("budget error")]
+    lines = [
+        f"at {seconds:.1f} s: {text}"
+        for seconds, text in watched.log
+        if text.startswith(("budget error", "daemon error"))
+    ]
     failed = int(watched.stats.get("tier_errors", 0))
     return lines + ([f"the tier below failed {failed} times: look at the disk"] if failed else [])
 
@@ -142,3 +149,34 @@ def _gone(watched: Watched) -> Iterator[str]:
     yield "</table></div>"
     if watched.unlisted:
         yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
+
+
+def _largest(watched: Watched) -> Iterator[str]:
+    """The cells of the highest moment that the log has."""
+    rows = watched.cells.get("cells", [])[:MOST_ROWS]
+    if not rows:
+        return
+    at = float(watched.cells.get("seconds", 0.0))
+    yield f"<h3>The largest saved tensors, at {at:.1f} s (the highest moment that was looked at)</h3><div class=box><table>"
+    yield "<tr><th>module</th><th>op</th><th>size</th><th>saved</th><th>its op took</th><th>was then</th></tr>"
+    for cell in rows:
+        module, op = (escape(clean(str(cell.get(name) or "?"))) for name in ("module", "op"))
+        took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
+        yield (
+            f"<tr><td>{module}</td><td>{op}</td><td>{show_size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
+            f"<td>{took}</td><td>{escape(state_of(cell))}</td></tr>"
+        )
+    yield "</table></div>"
+
+
+def _plans(watched: Watched) -> Iterator[str]:
+    if not watched.plans:
+        return
+    stats = watched.stats
+    yield (
+        f"<h3>Plans</h3><p>{stats.get('planned_passes', 0):,} of {stats['passes']:,} passes followed a plan to their end; making "
+        f"plans took {show_seconds(float(stats.get('plan_seconds', 0.0)))} beside the training.</p><ul>"
+    )
+    for seconds, text in list(watched.plans)[:MOST_ROWS]:
+        yield f"<li>{seconds:.1f} s: {escape(clean(text))}</li>"
+    yield "</ul>"

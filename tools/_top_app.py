@@ -23,7 +23,7 @@ from memmgr.tools._wrong import Wrong
 PANELS = ("cells", "modules", "held", "events")
 FOLLOW_SECONDS = 2.0
 HELP = """\
-[b]memmgr top[/b]
+[b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
 1 2 3 4   cells, modules, what the program itself holds, events
 tab       the next panel
@@ -155,7 +155,7 @@ class TopApp(App[None]):
             text.title(watched, width, glyphs, place),
             text.figures(watched, width, glyphs),
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
-            text.legend(("other", "saved", "evicted", "offloaded"), glyphs),
+            text.legend(("other", "saved", "evicted", "offloaded"), glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
             text.legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),

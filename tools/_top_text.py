@@ -102,10 +102,14 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line
         state = "lost"
     else:
         state = str(watched.sample.get("phase", "waiting"))
+        if state != "asleep" and watched.by_plan():
+            state += " by plan"
     now = float(watched.sample.get("seconds", watched.hello.get("seconds", 0.0)))
     right = f"{clean(state)}  {show_seconds(now)}"
     rank = watched.hello.get("rank")
-    left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "") + (f" {place}" if place else "")
+    left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "")
+    device = clean(str(watched.hello.get("device", "cpu")))
+    left += ("" if device == "cpu" else f" {device}") + (f" {place}" if place else "")
     words = [clean(str(word)) for word in watched.hello.get("command", [])]
     words = [
         word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)
@@ -138,10 +142,13 @@ def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}   all: evicted "
-        f"{show_size(int(stats.get('evicted_bytes', 0)))} offloaded {show_size(int(stats.get('offload_bytes', 0)))}"
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}  all: evict "
+        f"{show_size(int(stats.get('evicted_bytes', 0)))} offload {show_size(int(stats.get('offload_bytes', 0)))}"
         f" passes {stats.get('passes', 0):,}"
     )
+    planned = f" planned {int(stats.get('planned_passes', 0)):,}"
+    if stats.get("planned_passes") and len(text + planned) <= width:
+        text += planned
     style = "bold yellow" if recompute + stall > 0.25 else ""
     return [(fit(text, width, glyphs), style)]
 
@@ -207,12 +214,18 @@ def _merged(line: Line) -> Line:
     return merged
 
 
-def legend(names: Sequence[str], glyphs: Glyphs) -> Line:
-    """What the characters mean."""
+def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
+    """What the characters mean; `tier` is where offloaded bytes are, if that is known."""
     line: Line = []
     for name in names:
-        line += [(getattr(glyphs, name), STYLES[name]), (f" {name}  ", "")]
+        where = f" ({tier})" if name == "offloaded" and tier else ""
+        line += [(getattr(glyphs, name), STYLES[name]), (f" {name}{where}  ", "")]
     return line
+
+
+def tier(watched: Watched) -> str:
+    """What is below the device: disk, host, or unknown."""
+    return clean(str(watched.hello.get("tier") or ""))
 
 
 # -- the address space ----------------------------------------------------------------------------------------------
@@ -351,7 +364,7 @@ def once(watched: Watched, width: int, height: int, glyphs: Glyphs) -> list[Line
         title(watched, width, glyphs),
         figures(watched, width, glyphs),
         *chart(watched, width, 6, glyphs),
-        legend(("other", "saved", "evicted", "offloaded"), glyphs),
+        legend(("other", "saved", "evicted", "offloaded"), glyphs, tier(watched)),
         activity(watched, width, glyphs),
         *strip(watched, width, 2, glyphs),
         legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),

@@ -31,6 +31,8 @@ class Point:
     budget_bytes: int
     recompute_seconds: float
     stall_seconds: float
+    passes: int = 0
+    planned_passes: int = 0
 
     @property
     def unmanaged_bytes(self) -> int:
@@ -74,6 +76,7 @@ class Watched:
         self.sums: dict[tuple[str, str | None, str | None], Sum] = {}
         self.unlisted = 0
         self.log: deque[tuple[float, str]] = deque(maxlen=500)
+        self.plans: deque[tuple[float, str]] = deque(maxlen=100)
         self.end: dict[str, Any] | None = None
         self.error = ""
         self._keep_passes = points is None
@@ -132,6 +135,8 @@ class Watched:
                 int(line["budget_bytes"]),
                 float(total["recompute_seconds"]),
                 float(total["stall_seconds"]),
+                int(total.get("passes", 0)),
+                int(total.get("planned_passes", 0)),
             )
         )
         if before not in (None, line["phase"]) and "asleep" in (before, line["phase"]):
@@ -162,12 +167,15 @@ class Watched:
         if line["what"] == "budget_error":
             text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"
         if line["what"] == "plan":
-            text += (
-                f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded; "
-                f"made in {float(line['seconds']):.2f} s"
-            )
+            text += f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded"
+            if "took_seconds" in line:
+                text += f"; made in {float(line['took_seconds']):.2f} s"
             if "overhead" in line:
                 text += f", predicted {float(line['overhead']):.3f}x, bound {float(line['lower_bound']):.3f}x"
+        if line["what"] in ("no_plan", "daemon_error"):
+            text += f": {line.get('text', '?')}"
+        if line["what"] in ("plan", "no_plan"):
+            self.plans.append((float(line["seconds"]), text))
         self._note(line, text)
 
     def _take_cells(self, line: dict[str, Any]) -> None:
@@ -209,14 +217,24 @@ class Watched:
         if len(self.points) == 1:
             so_far = max(last.seconds, 1e-9)
             return last.recompute_seconds / so_far, last.stall_seconds / so_far
-        first = next((p for p in self.points if p.seconds >= last.seconds - window_seconds), self.points[0])
-        if first is last:
-            first = self.points[-2]
+        first = self._since(window_seconds)
         spent = max(last.seconds - first.seconds, 1e-9)
         return (
             max(0.0, last.recompute_seconds - first.recompute_seconds) / spent,
             max(0.0, last.stall_seconds - first.stall_seconds) / spent,
         )
+
+    def _since(self, window_seconds: float) -> Point:
+        last = self.points[-1]
+        first = next((p for p in self.points if p.seconds >= last.seconds - window_seconds), self.points[0])
+        return self.points[-2] if first is last else first
+
+    def by_plan(self, window_seconds: float = 10.0) -> bool:
+        """Did most of the passes that ended in the last seconds follow a plan?"""
+        if len(self.points) < 2:
+            return False
+        first, last = self._since(window_seconds), self.points[-1]
+        return 2 * (last.planned_passes - first.planned_passes) > last.passes - first.passes
 
     def by(self, key: str) -> list[tuple[str, dict[str, Sum]]]:
         """Sums by `op` or by `module`, most seconds first, then most bytes."""

@@ -36,8 +36,8 @@ SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
 KNOWN_VARIABLES = frozenset(
-    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_SHARED "
-    "MEMMGR_SHIM MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
+    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_DRIVER "
+    "MEMMGR_INSTALL MEMMGR_SHARED MEMMGR_SHIM MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
 )
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
@@ -202,16 +202,35 @@ def _devices() -> Iterator[Finding]:
     if device is None or device.type != "cuda":
         yield Finding("device", WEAKER, f"{device} is not supported", 'memmgr.budget(..., device="cpu")')
         return
-    properties = torch.cuda.get_device_properties(0)
-    name = f"{properties.name}, {show_size(properties.total_memory)}, CUDA {torch.version.cuda}"
-    yield Finding(
-        "device", WEAKER, name, "CUDA has been tested far less than the CPU: memmgr gpu-check compares the bits"
-    )
+    yield from _cuda(torch.cuda.device_count())
+
+
+def _cuda(count: int) -> Iterator[Finding]:
+    """The GPUs that this process may use, whether memmgr has their memory, and the link."""
+    import torch
+
+    from memmgr import _cuda as allocator
+
+    why = allocator.install()  # before anything below initialises CUDA
+    for ordinal in range(count):
+        properties = torch.cuda.get_device_properties(ordinal)
+        name = f"cuda:{ordinal} {properties.name}, {show_size(properties.total_memory)}, CUDA {torch.version.cuda}"
+        advice = "CUDA has been tested far less than the CPU: memmgr gpu-check compares the bits"
+        yield Finding("device", WEAKER, name, advice)
+    if why is None:
+        yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
+    else:
+        yield Finding("CUDA memory", NO, f"a budget on the GPU cannot be kept: {why}", "see docs/errors.md")
     size = 256 << 20
-    with torch.cuda.device(0):
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(size, dtype=torch.uint8, device="cuda")
-        speeds = [_cuda_speed(there, host, size), _cuda_speed(host, there, size)]
+    try:
+        with torch.cuda.device(0):
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            there = torch.empty(size, dtype=torch.uint8, device="cuda")
+            speeds = [_cuda_speed(there, host, size), _cuda_speed(host, there, size)]
+    except (RuntimeError, torch.OutOfMemoryError) as error:  # a GPU that somebody else fills
+        text = f"could not be measured: {(str(error).splitlines() or ['?'])[0]}"
+        yield Finding("link", WEAKER, text, "try again when the GPU has 256 MB free")
+        return
     yield Finding("link", OK, f"to the device {speeds[0] / 1e9:.1f} GB/s, back {speeds[1] / 1e9:.1f} GB/s")
 
 

@@ -7,9 +7,10 @@
 
 The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its exit
 code is this command's. The budget opens at the first tensor that autograd saves, on the device of that training, and
-what the script starts as further Python processes has it too (data loader workers train nothing and have none). With
-several ranks each has the whole budget and a log of its own. (Inside torchrun write --write-log: it takes --log for
-one of its own options, wherever it stands.)
+what the script starts as further Python processes has it too (data loader workers train nothing and have none). Where it
+cannot be opened the script ends there, instead of training without: in one line with code 2, or, where what is on the
+device already is more than the budget, with a BudgetError. With several ranks each has the whole budget and a log of its
+own. (Inside torchrun write --write-log: it takes --log for one of its own options, wherever it stands.)
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "log": os.path.abspath(args.log) if args.log is not None else None,
         "verify": args.verify or None,
         "quiet": args.quiet or None,
+        "strict": True,  # who asks for a budget is not served without one
         "trace": getattr(args, "trace", None),  # of the verb trace
         "trace_pass": getattr(args, "trace_pass", None),
     }
@@ -172,6 +174,10 @@ def _execute(code: CodeType, main: ModuleType) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        armed = sys.modules.get("memmgr._armed")
+        if armed is not None and isinstance(error, armed.NotOpenedError):
+            _Closing.silent = True
+            raise Wrong(" ".join(str(error).split())) from None
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         _Closing.error = error
@@ -197,6 +203,7 @@ class _Closing:
     """Prints what is worth knowing when the process ends, and the command that shows more."""
 
     error: BaseException | None = None
+    silent = False  # what there is to say was said
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -204,46 +211,54 @@ class _Closing:
         self._pid = os.getpid()
 
     def __call__(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or type(self).silent:
             return  # a fork that ends in the ordinary way
         module = sys.modules.get("memmgr._budget")
         stats = module.stats() if module is not None else {}
-        lines = summary_lines(stats, self._args, type(self).error) if stats else _never(self._args)
+        lines = summary_lines(stats, self._args, type(self).error)
         rank = os.environ.get("RANK")
         before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
         print(*(before + line for line in lines), sep="\n", file=sys.stderr, flush=True)
 
 
-def _never(args: argparse.Namespace) -> list[str]:
-    return ["nothing was saved for backward in this process, so no budget was opened"]
-
-
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
-    """What `run` prints behind the budget's own line."""
-    from memmgr._advice import advice
+    """What `run` prints behind the budget's own line.
 
-    lines = []
+    Args:
+        stats: `memmgr.stats()`; empty where no budget was opened.
+        args: this command line.
+        error: what the script ended with.
+    """
     floor = getattr(error, "floor_bytes", 0)
     if floor:
-        enough = _round_up(floor)
-        lines.append(f"the smallest budget that would have worked so far: {show_size(floor)}. Next:")
-        lines.append("  " + command(args, budget=enough))
-        return lines
-    lines += advice(stats)
+        said = f"the smallest budget that would have worked so far: {show_size(floor)}. Next:"
+        return [said, "  " + command(args, budget=_round_up(floor))]
+    if not stats:
+        return ["nothing was saved for backward in this process, so no budget was opened"]
+    from memmgr._advice import advice
+
+    lines = advice(stats)
+    changed = {}
+    if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
+        middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
+        changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
         from memmgr._consumers import log_path
 
         lines.append("where the time and the memory went:  memmgr report " + shlex.quote(str(log_path(args.log))))
     else:
         stem = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
-        lines.append("to look closer:  " + command(args, log=f"{stem}.jsonl"))
+        changed["log"] = f"{stem}.jsonl"
+    if changed:
+        word = "to train in less" if "budget" in changed else "to look closer"
+        lines.append(f"{word}:  " + command(args, **changed))
     return lines
 
 
-def _round_up(size: int) -> str:
-    """A budget a little above `size`, in a form that can be typed."""
+def _round_up(size: int, above: int = 5) -> str:
+    """A budget so many per cent above `size`, in a form that can be typed."""
     unit, name = (10**9, "GB") if size >= 10**9 else (10**6, "MB") if size >= 10**6 else (10**3, "kB")
-    tenths = -(-size * 105 // 100 * 10 // unit)
+    tenths = -(-size * (100 + above) // 100 * 10 // unit)
     return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_a_folder_that_is_not_private_is_not_used(runtime: Path, make: str, tmp_
     else:
         folder.symlink_to(tmp_path)
     with memmgr.budget(LIMIT, quiet=True):
-        assert "no socket" in manager().telemetry.errors[0]
+        assert manager().telemetry.no_socket
         assert not any(t.name == "memmgr-telemetry" for t in threading.enumerate())
         training()()
     assert sorted(runtime.iterdir()) == [folder] and list(tmp_path.iterdir()) == []
@@ -265,6 +266,57 @@ def test_the_log_is_the_same_stream(tmp_path: Path) -> None:
     assert "Net.first.1" in modules or "Net.second.1" in modules, modules
 
 
+def test_the_log_has_the_cells_of_its_highest_moment(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log):
+        step = training()
+        step()
+        telemetry = manager().telemetry
+        model = step.model  # type: ignore[attr-defined]
+        loss = model(step.x).square().mean()  # everything is saved now
+        telemetry._not_before.clear()
+        wait_until(lambda: any(line["type"] == "cells" for line in _lines(log)))
+        wait_until(lambda: "cells" not in telemetry._log.wants)
+        for _ in range(5):
+            telemetry._not_before.clear()
+            time.sleep(telemetry._log.interval_seconds)
+        del loss
+    found = [line for line in _lines(log) if line["type"] == "cells"]
+    assert 1 <= len(found) <= 3  # while nothing grows no more are written
+    cells = found[-1]["cells"]
+    assert 5 <= len(cells) <= 20 and len(found[-1]["modules"]) <= 20
+    assert {cell["op"] for cell in cells} & {"aten.gelu.default", "aten.addmm.default"}
+
+
+def test_a_run_that_grows_for_ever_writes_so_many_cells(tmp_path: Path) -> None:
+    from memmgr._consumers import Log
+
+    log = Log(tmp_path / "run.jsonl")
+    written = 0
+    for i in range(10_000):
+        log.look({"saved_bytes": 1000 * i, "evicted_bytes": 1000 * i * i, "offloaded_bytes": 0})
+        if "cells" in log.wants:
+            log.had("cells")
+            written += 1
+    log.close()
+    assert written == Log.MOST_CELL_LINES
+
+
+def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(LIMIT, quiet=True, log=log, policy="offload") as mm:
+        step = training()
+        deadline = time.monotonic() + 30
+        while not mm.stats()["plans"]:
+            step()
+            assert time.monotonic() < deadline
+        wall = mm.stats()["wall_seconds"]
+    plans = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "plan"]
+    assert len(plans) == mm.stats()["plans"] == 1 and plans[0]["saves"] > plans[0]["offload"] > 0
+    assert plans[0]["took_seconds"] == pytest.approx(mm.stats()["plan_seconds"], abs=1e-3)
+    assert plans[0]["took_seconds"] < plans[0]["seconds"] <= wall  # a pass is measured before
+
+
 def test_a_decorated_function_keeps_all_its_calls_in_one_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     log.write_text("left over from an earlier run\n")
@@ -313,6 +365,63 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
         step = training()
         for _ in range(3):
             step()
+
+
+# -- what goes wrong behind the scenes is seen once --
+
+
+def test_an_error_in_the_daemon_is_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "run.jsonl"
+    failed = threading.Event()
+
+    def fail(daemon: Any) -> None:
+        failed.set()
+        raise KeyError("lost")
+
+    monkeypatch.setattr("memmgr._daemon.Daemon._prefetch", fail)
+    with (
+        pytest.warns(RuntimeWarning, match=r"early failed \(KeyError: 'lost'\)") as warned,
+        memmgr.budget(LIMIT, quiet=True, policy="offload", log=log),
+    ):
+        step = training()
+        for _ in range(5):
+            step()
+            manager().daemon.wake()
+        assert failed.wait(10)
+        wait_until(lambda: bool(manager().daemon.errors))
+    assert len(warned) == 1
+    said = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "daemon_error"]
+    assert [line["text"] for line in said] == ["KeyError: 'lost'"]
+
+
+def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(telemetry: Any, wanting: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("memmgr._telemetry.Telemetry._map", fail)
+    with (
+        pytest.warns(RuntimeWarning, match="the telemetry failed") as warned,
+        memmgr.budget(LIMIT, quiet=True),
+        Watching(interval_seconds=0.02, want=["map"]) as watching,
+    ):
+        watching.next("sample")
+        wait_until(lambda: bool(manager().telemetry.errors))
+        training()()
+    assert len(warned) == 1
+
+
+def test_what_is_told_at_the_end_may_be_an_error_there(runtime: Path) -> None:
+    """Under `-W error` the warning is an exception: nothing may be left open by it."""
+    before = global_state()
+    with pytest.raises(RuntimeWarning, match="not complete"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memmgr.budget(LIMIT, log="/dev/full", quiet=True):
+            training()()
+    assert list(runtime.iterdir()) == [] and manager_or_none() is None
+    assert_left_clean(before)
+    with memmgr.budget(LIMIT, quiet=True) as mm:
+        training()()
+    assert mm.stats()["passes"] == 1
 
 
 def test_it_is_sampled_less_often_the_longer_it_runs(tmp_path: Path) -> None:
@@ -424,7 +533,7 @@ def test_the_accounting_path_has_the_same_stream(tmp_path: Path) -> None:
         "    for _ in range(3): step()\n"
         "    loss = step.model(step.x).sum()\n"
         "    t = manager().telemetry\n"
-        "    class C: cells, columns = 5, 8\n"
+        "    class C: cells, columns, modules = 5, 8, 9\n"
         "    cells = t._cells([C])\n"
         "    assert len(cells['cells']) == 5 and {c['op'] for c in cells['cells']} & {'aten.addmm.default'}, cells\n"
         "    assert t._map([C])['span_bytes'] == 0\n"

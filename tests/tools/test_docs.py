@@ -65,14 +65,29 @@ def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text()
-        pattern = r"(?:<!--\s*((?:(?!-->)[\s\S])*?)\s*-->\n)?^```(\w+)\n([\s\S]*?)^```$"
+        pattern = r"(?:<!--\s*((?:(?!-->)[\s\S])*?)\s*-->\n)?^```(\w*)\n([\s\S]*?)^```$"
         for match in re.finditer(pattern, text, re.MULTILINE):
             number = text.count("\n", 0, match.start(2)) + 1
             found.append(Block(page.name, number, match[2], match[1] or "", match[3]))
     return found
 
 
-SHELL = [block for block in blocks() if block.language in ("sh", "bash", "console", "shell")]
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:memmgr|make|python|pip|torchrun) ")
+
+
+def is_shell(block: Block) -> bool:
+    """By its language, or because every line is a command (drawings have no language either)."""
+    if block.language in ("sh", "bash", "console", "shell"):
+        return True
+    return not block.language and all(COMMAND.match(line) for line in block.text.splitlines())
+
+
+SHELL = [block for block in blocks() if is_shell(block)]
+
+
+def make_targets() -> set[str]:
+    """Of our own Makefile."""
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +95,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     """A folder with train.py, an environment with our commands, and a process that trains."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "train.py").write_text(TRAIN)
+    targets = "".join(f".PHONY: {name}\n{name}:\n\t@true\n" for name in sorted(make_targets()))
+    (folder / "Makefile").write_text(targets)  # what the targets do is too much for a test; that there are such is not
     with tempfile.TemporaryDirectory(prefix="mm") as runtime:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime, "COLUMNS": "80", "LINES": "24"}
@@ -104,10 +121,34 @@ def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
         command = line.partition("  #")[0].strip().replace("12345", str(pid))
         if not command:
             continue
+        if "FILE" in command:  # a trace that the reader has
+            command = f"test -f FILE || memmgr trace --out FILE --budget 8MB train.py; {command}"
         if command.startswith("memmgr top") and "--once" not in command:
             command += " --once"  # it would watch for ever
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+WHOLE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:memmgr (?:run|trace)|python) [^`]*train\.py[^`]*)`")
+
+
+def test_whole_commands_in_running_text(place: tuple[Path, dict[str, str], int]) -> None:
+    folder, env, _ = place
+    commands = {match[1] for page in PAGES for match in WHOLE.finditer(page.read_text())}
+    assert len(commands) >= 4, commands
+    for command in sorted(commands):
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_no_block_of_commands_is_passed_over() -> None:
+    """A block without a language is either commands or a drawing, not some of both."""
+    for block in blocks():
+        if not block.language and not is_shell(block):
+            commands = [line for line in block.text.splitlines() if COMMAND.match(line)]
+            assert not commands, f"{block.page}:{block.number}: {commands}"
+    pages = {block.page for block in SHELL}
+    assert {"README.md", "tuning.md", "how_it_works.md", "planner.md", "when_it_does_not_help.md"} <= pages
 
 
 def test_python(place: tuple[Path, dict[str, str], int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -197,6 +198,38 @@ def test_bad_input_is_one_line_and_two(folder: Path, words: list[str], says: str
     assert len(done.stderr.strip().splitlines()) <= 2  # argparse puts its usage before
 
 
+REFUSED = [
+    (["--device", "meta", "train.py"], "a budget on 'meta' cannot be kept"),
+    (["--device", "nonsense", "--budget", "8MB", "train.py"], "nonsense"),
+    (["--disk", "/proc", "--budget", "8MB", "train.py"], "cannot open a tier file in /proc"),
+    (["--budget", "8MB", "-m", "cProfile", "train.py"], "a profiler runs in this thread"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=["device", "name", "disk", "profiler"])
+def test_a_budget_that_cannot_be_opened_ends_the_script(folder: Path, words: list[str], says: str) -> None:
+    """It would train without one: not what was asked for."""
+    done = memmgr("run", *words, cwd=folder)
+    assert done.returncode == 2 and "bits" not in done.stdout, done.stderr
+    assert done.stderr.startswith("memmgr run: the budget cannot be opened: ") and says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_more_on_the_device_than_the_budget_and_a_script_that_tries_again(folder: Path) -> None:
+    """As `auto_find_batch_size` does. The second try has the budget too."""
+    (folder / "again.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(256, 256)\ndef train(rows):\n    x = torch.randn(rows, 256)\n"
+        "    for _ in range(2): model(x).square().mean().backward()\nfailed = False\n"
+        "try: train(16384)\nexcept torch.OutOfMemoryError: failed = True\nassert failed\ntrain(1024)\n"
+    )
+    done = memmgr("run", "--budget", "8MB", "again.py", cwd=folder)
+    assert done.returncode == 0 and re.search("peak .* of 8 MB", done.stderr), done.stderr
+    (folder / "once.py").write_text((folder / "again.py").read_text().partition("failed")[0] + "train(16384)")
+    done = memmgr("run", "--budget", "8MB", "once.py", cwd=folder)
+    assert done.returncode == 1 and "BudgetError: " in done.stderr and "no budget was opened" not in done.stderr
+    assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MB once.py$", done.stderr, re.MULTILINE), done.stderr
+
+
 def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
     odd = tmp_path / "a, b:c"
     odd.mkdir()
@@ -216,7 +249,12 @@ def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     shown = eval(done.stdout)
-    assert shown == {"disk": (str(odd), "1GB"), "policy": "filter:dtr,director:offload,prefetch:off", "quiet": True}
+    assert shown == {
+        "disk": (str(odd), "1GB"),
+        "policy": "filter:dtr,director:offload,prefetch:off",
+        "quiet": True,
+        "strict": True,
+    }
 
 
 def test_a_command_line_with_other_options() -> None:
@@ -254,13 +292,46 @@ def _stats(**changed: float) -> dict[str, Any]:
 
 
 def test_what_the_summary_advises() -> None:
-    assert advice(_stats())[0] == "2 GB in 1 GB (floor about 500 MB): 10.0% of the time recomputing, 1.0% waiting"
+    assert advice(_stats())[0] == "the floor (the smallest budget that could work) is about 500 MB"
+    assert "+800 MB of budget (1.8 GB)" in advice(_stats())[1]
     own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
-    assert "own checkpointing recomputes for 25% of the time while 500 MB of the budget are never used" in own[0]
+    assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
     assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
     assert any("faster --disk" in line for line in advice(_stats(stall_seconds=4.0)))
     assert any("held by the program itself" in line for line in advice(_stats(**{"held_bytes.peak": 9 * 10**8})))
-    assert advice(_stats(budget_bytes=2**64 - 1)) == ["it needs 2 GB; the floor is about 500 MB"]
+    assert advice(_stats(budget_bytes=2**64 - 1)) == [
+        "with a budget of 2 GB or more nothing would have to leave; the floor (the smallest budget that could work) is about 500 MB"
+    ]
+    assert advice(_stats(unmanaged_peak_bytes=10**9))[0].startswith("everything fitted; the floor")
+
+
+def test_no_figure_is_said_twice(folder: Path) -> None:
+    """The budget's own line has the figures; what follows is what to do about them."""
+    done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
+    said = done.stderr.splitlines()
+    assert done.returncode == 0 and said[0].startswith("memmgr: peak ") and "recomputing" in said[0]
+    sizes = re.findall(r"[\d.]+ [kM]B", said[0])
+    rest = [line for line in said[1:] if "would remove" not in line]  # that one names the budget that it is more than
+    assert sizes and not [size for size in sizes if any(size in line for line in rest)], said
+    assert not [line for line in said[1:] if "of the time" in line or "stalled" in line], said
+    assert said[-1].startswith("memmgr: where the time and the memory went:  memmgr report ")
+
+
+@pytest.mark.parametrize(("ending", "failed"), [("", False), ("raise KeyError('gone')", True)])
+def test_the_log_says_how_it_ended(folder: Path, ending: str, failed: bool) -> None:
+    (folder / "train.py").write_text(TRAIN + ending)
+    done = memmgr("run", "--budget", "8MB", "--log", "run.jsonl", "train.py", cwd=folder)
+    assert done.returncode == int(failed), done.stderr
+    last = json.loads((folder / "run.jsonl").read_text().splitlines()[-1])
+    assert last["type"] == "end" and last["failed"] is failed
+
+
+def test_after_measuring_it_names_a_budget_to_try(folder: Path, plain_bits: str) -> None:
+    done = memmgr("run", "train.py", cwd=folder)
+    shown = re.search(r"^memmgr: to train in less:  memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
+    assert shown, done.stderr
+    again = memmgr(*shlex.split(shown[1]), cwd=folder)
+    assert again.returncode == 0 and _bits(again) == plain_bits and (folder / "train.jsonl").is_file(), again.stderr
 
 
 def test_the_scripts_own_checkpointing_is_seen() -> None:

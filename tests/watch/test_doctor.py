@@ -76,6 +76,40 @@ def test_a_torch_for_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["CUDA"].mark == "weaker" and found["device"].mark == "ok"
 
 
+@pytest.mark.parametrize("why", [None, "CUDA was initialised before memmgr"])
+@pytest.mark.parametrize("full", [False, True])
+def test_gpus_by_a_double(monkeypatch: pytest.MonkeyPatch, why: str | None, full: bool) -> None:
+    """What is said of them; that it is so has been seen on no GPU."""
+    import contextlib
+
+    import torch
+
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpu = SimpleNamespace(name="GPU X", total_memory=80 * 10**9)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda ordinal: gpu)
+    monkeypatch.setattr("torch.cuda.device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("memmgr._cuda.install", lambda: why)
+    real = torch.empty
+
+    def empty(size: int, **how: Any) -> torch.Tensor:
+        if full and how.get("device") == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256 MB.\nMore lines.")
+        return real(min(size, 1 << 20), dtype=how["dtype"])
+
+    monkeypatch.setattr("torch.empty", empty)
+    found = list(doctor._devices())
+    assert [f.text for f in found[:2]] == [f"cuda:{i} GPU X, 80 GB, CUDA {torch.version.cuda}" for i in range(2)]
+    assert all("tested far less" in f.advice for f in found[:2])
+    assert (found[2].mark, found[2].name) == ("ok" if why is None else "NO", "CUDA memory")
+    assert (why or "in place") in found[2].text
+    link = "CUDA out of memory. Tried to allocate 256 MB." if full else "GB/s, back"
+    assert len(found) == 4 and link in found[3].text and found[3].mark == ("weaker" if full else "ok")
+    assert all(len(f.text.splitlines()) == 1 and (f.advice or f.mark == "ok") for f in found)
+
+
 def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "3.0.0a0+git")
     assert _only(doctor._versions)["torch"].mark == "weaker"
@@ -148,7 +182,8 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
     done = "\n".join(path.read_text() for path in files)
     import re
 
-    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\()"(MEMMGR_[A-Z_]+)""", done))
+    read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\(|_VARIABLE = )"(MEMMGR_[A-Z_]+)""", done))
+    assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
     assert read and read <= doctor.KNOWN_VARIABLES | {"MEMMGR_BENCH"}, read - doctor.KNOWN_VARIABLES
 
 

@@ -63,15 +63,17 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = " ".join(page.words)
     for piece in (
         "python train.py --name 'a b'",
-        "12 MB in 8 MB (floor about 3.9 MB): 15.0% of the time recomputing, 5.0% waiting",
-        "+3.2 MB of budget (11.2 MB) would remove about 80% of the recomputing and waiting",
+        "the floor (the smallest budget that could work) is about 3.9 MB",
+        "+3.2 MB of budget (11.2 MB) would remove about 80 % of the recomputing and waiting",
         "budget 8 MB",
         "Net.first.1",
         "aten.addmm.default",
         "2 events are in none of these sums",
+        "The largest saved tensors, at 20.0 s",
+        "not to be run again",
     ):
         assert piece in said, piece
-    assert page.count["svg"] == 3 and page.count["polygon"] == 4 and page.count["table"] == 1
+    assert page.count["svg"] == 3 and page.count["polygon"] == 4 and page.count["table"] == 2
     assert not re.search(r"https?://|url\(|@import", text)
 
 
@@ -94,6 +96,23 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
     log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), failed, {**lines.end(), "failed": True}])
     said = report(tmp_path, str(log))
     assert "It ended by an exception" in said and "would have worked so far is 5,000,000 bytes" in said
+
+
+def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
+    events = [
+        {"type": "event", "what": "plan", "seconds": 2.0, "took_seconds": 0.25, "saves": 40, "evict": 6, "offload": 5},
+        {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"},
+        {"type": "event", "what": "daemon_error", "seconds": 4.0, "text": "KeyError: 'lost'"},
+    ]
+    stats = lines.end(planned_passes=15, plan_seconds=0.11)
+    said = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), *events, stats])))
+    for piece in (
+        "15 of 20 passes followed a plan to their end; making plans took 110 ms",
+        "2.0 s: plan: of 40 saved tensors 6 recomputed, 5 offloaded; made in 0.25 s",
+        "no plan: no schedule fits",
+        "at 4.0 s: daemon error: KeyError: &#x27;lost&#x27;",
+    ):
+        assert piece in said, piece
 
 
 def test_several_logs_and_several_budgets_in_one(tmp_path: Path) -> None:
@@ -120,7 +139,7 @@ def test_short_runs(tmp_path: Path, samples: int) -> None:
     found = [lines.hello(budget_bytes=2**64 - 1), *(lines.sample(i, budget_bytes=2**64 - 1) for i in range(samples))]
     log = lines.written(tmp_path / "run.jsonl", [*found, lines.end(budget_bytes=2**64 - 1)])
     said = " ".join(Page(report(tmp_path, str(log))).words)
-    assert "it needs 12 MB" in said and "would remove" not in said
+    assert "with a budget of 12 MB or more" in said and "would remove" not in said
 
 
 def test_peaks_survive_thinning() -> None:

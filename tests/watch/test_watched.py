@@ -77,7 +77,7 @@ budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  unmanaged 12 MB
          |============================================================
          |============================================================
 = other  # saved  . evicted  : offloaded
-10 s: recompute 10.0% stall 2.0%   all: evicted 60 MB offloaded 9 MB passes 20
+10 s: recompute 10.0% stall 2.0%  all: evict 60 MB offload 9 MB passes 20
 ========########________HHHHHHHH~~~~~~~~^^^^^^^^        ========########________
 HHHHHHHH~~~~~~~~^^^^^^^^        ========########________HHHHHHHH~~~~~~~~^^^^^^^^
 _ free  = other  # saved  H held  ~ leaving  ^ arriving
@@ -106,6 +106,35 @@ def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, wi
     assert len({getattr(glyphs, name) for name in ("free", "other", "saved", "held", "leaving", "arriving")}) == 6
     if glyphs is text.ASCII:
         assert text.plain(shown).isascii()
+
+
+def test_plans_device_and_tier_are_shown() -> None:
+    plan = {
+        "type": "event",
+        "what": "plan",
+        "seconds": 2.0,
+        "took_seconds": 0.25,
+        "saves": 40,
+        "evict": 6,
+        "offload": 5,
+        "overhead": 1.026,
+    }
+    none = {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"}
+    found = [lines.hello(device="cuda:1", tier="host")]
+    for i in range(10):
+        total = lines.stats(passes=2 * i, planned_passes=max(0, 2 * i - 6))
+        found.append(lines.sample(i, total=total))
+    found += [{**plan, "lower_bound": 1.0, "later": "unknown"}, none]
+    watched = fed(found)
+    shown = text.plain(text.once(watched, 100, 24, text.ASCII)).splitlines()
+    assert shown[0].startswith("4242 cuda:1  python") and "backward by plan  4.5 s" in shown[0]
+    assert ": offloaded (host)" in shown[8] and shown[9].endswith("passes 18 planned 12")
+    assert "planned" not in text.plain([text.activity(watched, 80, text.ASCII)])  # no room, and no half a word
+    said = [words for _, words in watched.plans]
+    assert "of 40 saved tensors 6 recomputed, 5 offloaded" in said[0] and "predicted 1.026x, bound 1.000x" in said[0]
+    assert said[1] == "no plan: no schedule fits" and len(text.log_lines(watched, "no schedule fits")) == 1
+    watched.feed(lines.sample(29, total=lines.stats(passes=99, planned_passes=12)))  # later ones go another way
+    assert "by plan" not in text.plain([text.title(watched, 100, text.ASCII)])
 
 
 def test_before_anything_has_come() -> None:
