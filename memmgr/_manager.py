@@ -295,7 +295,7 @@ class Manager:
 
     def tier_name(self) -> str | None:
         """What is below the device: `disk`, `host`, or nothing."""
-        if not self._has_tier:
+        if not self.has_tier:
             return None
         return "disk" if self.device.type == "cpu" else "host"
 
