@@ -94,6 +94,12 @@ def _reason() -> str | None:
     return None
 
 
+def is_usable() -> bool:
+    """Can this torch use a GPU with its own allocator? Does not ask CUDA's runtime."""
+    built = torch.backends.cuda.is_built()
+    return bool(built and (torch.cuda.is_initialized() or torch.version.hip is not None or _has_device()))
+
+
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 

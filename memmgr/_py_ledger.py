@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 from . import _py_types as types
+from ._py_device import DeviceMemory, HostMemory, checksum_of
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
+from ._py_streams import RULES, Streams
 from ._py_tier import address
 from ._py_types import Known
 from ._py_watch import Watch
 from ._sizes import UNLIMITED
 
+_NATIVE_TRIES = 8  # to find room in an allocator that is not ours
 _CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
 COUNTERS = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
@@ -68,6 +71,9 @@ class Ledger(Watch):
         self._floor = self._held_peak = self._held_estimate = self._scans = 0
         self._tier_error = ""
         self._watching = True
+        self._memory = HostMemory()
+        self._streams: Streams | None = None  # of a device; the CPU has none
+        self._unseen = 0  # part of what is outside: allocated, but by nobody whom we saw
 
     # -- what other parts fill in --
 
@@ -101,7 +107,7 @@ class Ledger(Watch):
             if table.get(dead.key) is dead:
                 del table[dead.key]
             if dead.counted:
-                self._live -= dead.nbytes
+                self._live -= dead.taken
                 self._died += 1
             dead.cell = None
 
@@ -112,6 +118,7 @@ class Ledger(Watch):
 
     def _register(self, storage: Any, counted: bool) -> Known:
         known = Known(storage, self._deaths.append, counted)
+        known.taken = self._memory.taken(known.nbytes)
         self._table[known.key] = known
         if counted:
             self._count(known)
@@ -120,15 +127,16 @@ class Ledger(Watch):
     def _count(self, known: Known) -> None:
         known.counted = True
         self._made += 1
-        self._live += known.nbytes
-        self._largest = max(self._largest, known.nbytes)
+        self._live += known.taken
+        self._largest = max(self._largest, known.taken)
         self._raise_peaks()
 
     def _resized(self, known: Known, nbytes: int) -> None:
+        taken = self._memory.taken(nbytes)
         if known.counted:
-            self._live += nbytes - known.nbytes
+            self._live += taken - known.taken
             self._raise_peaks()
-        known.nbytes = nbytes
+        known.nbytes, known.taken = nbytes, taken
 
     def _raise_peaks(self) -> None:
         if self._deaths:
@@ -148,38 +156,78 @@ class Ledger(Watch):
 
     def _new_storage(self, nbytes: int, firm: bool = True) -> Any:
         """Fresh memory of ours, after making room for it."""
-        self._reserve(nbytes, firm)
-        storage = torch.UntypedStorage(nbytes, device="cpu")
+        self._reserve(self._memory.taken(nbytes), firm)
+        storage = self._obtain(nbytes)
         with self._lock:
             self._register(storage, True)
         return storage
+
+    def _obtain(self, nbytes: int) -> Any:
+        for attempt in range(_NATIVE_TRIES):
+            try:
+                return self._memory.new(nbytes)
+            except torch.OutOfMemoryError as error:
+                if not self._made_native_room(error, nbytes, attempt):
+                    raise
+        raise AssertionError  # the last attempt says no
+
+    def _made_native_room(self, error: BaseException, want: int, attempt: int) -> bool:
+        """The allocator, which is not ours, has no room although our books say so: what it takes was not all seen, or lies
+        in pieces. Lets go of more each time. False: there is nothing more to let go of, or the error is our own."""
+        if not self._memory.asynchronous or getattr(error, "memmgr_said_it", False) or self._tls.no_reclaim:
+            return False
+        if attempt >= _NATIVE_TRIES - 1:
+            return False
+        begun = time.perf_counter_ns()
+        released = self._release_from_vault(max(want, self._budget >> 6) << attempt)
+        again = self._call.get("on_retry")
+        freed = again is not None and again()
+        self._memory.empty_cache()
+        self._n["stall_ns"] += (spent := time.perf_counter_ns() - begun)
+        self._tls.stall_ns += spent
+        self._reclaims += 1
+        return bool(released or freed or attempt == 0)
 
     def _note(self, out: Any, given: Any) -> int:
         """Enters the storages that an op made; returns their bytes."""
         made = 0
         theirs: set[int] | None = None
         for tensor in tensors_in(out):
-            if not is_plain(tensor) or tensor.device.type != "cpu":
+            if not is_plain(tensor) or tensor.device != self._memory.device:
                 continue
             storage = tensor.untyped_storage()
             known = self._known(storage)
             if known is not None:
                 if known.nbytes != (nbytes := storage.nbytes()):
                     with self._lock:
-                        made += max(0, nbytes - known.nbytes)
+                        before = known.taken
                         self._resized(known, nbytes)
+                        made += max(0, known.taken - before)
                 continue
             if theirs is None:
                 theirs = {t.untyped_storage()._cdata for t in tensors_in(given) if is_plain(t)}
             with self._lock:
-                made += storage.nbytes() if (mine := storage._cdata not in theirs) else 0
-                self._register(storage, mine)
+                known = self._register(storage, storage._cdata not in theirs)
+                made += known.taken if known.counted else 0
         return made
 
     # -- ops --
 
-    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned."""
+    def _run(self, call: Any, args: Any, kwargs: Any, want: int) -> Any:
+        """Runs an op that writes nothing; again, after making room, when the allocator had none."""
+        for attempt in range(_NATIVE_TRIES):
+            try:
+                return call(*args, **kwargs) if kwargs else call(*args)
+            except torch.OutOfMemoryError as error:
+                if not self._made_native_room(error, want, attempt):
+                    raise
+        raise AssertionError  # the last attempt says no
+
+    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> tuple[Any, int]:
+        """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned.
+
+        `again`: it writes nothing and draws nothing, so that it can run twice.
+        """
         limited = self._budget != UNLIMITED
         if not limited:
             out = call(*args, **kwargs) if kwargs else call(*args)
@@ -191,7 +239,10 @@ class Ledger(Watch):
         self._promise(0)  # what an op around this one was promised, this one makes
         try:
             self._reserve(want, sure, retry=True, promise=True)
-            out = call(*args, **kwargs) if kwargs else call(*args)
+            if again and self._memory.asynchronous:
+                out = self._run(call, args, kwargs, want)
+            else:
+                out = call(*args, **kwargs) if kwargs else call(*args)
             with self._lock:
                 made = self._note(out, [args, kwargs or {}])
                 self._promise(0)
@@ -271,13 +322,16 @@ class Ledger(Watch):
         if not self._tls.no_reclaim:  # a trial may fail; a recomputation that does ends the run
             self._floor = floor
         text = (
-            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "
+            f"{self._memory.words} {'y' if self._memory.words.endswith(':') else 'Y'}ou tried to allocate {want} bytes. memmgr: "
+            "the budget of "
             f"{_mib(self._budget)} is spent: {_mib(resident)} resident, of which nothing more can be let go. Smallest "
             f"budget that would have worked so far: {_mib(floor)} ({floor} bytes)."
         )
         if self._tier_error:
-            text += f" The disk tier failed: {self._tier_error}."
-        raise torch.OutOfMemoryError(text)
+            text += f" The {self._memory.tier} tier failed: {self._tier_error}."
+        error = torch.OutOfMemoryError(text)
+        error.memmgr_said_it = True  # type: ignore[attr-defined]
+        raise error
 
     def _counts_for_floor(self) -> bool:
         """Not a trial, nor a recomputation that offloading would have spared: neither says what the run needs."""
@@ -327,9 +381,55 @@ class Ledger(Watch):
 
     def open_arena(self, budget: int, outside: int, reserve: int = 0) -> None:
         del reserve
+        self._use(HostMemory(), None)
+        self._begin(budget, outside)
+
+    def open_device(self, kind: str, index: int, driver: Any, memory: int, budget: int, outside: int) -> None:
+        """Keeps the budget of a device whose allocator is not ours."""
+        del driver, memory  # the shim's affair
+        used = DeviceMemory(torch.device(kind, index))
+        self._use(used, used.streams)
+        self._begin(budget, outside)
+        self._memory.limit(budget)
+        self._see_unseen()
+
+    def _use(self, memory: HostMemory, streams: Streams | None) -> None:
+        self._memory, self._streams = memory, streams
+        self._predictions.is_about(memory.device, memory.taken)
+        if streams is not None:
+            streams.joined = self._stream_joined
+
+    def _stream_joined(self) -> None:
+        streams = self._streams
+        if streams is None:
+            return
+        for known in list(self._table.values()):
+            storage = known() if known.remade else None
+            if storage is not None:
+                streams.mark_all(storage, "remade")
+
+    def _remade(self, known: Known | None, storage: Any) -> None:
+        """The program takes this block for the one that it was given, whatever streams it has used that one on."""
+        if self._streams is not None and known is not None:
+            known.remade = True
+            self._streams.mark_all(storage, "remade")
+
+    def _see_unseen(self) -> None:
+        """What the allocator has handed out beyond what is in the books (workspaces, a graph from before) counts as well."""
+        allocated = self._memory.allocated()
+        if allocated is None:
+            return
+        with self._lock:
+            self._count_deaths()
+            unseen = max(0, allocated - self._live - (self._outside - self._unseen) - self._promised)
+            self._outside += unseen - self._unseen
+            self._unseen = unseen
+            self._raise_peaks()
+
+    def _begin(self, budget: int, outside: int) -> None:
         if self._forked:
             raise RuntimeError("memmgr: cannot install in a forked child")
-        self._budget, self._outside = budget, outside
+        self._budget, self._outside, self._unseen = budget, outside, 0
         self._floor = self._held_peak = self._held_estimate = self._largest = 0
         self._tier_error = ""
         self.reset_peak()
@@ -337,7 +437,8 @@ class Ledger(Watch):
     def close_arena(self) -> None:
         with self._lock:
             self._count_deaths()
-            self._budget, self._outside = UNLIMITED, 0
+            self._budget, self._outside, self._unseen = UNLIMITED, 0, 0
+        self._memory.limit(UNLIMITED)
 
     def peak(self) -> tuple[int, int]:
         """Highest resident, and highest unmanaged need, since the last `reset_peak`."""
@@ -356,6 +457,7 @@ class Ledger(Watch):
 
     def set_budget(self, budget: int) -> None:
         self._budget = budget
+        self._memory.limit(budget)
 
     def add_outside(self, delta: int) -> None:
         self._deaths.append(delta)
@@ -363,16 +465,31 @@ class Ledger(Watch):
     def resident(self) -> int:
         return self._resident()
 
-    # The CPU device is all that there is here, and nothing on it is asynchronous.
-
     def place(self) -> str:
-        return "cpu"
+        """The device that the last budget was about."""
+        return str(self._memory.device)
 
     def several_streams(self) -> bool:
-        return False
+        return self._streams is not None and self._streams.several
 
     def synchronize(self) -> None:
-        pass
+        self._memory.synchronize()
+
+    def leave_out(self, rule: str) -> None:
+        """That rule of the streams is not kept from now on: for tests. Empty: all are."""
+        if rule and rule not in RULES:
+            raise ValueError(f"no rule {rule!r}")
+        if self._streams is not None:
+            self._streams.left_out = rule
+
+    def stream_rules(self) -> list[str]:
+        return list(RULES)
+
+    def checksum(self, tensor: Any) -> int | None:
+        """Of the whole storage."""
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            return None
+        return checksum_of(tensor.untyped_storage(), self._streams)
 
     def set_watching(self, value: bool) -> None:
         """False while the recorder sleeps: what could leave is not known then."""
@@ -443,7 +560,7 @@ class Ledger(Watch):
     def arena_check(self) -> None:
         with self._lock:
             self._count_deaths()
-            total = sum(known.nbytes for known in self._table.values() if known.counted)
+            total = sum(known.taken for known in self._table.values() if known.counted)
             if total != self._live:
                 raise AssertionError(f"the books say {self._live} bytes, the live storages have {total}")
             if min(self._live, self._virtual) < 0:
