@@ -186,7 +186,10 @@ class Ledger(Watch):
         self._n["stall_ns"] += (spent := time.perf_counter_ns() - begun)
         self._tls.stall_ns += spent
         self._reclaims += 1
-        return bool(released or freed or attempt == 0)
+        if not released and not freed:
+            # Another thread may be about to free what is out of the books already: autograd's, after a backward.
+            time.sleep(0.001 * 2**attempt)
+        return bool(released or freed or attempt < 3)
 
     def _note(self, out: Any, given: Any) -> int:
         """Enters the storages that an op made; returns their bytes."""
@@ -242,6 +245,8 @@ class Ledger(Watch):
             if again and self._memory.asynchronous:
                 out = self._run(call, args, kwargs, want)
             else:
+                if want and self._memory.asynchronous:
+                    self._obtain(want)  # and free again: an op that cannot be run a second time finds room there
                 out = call(*args, **kwargs) if kwargs else call(*args)
             with self._lock:
                 made = self._note(out, [args, kwargs or {}])
