@@ -20,7 +20,7 @@ import torch
 
 from ._py_encode import Encoder, NotPlain, numeric_switches
 from ._py_ledger import ThreadState
-from ._py_predict import Recent, is_plain, tensors_in
+from ._py_predict import Recent, is_plain
 from ._py_signals import Deferred
 from ._py_types import (
     OP_OPAQUE,
@@ -152,9 +152,6 @@ class Native(Vault):
         else:
             out = func(*args, **kwargs)
         self._after(self._note(out, [args, kwargs]))
-        if streams is not None and streams.several:
-            given = [t.untyped_storage() for t in tensors_in([args, kwargs]) if t.device == self._memory.device]
-            streams.mark_current(given, "replayed")
         return out
 
     def adopt(self, recipe: Recipe, out: Any) -> None:
@@ -353,8 +350,6 @@ class Native(Vault):
                     if storage is not None:
                         self._disarm(cell)
                         if cell.slot >= 0:
-                            if self._tier is not None and self._tier.ordered:
-                                self._tier.use(cell.slot)
                             self._drop_slot(cell)  # from here on somebody could write
                 if storage is not None:
                     cell.last_access = self._clock

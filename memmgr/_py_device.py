@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._py_streams import Streams, mark
+from ._py_streams import Streams
 from ._py_tier import address
 from ._py_versions import bytes_of, quiet
 from ._sizes import UNLIMITED
@@ -84,8 +84,6 @@ class DeviceMemory(HostMemory):
         with torch.no_grad():
             bytes_of(to).copy_(bytes_of(of))
         del silence
-        if self.streams.several and self.streams.keeps("replayed"):
-            mark(of, [self.streams.current()])
 
     def for_tier(self, storage: Any) -> Any:
         return storage

@@ -177,11 +177,10 @@ class HostTier:
             return 0
 
     def use(self, slot: int) -> int:
-        """The current stream waits for the last read; if there was none, for the write, so that it may write there itself."""
+        """The current stream waits for the last read."""
         found = self._slots[slot]
-        event, rule = (found.written, "use.write") if found.read is None else (found.read, "reload.use")
-        if self._streams.keeps(rule):
-            self._streams.current().wait_event(event)
+        if self._streams.keeps("reload.use"):
+            self._streams.current().wait_event(found.read)
         return 0
 
     def read_now(self, slot: int, dst: Any) -> int:
@@ -203,9 +202,8 @@ class HostTier:
             found = self._slots.pop(slot, None)
             if found is None:
                 return
-            # The next one to be copied there is on the write stream, as this one was.
-            if found.read is not None and self._streams.keeps("slot.reuse"):
-                self._write_stream.wait_event(found.read)
+            # The next one to be copied there is on the write stream, as this one was, and behind all streams, one of which
+            # waits for the last read, if anybody wants what it read.
             self._chunks[found.chunk][1].give_back(found.offset, found.room)
             self._stats["used_bytes"] -= found.room
 

@@ -9,7 +9,7 @@ only: the CPU waits for nothing (docs/streams.md).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ RULES = (
     "uses",
     "remade",
     "filled",
-    "replayed",
     "joined",
     "checked",
     "offload.behind",
@@ -29,8 +28,6 @@ RULES = (
     "reload.target",
     "reload.filling",
     "reload.use",
-    "use.write",
-    "slot.reuse",
 )
 
 
@@ -111,13 +108,6 @@ class Streams:
         """When the storage is freed, whoever takes its memory waits for all that are seen by now."""
         if self.several and self.keeps(rule):
             mark(storage, list(self._seen.values()))
-
-    def mark_current(self, storages: Iterable[Any], rule: str) -> None:
-        """The same, for the current stream."""
-        if self.several and self.keeps(rule):
-            stream = self.current()
-            for storage in storages:
-                mark(storage, [stream])
 
 
 def mark(storage: Any, streams: list[Any]) -> None:

@@ -140,7 +140,8 @@ class Vault(Columns):
                 continue
             incoming, cell.incoming = cell.incoming, None
             self._incoming_bytes -= cell.nbytes
-            self._unlocked(cell, lambda tier=tier, slot=slot: tier.wait(slot))
+            if not tier.ordered:
+                self._unlocked(cell, lambda tier=tier, slot=slot: tier.wait(slot))
             del incoming
             released += cell.nbytes
             self._n["prefetch_cancels"] += 1
@@ -222,13 +223,13 @@ class Vault(Columns):
                 self._drop_slot(cell)
                 return True
             if cell.checksum is not None and not cell.exposed:
-                expected, cell.checksum = cell.checksum, None
-                if checksum_of(storage, self._streams) != expected:
+                if checksum_of(storage, self._streams) != cell.checksum:  # which stays: asked for again, it is as wrong
                     how = "read when needed" if incoming is None else "prefetched"
                     raise RuntimeError(
                         f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, "
                         f"slot {slot})"
                     )
+            cell.checksum = None
             self._gone_over(cell)
             self._back(cell)
             cell.strong = storage
