@@ -235,6 +235,11 @@ def install() -> str | None:
     return _why
 
 
+def why_not() -> str | None:
+    """What `install` said last; None: it is in place."""
+    return None if in_place() else _why or "another allocator was put in the place of memmgr's"
+
+
 def in_place() -> bool:
     """Do all CUDA tensors come from memmgr's allocator?"""
     return _library is not None and bool(_library.mm_cuda_in_place())

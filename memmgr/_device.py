@@ -71,7 +71,7 @@ def why_accounting(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        return _cuda.install()
+        return _cuda.why_not()  # `resolve` has tried
     return None if os.environ.get(DRIVER_VARIABLE) else f"there is no allocator for {device.type!r} in memmgr"
 
 

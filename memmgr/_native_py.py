@@ -465,7 +465,11 @@ def warn(why: str, device: torch.device | None) -> None:
     weaker = "memory that an op takes for itself can pass it"
     if device is not None and device.type != "cpu":
         capped = hasattr(torch.get_device_module(device.type), "set_per_process_memory_fraction")
-        weaker = "an op for which the allocator has no room is run again, and one that writes cannot be" if capped else weaker
+        weaker = (
+            "an op for which the allocator has no room is run again, and one that writes cannot be"
+            if capped
+            else weaker
+        )
     warnings.warn(
         f"memmgr: {why}. The budget is kept by accounting before each op instead of in the allocator, which is "
         f"weaker: {weaker}.",

@@ -113,7 +113,9 @@ class DeviceMemory(HostMemory):
                 self._share_before = None
             return
         ask = getattr(self._module, "get_per_process_memory_fraction", None)
-        before = float(ask(self.device)) if ask is not None else 1.0
+        before = self._share_before
+        if before is None:
+            before = float(ask(self.device)) if ask is not None else 1.0
         whole = int(self._module.mem_get_info(self.device)[1])
         share = limit_bytes / whole
         while int(share * whole) > limit_bytes:
@@ -122,8 +124,7 @@ class DeviceMemory(HostMemory):
             return  # somebody has set a lower one
         self.empty_cache()
         set_share(share, self.device)
-        if self._share_before is None:
-            self._share_before = before
+        self._share_before = before
 
 
 def checksum_of(storage: Any, streams: Streams | None = None) -> int:

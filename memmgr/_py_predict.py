@@ -178,7 +178,9 @@ def _meta_bytes(func: Any, args: Any, kwargs: Any, taken: Callable[[int], int]) 
             if not given:
                 named["device"] = torch.device("meta")  # a factory
             out = func(*twins, **named)
-            made = {s._cdata: taken(s.nbytes()) for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given}
+            made = {
+                s._cdata: taken(s.nbytes()) for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given
+            }
     except Exception:
         return None
     finally:

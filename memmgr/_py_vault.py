@@ -222,13 +222,14 @@ class Vault(Columns):
                 cell.gone = EVICTED
                 self._drop_slot(cell)
                 return True
-            if cell.checksum is not None and not cell.exposed:
-                if checksum_of(storage, self._streams) != cell.checksum:  # which stays: asked for again, it is as wrong
-                    how = "read when needed" if incoming is None else "prefetched"
-                    raise RuntimeError(
-                        f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, "
-                        f"slot {slot})"
-                    )
+            checked = cell.checksum is not None and not cell.exposed
+            if (
+                checked and checksum_of(storage, self._streams) != cell.checksum
+            ):  # which stays: wrong is wrong next time
+                how = "read when needed" if incoming is None else "prefetched"
+                raise RuntimeError(
+                    f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, slot {slot})"
+                )
             cell.checksum = None
             self._gone_over(cell)
             self._back(cell)

@@ -91,7 +91,7 @@ def _refuses(need: int, plain: str) -> dict[str, Any]:
         real = native._made_native_room
 
         def counted(*args: Any) -> bool:
-            refusals.append(args)
+            refusals.append(args[1])
             return bool(real(*args))
 
         native._made_native_room = counted

@@ -194,8 +194,7 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
     fake = begin(mode, seed).fake
     seen = {
         f"{rule} {name}": {
-            how or "plain": _run(program, fake, out)
-            for how, out in (("plain", None), ("kept", ""), ("left out", rule))
+            how or "plain": _run(program, fake, out) for how, out in (("plain", None), ("kept", ""), ("left out", rule))
         }
         for rule in only or list(PROGRAMS)
         for name, program in PROGRAMS[rule].items()
