@@ -68,6 +68,7 @@ class Native(Vault):
         self._position = 0
         self._saved_in_pass = 0
         self._serial = 0
+        self._parents: Any = None
         self._deferred = Deferred(self._is_critical)
         self.dispatch = self._make_dispatch()
         # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
@@ -83,7 +84,9 @@ class Native(Vault):
         self._tls = ThreadState()
         self._promised = 0
         self._deferred.restore()
-        self._budget, self._tier = UNLIMITED, None
+        # What is page-locked is the parent's: to free it, a driver would be asked that works in no forked child.
+        self._parents, self._tier = self._tier, None
+        self._budget = UNLIMITED
 
     # -- recipes --
 

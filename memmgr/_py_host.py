@@ -97,7 +97,10 @@ class HostTier:
         chunk = min(most, max(CHUNK_BYTES, 1 << (size - 1).bit_length()))
         if chunk < size:
             return False
-        self._chunks.append((self._host(chunk), Room(chunk)))
+        try:
+            self._chunks.append((self._host(chunk), Room(chunk)))
+        except RuntimeError:  # the machine has none left
+            return False
         self._taken += chunk
         self._stats["file_bytes"] = self._taken
         return True
