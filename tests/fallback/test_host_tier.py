@@ -35,7 +35,7 @@ def test_nothing_overlaps(seed: int) -> None:
                 taken[offset] = size
         spans = sorted(taken.items())
         assert all(o + n <= following for (o, n), (following, _) in zip(spans, spans[1:], strict=False))
-        assert all(0 <= o and o + n <= 1000 for o, n in spans)
+        assert all(o >= 0 and o + n <= 1000 for o, n in spans)
     for offset, size in taken.items():
         room.give_back(offset, size)
     assert room.take(1000) == 0
