@@ -2,8 +2,8 @@
 
 The budget is kept by accounting before each op instead of in the allocator. That is weaker: memory that an op takes for
 itself is not seen, and a bare op costs tens of microseconds. Exactness is the same. From the ledger up, each file adds
-to the class of the one before: `_py_ledger` bytes, `_py_table` cells, `_py_vault` releases and reloads, here the
-recorder.
+to the class of the one before: `_py_ledger` bytes, `_py_beside` a device's, `_py_table` cells, `_py_vault` releases and
+reloads, here the recorder.
 """
 
 from __future__ import annotations

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from . import _py_types as types
-from ._py_device import DeviceMemory, HostMemory, checksum_of
+from ._py_device import HostMemory
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
-from ._py_streams import RULES, Streams
+from ._py_streams import Streams
 from ._py_tier import address
 from ._py_types import Known
 from ._py_watch import Watch
 from ._sizes import UNLIMITED
 
-_NATIVE_TRIES = 8  # to find room in an allocator that is not ours
 _CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
 COUNTERS = (
     "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
@@ -76,6 +75,15 @@ class Ledger(Watch):
         self._unseen = 0  # part of what is outside: allocated, but by nobody whom we saw
 
     # -- what other parts fill in --
+
+    def _obtain(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+    def _run(self, call: Any, args: Any, kwargs: Any, want: int) -> Any:
+        raise NotImplementedError
+
+    def _use(self, memory: HostMemory, streams: Streams | None) -> None:
+        raise NotImplementedError
 
     def _release_from_vault(self, want: int) -> int:
         raise NotImplementedError
@@ -162,35 +170,6 @@ class Ledger(Watch):
             self._register(storage, True)
         return storage
 
-    def _obtain(self, nbytes: int) -> Any:
-        for attempt in range(_NATIVE_TRIES):
-            try:
-                return self._memory.new(nbytes)
-            except torch.OutOfMemoryError as error:
-                if not self._made_native_room(error, nbytes, attempt):
-                    raise
-        raise AssertionError  # the last attempt says no
-
-    def _made_native_room(self, error: BaseException, want: int, attempt: int) -> bool:
-        """The allocator, which is not ours, has no room although our books say so: what it takes was not all seen, or lies
-        in pieces. Lets go of more each time. False: there is nothing more to let go of, or the error is our own."""
-        if not self._memory.asynchronous or getattr(error, "memmgr_said_it", False) or self._tls.no_reclaim:
-            return False
-        if attempt >= _NATIVE_TRIES - 1:
-            return False
-        begun = time.perf_counter_ns()
-        released = self._release_from_vault(max(want, self._budget >> 6) << attempt)
-        again = self._call.get("on_retry")
-        freed = again is not None and again()
-        self._memory.empty_cache()
-        self._n["stall_ns"] += (spent := time.perf_counter_ns() - begun)
-        self._tls.stall_ns += spent
-        self._reclaims += 1
-        if not released and not freed:
-            # Another thread may be about to free what is out of the books already: autograd's, after a backward.
-            time.sleep(0.001 * 2**attempt)
-        return bool(released or freed or attempt < 3)
-
     def _note(self, out: Any, given: Any) -> int:
         """Enters the storages that an op made; returns their bytes."""
         made = 0
@@ -215,16 +194,6 @@ class Ledger(Watch):
         return made
 
     # -- ops --
-
-    def _run(self, call: Any, args: Any, kwargs: Any, want: int) -> Any:
-        """Runs an op that writes nothing; again, after making room, when the allocator had none."""
-        for attempt in range(_NATIVE_TRIES):
-            try:
-                return call(*args, **kwargs) if kwargs else call(*args)
-            except torch.OutOfMemoryError as error:
-                if not self._made_native_room(error, want, attempt):
-                    raise
-        raise AssertionError  # the last attempt says no
 
     def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> tuple[Any, int]:
         """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned.
@@ -389,48 +358,6 @@ class Ledger(Watch):
         self._use(HostMemory(), None)
         self._begin(budget, outside)
 
-    def open_device(self, kind: str, index: int, driver: Any, memory: int, budget: int, outside: int) -> None:
-        """Keeps the budget of a device whose allocator is not ours."""
-        del driver, memory  # the shim's affair
-        used = DeviceMemory(torch.device(kind, index))
-        self._use(used, used.streams)
-        self._begin(budget, outside)
-        self._memory.limit(budget)
-        self._see_unseen()
-
-    def _use(self, memory: HostMemory, streams: Streams | None) -> None:
-        self._memory, self._streams = memory, streams
-        self._predictions.is_about(memory.device, memory.taken)
-        if streams is not None:
-            streams.joined = self._stream_joined
-
-    def _stream_joined(self) -> None:
-        streams = self._streams
-        if streams is None:
-            return
-        for known in list(self._table.values()):
-            storage = known() if known.remade else None
-            if storage is not None:
-                streams.mark_all(storage, "remade")
-
-    def _remade(self, known: Known | None, storage: Any) -> None:
-        """The program takes this block for the one that it was given, whatever streams it has used that one on."""
-        if self._streams is not None and known is not None:
-            known.remade = True
-            self._streams.mark_all(storage, "remade")
-
-    def _see_unseen(self) -> None:
-        """What the allocator has handed out beyond what is in the books (workspaces, a graph from before) counts as well."""
-        allocated = self._memory.allocated()
-        if allocated is None:
-            return
-        with self._lock:
-            self._count_deaths()
-            unseen = max(0, allocated - self._live - (self._outside - self._unseen) - self._promised)
-            self._outside += unseen - self._unseen
-            self._unseen = unseen
-            self._raise_peaks()
-
     def _begin(self, budget: int, outside: int) -> None:
         if self._forked:
             raise RuntimeError("memmgr: cannot install in a forked child")
@@ -469,32 +396,6 @@ class Ledger(Watch):
 
     def resident(self) -> int:
         return self._resident()
-
-    def place(self) -> str:
-        """The device that the last budget was about."""
-        return str(self._memory.device)
-
-    def several_streams(self) -> bool:
-        return self._streams is not None and self._streams.several
-
-    def synchronize(self) -> None:
-        self._memory.synchronize()
-
-    def leave_out(self, rule: str) -> None:
-        """That rule of the streams is not kept from now on: for tests. Empty: all are."""
-        if rule and rule not in RULES:
-            raise ValueError(f"no rule {rule!r}")
-        if self._streams is not None:
-            self._streams.left_out = rule
-
-    def stream_rules(self) -> list[str]:
-        return list(RULES)
-
-    def checksum(self, tensor: Any) -> int | None:
-        """Of the whole storage."""
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
-            return None
-        return checksum_of(tensor.untyped_storage(), self._streams)
 
     def set_watching(self, value: bool) -> None:
         """False while the recorder sleeps: what could leave is not known then."""
