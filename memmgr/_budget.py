@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -87,7 +86,8 @@ class budget:
         limit: bytes as an int, or `"12GB"` (10^9), `"12GiB"` (2^30), `"80%"` of the device; `None` for no limit, which
             only measures.
         device: what the budget is about; default the accelerator if there is one, else the CPU. CUDA's
-            allocator has to be in place before CUDA is used (docs/allocator.md); it has not run on a GPU yet.
+            allocator has to be in place before CUDA is used; otherwise, and on other accelerators, the budget is kept by
+            accounting, which is weaker (docs/allocator.md). None of this has run on a GPU yet.
         host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
             free, at most twice the limit.
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
@@ -168,7 +168,8 @@ class budget:
                     "memmgr: a budget is open already. Budgets do not nest: the limit belongs to the device, not to a block "
                     "of code. Close the other one first."
                 )
-            manager = Manager(self._settled(), _native())
+            config = self._settled()
+            manager = Manager(config, _native(config.device))
             _current = manager
         try:
             manager.start()
@@ -241,18 +242,14 @@ def stats() -> dict[str, Any]:
     return manager.stats() if manager is not None else {}
 
 
-def _native() -> Any:
+def _native(device: torch.device | None = None) -> Any:
+    why = None if device is None else _device.why_accounting(device)
     try:
-        return _shim.load()
-    except _shim.NoShim as why:
-        from . import _native_py
+        if why is None:
+            return _shim.load()
+    except _shim.NoShim as no_shim:
+        why = str(no_shim)
+    from . import _native_py
 
-        if not _native_py.warned:
-            _native_py.warned = True
-            warnings.warn(
-                f"memmgr: {why}. The budget is kept by accounting before each op instead of in the allocator, which is "
-                "weaker: memory that an op takes for itself can pass it.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return _native_py.module()
+    _native_py.warn(why, device)
+    return _native_py.module()

@@ -94,6 +94,12 @@ def _reason() -> str | None:
     return None
 
 
+def is_usable() -> bool:
+    """Can this torch use a GPU with its own allocator? Does not ask CUDA's runtime."""
+    built = torch.backends.cuda.is_built()
+    return bool(built and (torch.cuda.is_initialized() or torch.version.hip is not None or _has_device()))
+
+
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +233,11 @@ def install() -> str | None:
     except Exception as error:  # an import that fails would be our fault
         _why = f"{type(error).__name__}: {error}"
     return _why
+
+
+def why_not() -> str | None:
+    """What `install` said last; None: it is in place."""
+    return None if in_place() else _why or "another allocator was put in the place of memmgr's"
 
 
 def in_place() -> bool:

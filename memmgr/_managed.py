@@ -21,6 +21,7 @@ class ManagedTensor(torch.Tensor):
     """
 
     _handle: Any
+    _native: Any
     _plain: torch.Tensor | None
 
     @staticmethod
@@ -47,10 +48,8 @@ class ManagedTensor(torch.Tensor):
     def _take(self) -> torch.Tensor:
         if self._plain is not None:
             return self._plain
-        manager = _budget.current()
         assert self._handle is not None
-        native = _shim_native() if manager is None else manager.native
-        tensor: torch.Tensor = native.unpack(self._handle)
+        tensor: torch.Tensor = self._native.unpack(self._handle)  # of the budget that it was handed to
         return tensor
 
     def _let_go(self) -> None:
@@ -59,7 +58,8 @@ class ManagedTensor(torch.Tensor):
         if manager is None:
             return
         if self._plain is None:
-            manager.settle_managed(self._handle.cell)
+            if manager.native is self._native:
+                manager.settle_managed(self._handle.cell)
             return
         plain, self._plain = self._plain, None
         with manager.unseen():
@@ -67,6 +67,7 @@ class ManagedTensor(torch.Tensor):
         if handle is None:
             self._plain = plain
             return
+        self._native = manager.native
         handle.cell.managed = True
         self._handle = handle
         del plain
@@ -114,12 +115,6 @@ class ManagedTensor(torch.Tensor):
         for owner in done:
             owner._let_go()
         return out
-
-
-def _shim_native() -> Any:
-    from . import _shim
-
-    return _shim.load()
 
 
 def manage(tensor: torch.Tensor) -> ManagedTensor:

@@ -144,7 +144,7 @@ class Manager:
         if native.place() != str(self.device):
             self._settle_doomed_tier()  # into the memory that it is about, while that is the one at hand
         stock = self._stock = Stock(native, self.device)
-        there = stock.bytes + _device.live_bytes(self.device)
+        there = stock.bytes + _device.live_bytes(self.device, native)
         if there > config.limit_bytes:
             stock.close()
             raise self._states_too_big(there)

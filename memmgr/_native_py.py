@@ -2,8 +2,8 @@
 
 The budget is kept by accounting before each op instead of in the allocator. That is weaker: memory that an op takes for
 itself is not seen, and a bare op costs tens of microseconds. Exactness is the same. From the ledger up, each file adds
-to the class of the one before: `_py_ledger` bytes, `_py_table` cells, `_py_vault` releases and reloads, here the
-recorder.
+to the class of the one before: `_py_ledger` bytes, `_py_beside` a device's, `_py_table` cells, `_py_vault` releases and
+reloads, here the recorder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from ._sizes import UNLIMITED
 
 warned = False
 
+_BYTES_PER_SECOND, _LAUNCH_SECONDS = 3e11, 5e-6
 _ORDINARY, _STEP_ASIDE, _LET_RUN = range(3)
 _LAZY_VIEWS = C.DispatchKeySet(C.DispatchKey.Conjugate)
 for _key in (C.DispatchKey.Negative, C.DispatchKey.ZeroTensor):
@@ -66,6 +68,7 @@ class Native(Vault):
         self._position = 0
         self._saved_in_pass = 0
         self._serial = 0
+        self._parents: Any = None
         self._deferred = Deferred(self._is_critical)
         self.dispatch = self._make_dispatch()
         # The manager asks by identity whether the innermost hooks are ours; a bound method is a new object every time.
@@ -81,7 +84,9 @@ class Native(Vault):
         self._tls = ThreadState()
         self._promised = 0
         self._deferred.restore()
-        self._budget, self._tier = UNLIMITED, None
+        # What is page-locked is the parent's: to free it, a driver would be asked that works in no forked child.
+        self._parents, self._tier = self._tier, None
+        self._budget = UNLIMITED
 
     # -- recipes --
 
@@ -123,25 +128,32 @@ class Native(Vault):
                 return None
             raise
 
-    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, _retry: bool = False) -> Any:
-        """Runs the op and notes how long it took without our own stalls.
-
-        Whether it may run a second time does not matter here: room is made before it runs.
-        """
+    def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, again: bool = False) -> Any:
+        """Runs the op and notes how long it took without our own stalls. `again`: it may run a second time."""
         if self._detail:
             self._runs(str(recipe._func), self._module())
         stalled, begun = self._stalled(), time.perf_counter_ns()
-        out, made = self._accounted(recipe._func, call, args, kwargs)
+        out, made = self._accounted(recipe._func, call, args, kwargs, again)
         recipe.kept.made_bytes = max(recipe.kept.made_bytes, made)
-        spent = time.perf_counter_ns() - begun - (self._stalled() - stalled)
-        recipe.cost = max(0, spent) * 1e-9
+        if self._memory.asynchronous:
+            recipe.took(_guess_seconds(recipe))
+        else:
+            spent = time.perf_counter_ns() - begun - (self._stalled() - stalled)
+            recipe.took(max(0, spent) * 1e-9)
         self._clock += recipe.cost
         return out
 
     def _replayed(self, recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Any:
         # A recipe that fills has its memory already, which nobody has counted yet.
-        self._reserve(recipe.kept.made_bytes if recipe.special is None else recipe.special[1], True)
-        out = func(*args, **kwargs)
+        streams = self._streams
+        if streams is not None:
+            streams.note()
+        want = recipe.kept.made_bytes if recipe.special is None else recipe.special[1]
+        self._reserve(want, True)
+        if streams is not None and recipe.rng is None and not func._schema.is_mutable:
+            out = self._run(func, args, kwargs, want)
+        else:
+            out = func(*args, **kwargs)
         self._after(self._note(out, [args, kwargs]))
         return out
 
@@ -244,6 +256,8 @@ class Native(Vault):
             # On the way to a mode torch switches off the fallbacks for conjugated and negated views. A kernel that makes
             # such views and computes with them (linalg_pinv) is then wrong, so they are on again while the op runs.
             excluded = C._dispatch_tls_local_exclude_set() - _LAZY_VIEWS
+            if self._streams is not None:
+                self._streams.note()
             try:
                 with C._ForceDispatchKeyGuard(C._dispatch_tls_local_include_set(), excluded):
                     return self._op(func, types, args, kwargs)
@@ -269,7 +283,7 @@ class Native(Vault):
                 return self._slow(func, types, args, kwargs, info.cls | 16)
             if info.cls == OP_VIEW:
                 return info.call(*args, **(kwargs or {}))
-            return self._accounted(func, info.call, args, kwargs)[0]
+            return self._accounted(func, info.call, args, kwargs, info.cls == OP_PURE)[0]
         if info.cls == OP_VIEW:
             return info.call(*args, **(kwargs or {}))
         if info.cls != OP_PURE:
@@ -279,13 +293,13 @@ class Native(Vault):
         self._maybe_rank()
         recipe = self.record(func, args, kwargs)
         if recipe is None:
-            return self._accounted(func, info.call, args, kwargs)[0]
+            return self._accounted(func, info.call, args, kwargs, True)[0]
         # First use of a kind: Python runs it, runs it again and compares (rule 7). It returns the first run's outputs.
         first = self._call.get("on_new_kind")
         if first is not None and recipe.kept.trust == TRUST_NEW:
             out = first(recipe, info.call, args, kwargs)
         else:
-            out = self.call(recipe, info.call, args, kwargs)
+            out = self.call(recipe, info.call, args, kwargs, True)
         self.adopt(recipe, out)
         self._check_kept()
         return out
@@ -305,6 +319,8 @@ class Native(Vault):
         ref = self.handle(tensor)
         assert ref is not None  # a plain tensor has a cell
         cell = ref.cell
+        if self._streams is not None:
+            self._streams.note()
         if cell.saved_in != Cell.this_pass:
             cell.saved_in, cell.place, self._saved_in_pass = (
                 Cell.this_pass,
@@ -323,11 +339,13 @@ class Native(Vault):
         self._position = cell.seq
         if self._detail:
             self._runs(cell.maker, cell.module)
+        if self._streams is not None:
+            self._streams.note()
         progress = self._call.get("on_progress")
         if self._offloaded_cells > 0 and progress is not None:
             progress(cell.seq)
         try:
-            for _ in range(64):
+            for attempt in range(64):
                 if cell.stale or (cell.gone == PRESENT and not cell.saved_fresh):
                     raise _modified(ref)
                 with self._lock:
@@ -343,8 +361,13 @@ class Native(Vault):
                     out = cell.unpacked(ref, storage)
                     self._maybe_rank()
                     return out
-                if self.bring_back(cell):
-                    self._call["on_missing"](cell)
+                try:
+                    if self.bring_back(cell):
+                        self._call["on_missing"](cell)
+                except torch.OutOfMemoryError as error:
+                    # A recomputation that did not come to its end can be begun again.
+                    if attempt >= 8 or not self._made_native_room(error, cell.nbytes, attempt):
+                        raise
         except torch.OutOfMemoryError as error:
             self._explain(error)
             raise
@@ -401,6 +424,7 @@ class Native(Vault):
 
     def begin_pass(self) -> None:
         """Cells are numbered from 0 again as they are saved."""
+        self._see_unseen()
         Cell.this_pass += 1
         self._saved_in_pass = 0
 
@@ -414,6 +438,14 @@ class Native(Vault):
         """Nothing to find: no tensor is looked into."""
 
 
+def _guess_seconds(recipe: Recipe) -> float:
+    """What an op takes on a device, where the call only queues it: what the proof measured, before that what a slow device's
+    memory allows. As `guess_seconds` in `allocator/shim/recorder.cpp`."""
+    if recipe.kept.seconds >= 0:
+        return recipe.kept.seconds
+    return _LAUNCH_SECONDS + sum(cell.nbytes for cell in recipe.inputs) / _BYTES_PER_SECOND
+
+
 def _modified(ref: Ref) -> RuntimeError:
     # Autograd's own words, so that what matches on them goes on matching (rule 8).
     moved: list[Version] = [v for v in ref.cell.versions if v.saved and v.twin._version != v.at]
@@ -424,6 +456,28 @@ def _modified(ref: Ref) -> RuntimeError:
         f"[torch.{name} {list(ref.sizes)}] is at version {now}; expected version {at} instead. Hint: enable anomaly "
         "detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def warn(why: str, device: torch.device | None) -> None:
+    """Says once what is weaker, and why."""
+    global warned
+    if warned:
+        return
+    warned = True
+    weaker = "memory that an op takes for itself can pass it"
+    if device is not None and device.type != "cpu":
+        capped = hasattr(torch.get_device_module(device.type), "set_per_process_memory_fraction")
+        weaker = (
+            "an op for which the allocator has no room is run again, and one that writes cannot be"
+            if capped
+            else weaker
+        )
+    warnings.warn(
+        f"memmgr: {why}. The budget is kept by accounting before each op instead of in the allocator, which is "
+        f"weaker: {weaker}.",
+        RuntimeWarning,
+        stacklevel=4,
     )
 
 

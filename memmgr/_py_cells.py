@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from . import _py_types as types
-from ._py_ledger import Ledger
+from ._py_beside import Beside
 from ._py_tier import Tier
 from ._py_types import EVICTED, KEEP, OFFLOADED, PRESENT, Cell, Recipe, Ref, graveyard
 
@@ -28,7 +28,7 @@ def _settled(written: list[tuple[Cell, int, float]]) -> tuple[list[Cell], list[t
     return over, [entry for entry in written if entry[1] != me and entry[2] >= then]
 
 
-class Cells(Ledger):
+class Cells(Beside):
     """The lists that cells are on, and what happens when a handle, a recipe or a cell ends."""
 
     def __init__(self) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from . import _py_types as types
+from ._py_device import HostMemory
 from ._py_predict import Predictions, is_dense, is_plain, tensors_in
+from ._py_streams import Streams
 from ._py_tier import address
 from ._py_types import Known
 from ._py_watch import Watch
@@ -68,8 +70,20 @@ class Ledger(Watch):
         self._floor = self._held_peak = self._held_estimate = self._scans = 0
         self._tier_error = ""
         self._watching = True
+        self._memory = HostMemory()
+        self._streams: Streams | None = None  # of a device; the CPU has none
+        self._unseen = 0  # part of what is outside: allocated, but by nobody whom we saw
 
     # -- what other parts fill in --
+
+    def _obtain(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+    def _run(self, call: Any, args: Any, kwargs: Any, want: int) -> Any:
+        raise NotImplementedError
+
+    def _use(self, memory: HostMemory, streams: Streams | None) -> None:
+        raise NotImplementedError
 
     def _release_from_vault(self, want: int) -> int:
         raise NotImplementedError
@@ -101,7 +115,7 @@ class Ledger(Watch):
             if table.get(dead.key) is dead:
                 del table[dead.key]
             if dead.counted:
-                self._live -= dead.nbytes
+                self._live -= dead.taken
                 self._died += 1
             dead.cell = None
 
@@ -112,6 +126,7 @@ class Ledger(Watch):
 
     def _register(self, storage: Any, counted: bool) -> Known:
         known = Known(storage, self._deaths.append, counted)
+        known.taken = self._memory.taken(known.nbytes)
         self._table[known.key] = known
         if counted:
             self._count(known)
@@ -120,15 +135,16 @@ class Ledger(Watch):
     def _count(self, known: Known) -> None:
         known.counted = True
         self._made += 1
-        self._live += known.nbytes
-        self._largest = max(self._largest, known.nbytes)
+        self._live += known.taken
+        self._largest = max(self._largest, known.taken)
         self._raise_peaks()
 
     def _resized(self, known: Known, nbytes: int) -> None:
+        taken = self._memory.taken(nbytes)
         if known.counted:
-            self._live += nbytes - known.nbytes
+            self._live += taken - known.taken
             self._raise_peaks()
-        known.nbytes = nbytes
+        known.nbytes, known.taken = nbytes, taken
 
     def _raise_peaks(self) -> None:
         if self._deaths:
@@ -148,8 +164,8 @@ class Ledger(Watch):
 
     def _new_storage(self, nbytes: int, firm: bool = True) -> Any:
         """Fresh memory of ours, after making room for it."""
-        self._reserve(nbytes, firm)
-        storage = torch.UntypedStorage(nbytes, device="cpu")
+        self._reserve(self._memory.taken(nbytes), firm)
+        storage = self._obtain(nbytes)
         with self._lock:
             self._register(storage, True)
         return storage
@@ -159,27 +175,31 @@ class Ledger(Watch):
         made = 0
         theirs: set[int] | None = None
         for tensor in tensors_in(out):
-            if not is_plain(tensor) or tensor.device.type != "cpu":
+            if not is_plain(tensor) or tensor.device != self._memory.device:
                 continue
             storage = tensor.untyped_storage()
             known = self._known(storage)
             if known is not None:
                 if known.nbytes != (nbytes := storage.nbytes()):
                     with self._lock:
-                        made += max(0, nbytes - known.nbytes)
+                        before = known.taken
                         self._resized(known, nbytes)
+                        made += max(0, known.taken - before)
                 continue
             if theirs is None:
                 theirs = {t.untyped_storage()._cdata for t in tensors_in(given) if is_plain(t)}
             with self._lock:
-                made += storage.nbytes() if (mine := storage._cdata not in theirs) else 0
-                self._register(storage, mine)
+                known = self._register(storage, storage._cdata not in theirs)
+                made += known.taken if known.counted else 0
         return made
 
     # -- ops --
 
-    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned."""
+    def _accounted(self, func: Any, call: Any, args: Any, kwargs: Any, again: bool = False) -> tuple[Any, int]:
+        """Runs an op with the budget kept: room is made before, what it made is entered after, and its bytes returned.
+
+        `again`: it writes nothing and draws nothing, so that it can run twice.
+        """
         limited = self._budget != UNLIMITED
         if not limited:
             out = call(*args, **kwargs) if kwargs else call(*args)
@@ -191,7 +211,12 @@ class Ledger(Watch):
         self._promise(0)  # what an op around this one was promised, this one makes
         try:
             self._reserve(want, sure, retry=True, promise=True)
-            out = call(*args, **kwargs) if kwargs else call(*args)
+            if again and self._memory.asynchronous:
+                out = self._run(call, args, kwargs, want)
+            else:
+                if want and self._memory.asynchronous:
+                    self._obtain(want)  # and free again: an op that cannot be run a second time finds room there
+                out = call(*args, **kwargs) if kwargs else call(*args)
             with self._lock:
                 made = self._note(out, [args, kwargs or {}])
                 self._promise(0)
@@ -271,13 +296,16 @@ class Ledger(Watch):
         if not self._tls.no_reclaim:  # a trial may fail; a recomputation that does ends the run
             self._floor = floor
         text = (
-            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {want} bytes. memmgr: the budget of "
+            f"{self._memory.words} {'y' if self._memory.words.endswith(':') else 'Y'}ou tried to allocate {want} bytes. memmgr: "
+            "the budget of "
             f"{_mib(self._budget)} is spent: {_mib(resident)} resident, of which nothing more can be let go. Smallest "
             f"budget that would have worked so far: {_mib(floor)} ({floor} bytes)."
         )
         if self._tier_error:
-            text += f" The disk tier failed: {self._tier_error}."
-        raise torch.OutOfMemoryError(text)
+            text += f" The {self._memory.tier} tier failed: {self._tier_error}."
+        error = torch.OutOfMemoryError(text)
+        error.memmgr_said_it = True  # type: ignore[attr-defined]
+        raise error
 
     def _counts_for_floor(self) -> bool:
         """Not a trial, nor a recomputation that offloading would have spared: neither says what the run needs."""
@@ -327,9 +355,13 @@ class Ledger(Watch):
 
     def open_arena(self, budget: int, outside: int, reserve: int = 0) -> None:
         del reserve
+        self._use(HostMemory(), None)
+        self._begin(budget, outside)
+
+    def _begin(self, budget: int, outside: int) -> None:
         if self._forked:
             raise RuntimeError("memmgr: cannot install in a forked child")
-        self._budget, self._outside = budget, outside
+        self._budget, self._outside, self._unseen = budget, outside, 0
         self._floor = self._held_peak = self._held_estimate = self._largest = 0
         self._tier_error = ""
         self.reset_peak()
@@ -337,7 +369,8 @@ class Ledger(Watch):
     def close_arena(self) -> None:
         with self._lock:
             self._count_deaths()
-            self._budget, self._outside = UNLIMITED, 0
+            self._budget, self._outside, self._unseen = UNLIMITED, 0, 0
+        self._memory.limit(UNLIMITED)
 
     def peak(self) -> tuple[int, int]:
         """Highest resident, and highest unmanaged need, since the last `reset_peak`."""
@@ -356,23 +389,13 @@ class Ledger(Watch):
 
     def set_budget(self, budget: int) -> None:
         self._budget = budget
+        self._memory.limit(budget)
 
     def add_outside(self, delta: int) -> None:
         self._deaths.append(delta)
 
     def resident(self) -> int:
         return self._resident()
-
-    # The CPU device is all that there is here, and nothing on it is asynchronous.
-
-    def place(self) -> str:
-        return "cpu"
-
-    def several_streams(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        pass
 
     def set_watching(self, value: bool) -> None:
         """False while the recorder sleeps: what could leave is not known then."""
@@ -443,7 +466,7 @@ class Ledger(Watch):
     def arena_check(self) -> None:
         with self._lock:
             self._count_deaths()
-            total = sum(known.nbytes for known in self._table.values() if known.counted)
+            total = sum(known.taken for known in self._table.values() if known.counted)
             if total != self._live:
                 raise AssertionError(f"the books say {self._live} bytes, the live storages have {total}")
             if min(self._live, self._virtual) < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,10 +43,24 @@ def is_plain(tensor: Any) -> bool:
             keys.has(C.DispatchKey.Dense)
             and not any(keys.has(key) for key in _OUTLANDISH)
             and tensor.layout is torch.strided
-            and tensor.device.type in ("cpu", "cuda", "privateuseone")
+            and (tensor.device.type == "cpu" or tensor.device.type == _accelerator())
             and not tensor.is_quantized
         )
     return known
+
+
+def _accelerator() -> str:
+    """The type of this process's accelerator; empty: it has none."""
+    return str(C._get_accelerator().type) if torch.accelerator.is_available() else ""
+
+
+def makes_on(device: torch.device, args: Any, kwargs: Any) -> bool:
+    """Will an op with these arguments make its results there?"""
+    asked = (kwargs or {}).get("device")
+    if asked is not None:
+        where = torch.device(asked)
+        return where.type == device.type and (":" not in str(where) or where == device)
+    return any(tensor.device == device for tensor in tensors_in([args, kwargs or {}]))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -90,6 +104,14 @@ class Predictions:
 
     def __init__(self) -> None:
         self._sizes = Recent(self.LIMIT)  # kind -> (bytes, always the same so far)
+        self.device = torch.device("cpu")
+        self.taken: Callable[[int], int] = int
+
+    def is_about(self, device: torch.device, taken: Callable[[int], int]) -> None:
+        """Whose bytes are asked for, and what its allocator takes for so many; what was learned of another is forgotten."""
+        if device != self.device:
+            self._sizes.clear()
+        self.device, self.taken = device, taken
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         # An optimizer's numbers change at every step and say nothing of sizes; those of a factory may.
@@ -102,7 +124,9 @@ class Predictions:
         known: tuple[int, bool] | None = self._sizes.take(key)
         if known is not None:
             return known
-        shadow = _meta_bytes(func, args, kwargs)
+        if self.device.type != "cpu" and not makes_on(self.device, args, kwargs):
+            return 0, True
+        shadow = _meta_bytes(func, args, kwargs, self.taken)
         if shadow is not None:
             return shadow, True
         # Nothing is known: as much as it was given.
@@ -124,13 +148,13 @@ def _part(value: Any, rough: bool) -> Any:
     if kind in _SCALARS:
         return (kind, value)
     if isinstance(value, torch.Tensor):
-        return (value.dtype, value.size()) if is_plain(value) else kind
+        return (value.dtype, value.size(), value.device) if is_plain(value) else kind
     if kind is tuple or kind is list:
         return tuple(_part(item, rough) for item in value)
     return kind
 
 
-def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+def _meta_bytes(func: Any, args: Any, kwargs: Any, taken: Callable[[int], int]) -> int | None:
     """The bytes that an op will make, from its shape function; None when it has none."""
     if getattr(func, "namespace", "") not in ("aten", "prims") or func._schema.name in _WORKSPACES:
         return None
@@ -154,7 +178,9 @@ def _meta_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             if not given:
                 named["device"] = torch.device("meta")  # a factory
             out = func(*twins, **named)
-            made = {s._cdata: s.nbytes() for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given}
+            made = {
+                s._cdata: taken(s.nbytes()) for t in tensors_in(out) if (s := t.untyped_storage())._cdata not in given
+            }
     except Exception:
         return None
     finally:

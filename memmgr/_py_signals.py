@@ -19,7 +19,7 @@ from typing import Any
 
 RETRY_SECONDS = 0.001
 # Where a signal may be handled although the function is ours: an op can take long.
-_RUN_OPS = {"dispatch", "_op", "_accounted", "_replayed"}
+_RUN_OPS = {"dispatch", "_op", "_accounted", "_run", "_replayed"}
 _FOLDER = os.path.dirname(__file__)
 _OURS = (os.path.join(_FOLDER, "_native_py."), os.path.join(_FOLDER, "_py_"))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-import zlib
 from typing import Any
 
 import torch
@@ -34,7 +32,8 @@ class Table(Cells):
         elif known.nbytes != storage.nbytes():
             self._resized(known, storage.nbytes())
         cell = Cell(known, not tensor.requires_grad and (known.exposed or is_foreign(storage)), self._clock)
-        cell.pinned = cell.exposed and self._is_elsewhere(known, storage)
+        # Cells of other devices than the budget's are never let go of.
+        cell.pinned = storage.device != self._memory.device or (cell.exposed and self._is_elsewhere(known, storage))
         cell.module = self._module()
         if not tensor.is_inference():
             cell.versions.append(Version(tensor))
@@ -134,7 +133,7 @@ class Table(Cells):
         except torch.OutOfMemoryError:
             return None
         if cell.nbytes:
-            ctypes.memmove(address(storage), address(lease), cell.nbytes)
+            self._memory.copy(storage, lease)
         known = self._known(storage)
         assert known is not None
         copy = known.cell = Cell(known, False, self._clock)
@@ -195,16 +194,13 @@ class Table(Cells):
             cell.last_access = self._clock
             self._enter(storage, cell)
             known = cell.known
-            if known is not None and not known.counted:
+            if known is not None and not known.counted and storage.device == self._memory.device:
                 # Made by the replay before the op that filled it, so it passed for something that was given.
                 self._count(known)
+            self._remade(known, storage)
+            if self._streams is not None:
+                self._streams.filled()
             self._raise_peaks()
-
-    def checksum(self, tensor: Any) -> int | None:
-        """Of the whole storage."""
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.device.type != "cpu":
-            return None
-        return checksum_of(tensor.untyped_storage())
 
     def overwritten(self, tensor: Any, recipe: Recipe | None) -> Cell | None:
         """The op that just ran wrote to the tensor's storage."""
@@ -290,6 +286,8 @@ class Table(Cells):
 
     def expose(self, tensor: Any) -> None:
         """A pointer to the tensor's memory was handed out: raw writes may come (rule 6)."""
+        if self._streams is not None:
+            self._streams.note()  # whoever was given the pointer uses it there
         cell = self.find(tensor)
         # Parameters are handed to optimizers' and profilers' raw code all the time, and their writes count versions.
         if cell is None or (cell.recipe is None and tensor.requires_grad):
@@ -355,11 +353,3 @@ def is_foreign(storage: Any) -> bool:
     Known limitation: torch does not show who frees a storage, so one that claims to be resizable is taken for torch's own.
     """
     return storage.device.type == "cpu" and (not storage.resizable() or storage.is_shared())
-
-
-def checksum_of(storage: Any) -> int:
-    size = storage.nbytes()
-    if size == 0:
-        return 0
-    memory = (ctypes.c_char * size).from_address(address(storage))
-    return zlib.crc32(memory) << 32 | zlib.adler32(memory)

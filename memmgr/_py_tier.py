@@ -19,33 +19,57 @@ import torch
 from . import _shim
 
 _data_ptr: Any = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
-_STATS = (
+STATS = (
     "capacity_bytes used_bytes used_peak_bytes file_bytes written_bytes read_bytes write_nanoseconds read_nanoseconds "
     "queued_write_bytes queued_read_bytes writes reads errors"
 ).split()
 
 
 class Tier(Protocol):
-    """A place below the device."""
+    """A place below the device. What is copied is an address, or, for a tier that is below a device, a storage."""
 
-    def write(self, src: int, size: int) -> int: ...
-    def write_now(self, src: int, size: int) -> int: ...
-    def read(self, slot: int, dst: int) -> int: ...
-    def read_now(self, slot: int, dst: int) -> int: ...
+    ordered: bool  # copies are in the order of the device's streams, so that a slot is as good as written at once
+
+    def write(self, src: Any, size: int) -> int: ...
+    def write_now(self, src: Any, size: int) -> int: ...
+    def read(self, slot: int, dst: Any) -> int: ...
+    def read_now(self, slot: int, dst: Any) -> int: ...
     def poll(self, slot: int) -> int: ...
     def wait(self, slot: int) -> int: ...
+    def use(self, slot: int) -> int: ...
     def free(self, slot: int) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def inject(self, write_errno: int, after_writes: int, read_errno: int, after_reads: int) -> None: ...
     def close(self) -> None: ...
 
 
+class Faults:
+    """Errors that tests ask for: the n-th transfer of a kind fails."""
+
+    def __init__(self) -> None:
+        self.set(0, 0, 0, 0)
+
+    def set(self, write_errno: int, after_writes: int, read_errno: int, after_reads: int) -> None:
+        """0: none."""
+        self._faults = {"write": (write_errno, after_writes), "read": (read_errno, after_reads)}
+
+    def next(self, kind: str) -> int:
+        """The errno of the transfer that begins, or 0."""
+        code, left = self._faults[kind]
+        if not code:
+            return 0
+        self._faults[kind] = (code, left - 1) if left > 1 else (0, 0)
+        return code if left <= 1 else 0
+
+
 class _Stats(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_uint64) for name in _STATS), ("direct", ctypes.c_int32)]
+    _fields_ = [*((name, ctypes.c_uint64) for name in STATS), ("direct", ctypes.c_int32)]
 
 
 class CoreTier:
     """The core's tier: its own threads, large aligned requests. Calls release the GIL."""
+
+    ordered = False
 
     def __init__(self, folder: str, capacity: int, rate: int, workers: int) -> None:
         lib = self._lib = ctypes.CDLL(str(_shim.core_library()))
@@ -88,6 +112,8 @@ class CoreTier:
     def wait(self, slot: int) -> int:
         return int(self._lib.mm_tier_wait(self._tier, slot))
 
+    use = wait
+
     def free(self, slot: int) -> None:
         self._lib.mm_tier_free(self._tier, slot)
 
@@ -116,6 +142,7 @@ class FileTier:
     """One unlinked file of mode 0600 and one thread that copies in the order of the requests."""
 
     ALIGN = 4096
+    ordered = False
 
     def __init__(self, folder: str, capacity: int, rate: int, workers: int) -> None:
         del workers
@@ -129,9 +156,9 @@ class FileTier:
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by address
         self._end = 0
         self._next = 0
-        self._stats = dict.fromkeys([*_STATS, "direct"], 0)
+        self._stats = dict.fromkeys([*STATS, "direct"], 0)
         self._stats["capacity_bytes"] = capacity
-        self._faults = {"write": (0, 0), "read": (0, 0)}
+        self._faults = Faults()
         self._queue: deque[tuple[str, _Slot, int]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -171,17 +198,10 @@ class FileTier:
 
     # -- transfers --
 
-    def _fault(self, kind: str) -> int:
-        code, left = self._faults[kind]
-        if not code:
-            return 0
-        self._faults[kind] = (code, left - 1) if left > 1 else (0, 0)
-        return code if left <= 1 else 0
-
     def _transfer(self, kind: str, slot: _Slot, address: int) -> int:
         begun = time.monotonic_ns()
         try:
-            code = self._fault(kind)
+            code = self._faults.next(kind)
             if code:
                 raise OSError(code, os.strerror(code))
             memory = memoryview((ctypes.c_char * slot.size).from_address(address)).cast("B")
@@ -278,6 +298,8 @@ class FileTier:
                 self._changed.wait()
             return min(0, found.result)
 
+    use = wait
+
     def free(self, slot: int) -> None:
         with self._changed:
             found = self._slots.get(slot)
@@ -296,7 +318,7 @@ class FileTier:
             return {**self._stats, "file_bytes": self._end}
 
     def inject(self, write_errno: int, after_writes: int, read_errno: int, after_reads: int) -> None:
-        self._faults = {"write": (write_errno, after_writes), "read": (read_errno, after_reads)}
+        self._faults.set(write_errno, after_writes, read_errno, after_reads)
 
     def close(self) -> None:
         with self._changed:

@@ -40,13 +40,15 @@ def _end(what: str, payload: Any) -> None:
 class Known(weakref.ref):  # type: ignore[type-arg]
     """A storage that was seen alive: weak, so that it dies when nobody else has it."""
 
-    __slots__ = ("cell", "counted", "exposed", "key", "nbytes")
+    __slots__ = ("cell", "counted", "exposed", "key", "nbytes", "remade", "taken")
 
     cell: Cell | None
     counted: bool  # part of the live bytes; else it was there before, or belongs to somebody else
     exposed: bool  # a pointer to it was handed out: that outlives the version that was there then (rule 6)
     key: int
     nbytes: int
+    taken: int  # what the allocator takes for them
+    remade: bool  # ours: another block than the one that the program was given
 
     def __new__(cls, storage: Any, died: Callable[[Any], None], counted: bool) -> Known:
         return super().__new__(cls, storage, died)
@@ -54,9 +56,9 @@ class Known(weakref.ref):  # type: ignore[type-arg]
     def __init__(self, storage: Any, died: Callable[[Any], None], counted: bool) -> None:
         super().__init__(storage, died)  # type: ignore[call-arg]
         self.key = storage._cdata
-        self.nbytes = storage.nbytes()
+        self.nbytes = self.taken = storage.nbytes()
         self.counted = counted
-        self.exposed = False
+        self.exposed = self.remade = False
         self.cell = None
 
 
@@ -85,13 +87,14 @@ _ALONE = _measure_alone()
 class Kind:
     """Op, shapes, dtypes, strides, arguments and circumstances (rule 7), and what its ops turned out to need."""
 
-    __slots__ = ("func", "hash", "made_bytes", "trust")
+    __slots__ = ("func", "hash", "made_bytes", "seconds", "trust")
 
     def __init__(self, func: Any, number: int) -> None:
         self.func = func
         self.hash = number
         self.trust = TRUST_NEW
         self.made_bytes = 0
+        self.seconds = -1.0  # what it took when it was proven; negative: it was not
 
 
 class Cell:
@@ -319,10 +322,10 @@ class Recipe:
 
     __slots__ = (
         "__weakref__",
+        "_cost",
         "_func",
         "_run",
         "args",
-        "cost",
         "env",
         "inputs",
         "kept",
@@ -344,7 +347,7 @@ class Recipe:
         self.special: Any = None
         self.made: list[Any] = []  # weak references to the output cells, None where an output has no cell
         self.env = 0
-        self.cost = 0.0
+        self._cost = 0.0
         self.ok = True
         self.stamp = 0
         self.serial = 0
@@ -357,6 +360,20 @@ class Recipe:
     @property
     def func(self) -> Accounted:
         return Accounted(self._func, self, self._run)
+
+    @property
+    def cost(self) -> float:
+        """Seconds."""
+        return self._cost
+
+    @cost.setter
+    def cost(self, seconds: float) -> None:
+        """As measured in the proof."""
+        self._cost = self.kept.seconds = seconds
+
+    def took(self, seconds: float) -> None:
+        """As measured in the op's own run, or guessed."""
+        self._cost = seconds
 
     @property
     def outputs(self) -> tuple[Cell | None, ...]:

@@ -5,7 +5,6 @@ Evicting drops our reference to the storage; bytes that come back are a new stor
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 
 from ._py_columns import Columns
-from ._py_table import checksum_of
-from ._py_tier import address, open_tier
+from ._py_device import checksum_of
+from ._py_host import HostTier
+from ._py_tier import open_tier
 from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell, can_evict
-from ._py_versions import quiet
+from ._py_versions import bytes_of
 from ._py_watch import HAPPENED_EVICT, HAPPENED_OFFLOAD, HAPPENED_RELOAD
 
 
@@ -43,7 +43,7 @@ class Vault(Columns):
         gone = PRESENT
         tier = self._tier
         if cell.slot >= 0 and tier is not None:
-            state, slot = tier.poll(cell.slot), cell.slot
+            state, slot = 1 if tier.ordered else tier.poll(cell.slot), cell.slot
             if state == 0:
                 # A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it
                 # has to end before the bytes go, and its copy goes with them.
@@ -64,8 +64,9 @@ class Vault(Columns):
         if gone == PRESENT and action == EVICT and self._may_evict and can_evict(cell):
             gone = EVICTED
         if gone == PRESENT and tier is not None and self._may_offload and cell.slot < 0:
-            source = address(cell.strong)
+            source = self._memory.for_tier(cell.strong)
             slot = self._unlocked(cell, lambda: tier.write_now(source, cell.nbytes))
+            del source
             if slot < 0:
                 self._tier_failed(slot)
             elif not self._loose(cell):
@@ -85,12 +86,14 @@ class Vault(Columns):
             self._n["evicted_bytes"] += cell.nbytes
             self._event(HAPPENED_EVICT, cell)
             if self._verify or (self._sample and nth % self._sample == 0):
-                cell.checksum = checksum_of(cell.strong)
+                cell.checksum = checksum_of(cell.strong, self._streams)
         else:
             self._offloaded_cells += 1
             self._event(HAPPENED_OFFLOAD, cell)
             if self._verify or (self._sample and self._n["offloads"] % self._sample == 0):
-                cell.checksum = checksum_of(cell.strong)
+                cell.checksum = checksum_of(cell.strong, self._streams)
+        if self._streams is not None:
+            self._streams.mark_all(cell.strong, "uses")
         cell.gone = gone
         if cell.listed:
             self._here.pop(cell, None)
@@ -137,7 +140,8 @@ class Vault(Columns):
                 continue
             incoming, cell.incoming = cell.incoming, None
             self._incoming_bytes -= cell.nbytes
-            self._unlocked(cell, lambda tier=tier, slot=slot: tier.wait(slot))
+            if not tier.ordered:
+                self._unlocked(cell, lambda tier=tier, slot=slot: tier.wait(slot))
             del incoming
             released += cell.nbytes
             self._n["prefetch_cancels"] += 1
@@ -196,11 +200,13 @@ class Vault(Columns):
         begun, made_room = time.perf_counter_ns(), self._stalled()
         storage = incoming
         try:
+            if self._streams is not None:
+                self._streams.note()
             if incoming is not None:
-                code = tier.wait(slot)
+                code = tier.use(slot)
             else:
                 storage = self._new_storage(cell.nbytes)
-                code = tier.read_now(slot, address(storage))
+                code = tier.read_now(slot, self._memory.for_tier(storage))
         finally:
             cell.busy = False
             self._tls.critical -= 1
@@ -216,18 +222,22 @@ class Vault(Columns):
                 cell.gone = EVICTED
                 self._drop_slot(cell)
                 return True
-            if cell.checksum is not None and not cell.exposed:
-                expected, cell.checksum = cell.checksum, None
-                if checksum_of(storage) != expected:
-                    how = "read when needed" if incoming is None else "prefetched"
-                    raise RuntimeError(
-                        f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, "
-                        f"slot {slot})"
-                    )
+            checked = cell.checksum is not None and not cell.exposed
+            if (
+                checked and checksum_of(storage, self._streams) != cell.checksum
+            ):  # which stays: wrong is wrong next time
+                how = "read when needed" if incoming is None else "prefetched"
+                raise RuntimeError(
+                    f"memmgr: {cell.nbytes} bytes came back from the tier below other than they went ({how}, slot {slot})"
+                )
+            cell.checksum = None
             self._gone_over(cell)
             self._back(cell)
             cell.strong = storage
             self._enter(storage, cell)
+            self._remade(cell.known, storage)
+            if self._streams is not None:
+                self._streams.filled()
             if self._tier_doomed:
                 self._drop_slot(cell)
                 self._close_doomed_tier()
@@ -252,10 +262,13 @@ class Vault(Columns):
             tier = self._tier
             if cell.gone != OFFLOADED or cell.incoming is not None or cell.busy or cell.slot < 0 or tier is None:
                 return -1
-            if self._resident() + self._promised + cell.nbytes + keep_free > self._budget:
+            if self._resident() + self._promised + self._memory.taken(cell.nbytes) + keep_free > self._budget:
                 return 0
-            storage = torch.UntypedStorage(cell.nbytes, device="cpu")
-            if tier.read(cell.slot, address(storage)) < 0:
+            try:
+                storage = self._memory.new(cell.nbytes)
+            except torch.OutOfMemoryError:
+                return 0
+            if tier.read(cell.slot, self._memory.for_tier(storage)) < 0:
                 return 0
             self._register(storage, True)
             cell.incoming = storage
@@ -270,14 +283,14 @@ class Vault(Columns):
         source = lease.untyped_storage()
         copy = self._new_storage(source.nbytes())
         if source.nbytes():
-            ctypes.memmove(address(copy), address(source), source.nbytes())
-        return _bytes_of(copy)
+            self._memory.copy(copy, source)
+        return bytes_of(copy)
 
     def lease(self, cell: Cell) -> torch.Tensor | None:
         """A byte tensor over the whole storage: while it lives the cell is not ours alone, so it stays."""
         with self._lock:
             storage = cell.storage()
-            return None if storage is None else _bytes_of(storage)
+            return None if storage is None else bytes_of(storage)
 
     # -- what the policies say and see --
 
@@ -306,7 +319,7 @@ class Vault(Columns):
         with self._lock:
             if self._tier is None or cell.slot >= 0 or not cell.ours_alone or not cell.fresh:
                 return False
-            slot = self._tier.write(address(cell.strong), cell.nbytes)
+            slot = self._tier.write(self._memory.for_tier(cell.strong), cell.nbytes)
             if slot < 0:
                 self._tier_failed(slot)
                 return False
@@ -361,6 +374,11 @@ class Vault(Columns):
     def open_tier(self, folder: str, capacity: int, rate: int, workers: int) -> None:
         self._tier = open_tier(folder, capacity, rate, workers)
 
+    def open_host_tier(self, capacity: int) -> None:
+        """Below a device: host memory."""
+        assert self._streams is not None
+        self._tier = HostTier(self._memory.device, capacity, self._streams)
+
     def close_tier(self) -> None:
         self._tier_doomed = False
         self._settle()
@@ -389,22 +407,17 @@ class Vault(Columns):
         tier = self._tier
         if tier is None:
             return None
-        storage = torch.UntypedStorage(size, device="cpu")
-        ctypes.memset(address(storage), 1, size)
+        storage = self._memory.new(size)
+        bytes_of(storage).fill_(1)
+        place = self._memory.for_tier(storage)
+        self._memory.synchronize()
         begun = time.perf_counter()
-        slot = tier.write(address(storage), size)
+        slot = tier.write(place, size)
         code = slot if slot < 0 else tier.wait(slot)
         wrote = time.perf_counter()
         if code >= 0:
-            code = tier.read(slot, address(storage)) or tier.wait(slot)
+            code = tier.read(slot, place) or tier.wait(slot)
         done = time.perf_counter()
         if slot >= 0:
             tier.free(slot)
         return None if code < 0 else (wrote - begun, done - wrote)
-
-
-def _bytes_of(storage: Any) -> torch.Tensor:
-    silence = quiet()
-    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    del silence
-    return tensor

@@ -13,7 +13,7 @@ C: Any = torch._C
 _set_version = C._autograd._unsafe_set_version_counter
 _get_version: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _ADINPLACE = C.DispatchKey.ADInplaceOrView
-_EMPTY = torch.empty(0)
+_empty: dict[torch.device, torch.Tensor] = {torch.device("cpu"): torch.empty(0)}
 
 
 def quiet() -> Any:
@@ -23,7 +23,20 @@ def quiet() -> Any:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of zero bytes with the version counter of `tensor`: it keeps no memory alive."""
-    return under_counter(tensor, _EMPTY)
+    empty = _empty.get(tensor.device)
+    if empty is None:
+        silence = quiet()
+        empty = _empty[tensor.device] = torch.empty(0, device=tensor.device)
+        del silence
+    return under_counter(tensor, empty)
+
+
+def bytes_of(storage: Any) -> torch.Tensor:
+    """All of it, as a tensor."""
+    silence = quiet()
+    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    del silence
+    return tensor
 
 
 def under_counter(twin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

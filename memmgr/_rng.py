@@ -24,9 +24,30 @@ def generator_for(
             explicit = next((a for a in args if isinstance(a, torch.Generator)), None)
         if explicit is not None:
             return explicit
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+    return default_generator(device)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The one that ops on this device draw from. A device whose module has none draws from the CPU's."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    generators = getattr(module, "default_generators", ())
+    if generators:
+        number: int | None = device.index
+        return generators[module.current_device() if number is None else number]  # type: ignore[no-any-return]
+    if device.type == "mps":
+        return module._get_default_mps_generator()  # type: ignore[no-any-return]
     return torch.default_generator
+
+
+def is_known(device: torch.device) -> bool:
+    """Can a draw on this device be repeated? Not if its generator cannot be had."""
+    generator = default_generator(device)
+    if device.type == "cpu" or generator.device.type == device.type:
+        return True
+    state = getattr(torch.get_device_module(device.type), "get_rng_state", None)
+    return state is None or bool(torch.equal(state(device), generator.get_state()))
 
 
 class Drawn:

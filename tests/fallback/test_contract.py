@@ -46,14 +46,7 @@ def _said(*checks: str) -> list[list[str]]:
 PLACEMENT = {"set_placement", "price", "arena_address"}
 TRACING = {"trace_begin", "trace_end", "trace_before", "trace_after", "trace_blocks", "run_op"}  # the shim's alone
 PLANS = {"add_plan", "drop_plans", "plan_leads", "plan_brings_back"}  # made of what only the shim can measure
-DEVICES = {
-    "open_device",
-    "open_host_tier",
-    "device_stats",
-    "leave_out",
-    "stream_rules",
-    "use_plugin",
-}  # need the core
+DEVICES = {"device_stats", "use_plugin"}  # need the core
 
 
 def test_the_same_figures_and_switches() -> None:

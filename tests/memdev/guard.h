@@ -91,9 +91,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     UseDevice(stream.device_index());
     MEMDEV_CHECK(driver.cuStreamWaitEvent(Native(stream), event, 0));
   }
-  bool queryEvent(void* event) const override { return event == nullptr || Ready(driver.cuEventQuery(event)); }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    UseDevice(thread_state.device);  // a thread that has only asked so far has no context, which CUDA's runtime would give it
+    return Ready(driver.cuEventQuery(event));
+  }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) MEMDEV_CHECK(driver.cuEventSynchronize(event));
+    if (event == nullptr) return;
+    UseDevice(thread_state.device);
+    MEMDEV_CHECK(driver.cuEventSynchronize(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr && !closing.load()) driver.cuEventDestroy(event);

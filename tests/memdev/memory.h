@@ -1,9 +1,12 @@
 // memdev's own allocator, in use until another is installed with c10::SetAllocator(kPrivateUse1, ...): the plainest one
-// that is right in stream order. A freed block is reused only on the stream that it was allocated on.
+// that is right in stream order. A freed block is reused only on the stream that it was allocated on, at once there. As
+// torch's caching allocator it keeps freed blocks, counts them as reserved, and takes no more from the device than it may.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <set>
@@ -92,8 +95,20 @@ class Memory : public c10::Allocator {
     for (auto& [key, blocks] : free_) {
       UseDevice(std::get<0>(key));
       for (void* p : blocks) MEMDEV_CHECK(driver.cuMemFree(reinterpret_cast<unsigned long long>(p)));
+      reserved_bytes_ -= std::get<2>(key) * blocks.size();
     }
     free_.clear();
+  }
+
+  // Of all devices together: 0 none, else the most that may be taken from them.
+  void SetLimit(uint64_t bytes) { limit_bytes_.store(bytes); }
+  uint64_t ReservedBytes(bool peak) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return peak ? reserved_peak_bytes_ : reserved_bytes_;
+  }
+  void ResetPeak() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reserved_peak_bytes_ = reserved_bytes_;
   }
 
   uint64_t LiveBytes() {
@@ -109,7 +124,13 @@ class Memory : public c10::Allocator {
   void* Obtain(int device, size_t bytes) {
     unsigned long long p = 0;
     UseDevice(device);
-    return driver.cuMemAlloc(&p, bytes) == 0 ? reinterpret_cast<void*>(p) : nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t limit = limit_bytes_.load();
+    if (limit != 0 && reserved_bytes_ + bytes > limit) return nullptr;
+    if (driver.cuMemAlloc(&p, bytes) != 0) return nullptr;
+    reserved_bytes_ += bytes;
+    reserved_peak_bytes_ = std::max(reserved_peak_bytes_, reserved_bytes_);
+    return reinterpret_cast<void*>(p);
   }
 
   void* Reuse(int device, CUstream stream, size_t bytes) {
@@ -125,6 +146,8 @@ class Memory : public c10::Allocator {
   std::map<void*, Block*> live_;
   std::map<Key, std::vector<void*>> free_;
   uint64_t live_bytes_ = 0;
+  uint64_t reserved_bytes_ = 0, reserved_peak_bytes_ = 0;
+  std::atomic<uint64_t> limit_bytes_{0};
 };
 
 inline Memory& memory = *new Memory;
