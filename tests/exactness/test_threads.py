@@ -566,7 +566,8 @@ def _checked_step(w0: torch.Tensor, r: random.Random) -> None:
         g = torch.ones_like(h)
         for t in reversed(slopes):
             g = g + g * (1 - t * t)
-        torch.testing.assert_close(got, g * first * m, rtol=1e-4, atol=1e-6)
+        # Not torch.testing: what is out of memory inside it comes out as another error.
+        assert torch.allclose(got, g * first * m, rtol=1e-4, atol=1e-6)
 
 
 @script

@@ -398,7 +398,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
 
 def test_the_sleeper_wakes_for_it() -> None:
     training = TINY["mlp"]()
-    with memmgr.budget("1GB", quiet=True, disk=False):
+    with memmgr.budget("1GB", quiet=True):
         for _ in range(4):
             training.step()
         assert manager().sleeper.asleep
