@@ -1,6 +1,6 @@
 """What memmgr costs a training step: interleaved runs in one process, as ratios of the unmanaged run.
 
-    python benchmarks/step_cost.py [--quick] [--json out.json] [--only ops,full,asleep,half,planned,prefetch,link] [--rounds N]
+    python benchmarks/step_cost.py [--quick] [--json FILE] [--only ops,full,asleep,half,planned,own,prefetch,link] [--rounds N]
 
 Sections:
   ops       microseconds per recorded op and per saved tensor, over plain torch: median and p99. An empty dispatch mode
@@ -12,6 +12,7 @@ Sections:
   half      the demo's GPT in 50 % of what it needs: auto, evict, offload; full activation checkpointing beside them.
   planned   at the peak that full activation checkpointing reaches: auto, evict and offload with plans and without them; the
             plan's own prediction and the bound that no recompute-only schedule passes beside evict.
+  own       at the same peak, in planned passes: which share of a step memmgr itself takes, by part.
   prefetch  offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
             of reloads that were hits.
   link      auto at 50 % beside evict and offload, on the tier as it is and throttled.
@@ -29,12 +30,14 @@ import json
 import os
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memmgr
-from memmgr import _budget
+from memmgr import _budget, _replay
 from memmgr._sleep import TIGHT_PASSES
 from memmgr.tools.gpt import GPT, GPTConfig
 
@@ -460,6 +463,65 @@ def planned(quick: bool, rounds: int) -> list[Row]:
     return rows
 
 
+def own(quick: bool, rounds: int) -> list[Row]:
+    """What memmgr itself takes of a planned step: recording, handles, replay around the ops that run again, its threads."""
+
+    def build() -> Run:
+        return demo_gpt(quick)
+
+    costs = {row["what"]: row["median_us"] * 1e-6 for row in ops(quick, rounds) if "what" in row}
+    limit = needs(lambda: demo_gpt(quick, checkpointed=True))
+    rows: list[Row] = []
+    in_ops = 0.0
+    whole = _replay.run_recipe
+
+    def timed(native: Any, recipe: Any) -> Any:
+        nonlocal in_ops
+        begun = time.perf_counter()
+        try:
+            return whole(native, recipe)
+        finally:
+            in_ops += time.perf_counter() - begun
+
+    for policy in ("evict", "auto", "offload"):
+        gc.collect()
+        with memmgr.budget(limit, policy=policy, quiet=True) as mm:
+            manager = _budget.current()
+            assert manager is not None
+            run = build()
+            for _ in range(2 * WARM_STEPS):
+                run.step()
+            _replay.run_recipe, in_ops = timed, 0.0
+            before, threads, replayed = mm.stats(), _threads_seconds(), manager.replayer.seconds
+            begun, steps = time.perf_counter(), (2 if quick else 5)
+            for _ in range(steps):
+                run.step()
+            seconds = time.perf_counter() - begun
+            after = mm.stats()
+            threads, replayed = _threads_seconds() - threads, manager.replayer.seconds - replayed
+            _replay.run_recipe = whole
+            del run
+        count = {
+            key: after[key] - before[key] for key in ("recorded_ops", "saved_tensors", "planned_passes", "rankings")
+        }
+        parts = {
+            "recording": count["recorded_ops"] * costs["memmgr: per op"],
+            "handles": count["saved_tensors"] * costs["memmgr: per saved and used tensor"],
+            "replay": max(0.0, replayed - in_ops),
+            "threads": threads,
+        }
+        row: Row = {"section": "own, at checkpointing's peak", "what": policy, "share": sum(parts.values()) / seconds}
+        row |= {f"{name}_share": part / seconds for name, part in parts.items()}
+        rows.append(row | {key: count[key] / steps for key in count} | {"step_ms": 1e3 * seconds / steps})
+    return rows
+
+
+def _threads_seconds() -> float:
+    """Processor time of memmgr's Python threads so far: daemon, planner, telemetry. Not of those that copy."""
+    ours = {thread.native_id for thread in threading.enumerate() if getattr(thread, "memmgr_own", False)}
+    return float(sum(t.user_time + t.system_time for t in psutil.Process().threads() if t.id in ours))
+
+
 def prefetch(quick: bool, rounds: int) -> list[Row]:
     """Offload with the prefetcher and without."""
 
@@ -532,6 +594,7 @@ SECTIONS: dict[str, Callable[[bool, int], list[Row]]] = {
     "asleep": asleep,
     "half": half,
     "planned": planned,
+    "own": own,
     "prefetch": prefetch,
     "link": link,
 }

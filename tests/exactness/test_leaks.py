@@ -221,6 +221,9 @@ def reference_cycles(policy: str) -> Iterator[None]:
 
 
 def _snapshot() -> dict[str, Any]:
+    for thread in threading.enumerate():
+        if thread.name == "memmgr-plan":  # one that makes a plan just now ends by itself
+            thread.join()
     gc.collect()
     ours = Counter(
         f"{type(o).__module__}.{type(o).__qualname__}"
