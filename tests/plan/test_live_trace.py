@@ -27,6 +27,7 @@ from memmgr.policies.simulator import simulate
 from memmgr.policies.trace import HELD, Op, OpKind, Trace
 from memmgr.tools import cli
 from tests.budget import models
+from tests.budget.there import bytes_already_there
 
 try:
     _shim.load()
@@ -175,6 +176,7 @@ def test_backward_cannot_run_again(small: tuple[Trace, Measured]) -> None:
 @pytest.fixture(scope="module", params=sorted(TINY))
 def six(request: pytest.FixtureRequest) -> tuple[str, Measured, int]:
     torch.manual_seed(0)
+    _there[request.param] = bytes_already_there()
     training = TINY[request.param]()
     with memmgr.budget(None, disk=False, quiet=True, _sleep=False):
         training.step()
@@ -184,12 +186,11 @@ def six(request: pytest.FixtureRequest) -> tuple[str, Measured, int]:
         training.step()
         found = manager().measuring.last
         peak = manager()._peaks[1]
-        _outside[request.param] = manager().native.arena_stats()["outside_bytes"]
     assert found is not None
     return request.param, found, peak
 
 
-_outside: dict[str, int] = {}  # what tests before these have left behind in the process, of each model's peak
+_there: dict[str, int] = {}  # what tests before these have left behind in the process, of each model's peak
 
 
 def test_the_peak_is_the_allocators(six: tuple[str, Measured, int]) -> None:
@@ -217,7 +218,7 @@ def test_a_trace_is_sound(six: tuple[str, Measured, int], tmp_path: Path) -> Non
 def test_it_can_be_planned_and_simulated(six: tuple[str, Measured, int]) -> None:
     name, found, _ = six
     trace = found.trace
-    there = _outside[name]
+    there = _there[name]
     budget = there + int((trace.unmanaged_peak[0] - there) * 0.85)
     run = simulate(trace, budget, parse_policy("evict"))
     cost = replay(trace, run.steps, budget)
