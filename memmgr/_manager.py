@@ -585,8 +585,9 @@ class Manager:
         link = self.link()
         if not link.write_bytes_per_second or not link.read_bytes_per_second:
             return None
-        name = "disk" if self.device.type == "cpu" else "host"
-        return TierLink(name, link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds)
+        return TierLink(
+            self.tier_name() or "", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds
+        )
 
     def candidates(self) -> tuple[list[Any], Candidates]:
         """The cells that could leave now, as columns."""

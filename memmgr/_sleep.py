@@ -4,7 +4,7 @@ With room to spare two such passes are enough; without, it takes more of them, a
 Asleep, neither the mode nor the hooks are on the thread's stacks, so an op costs what it costs without memmgr; the
 allocator still keeps the budget. When it runs out, the saved tensors of the pass that is under way are found through
 the autograd graph and get their hooks then: they become handles and can be offloaded. Where there is nothing to offload to
-(policies that only evict), there is no sleep: what nobody recorded cannot be made again.
+(policies that only evict; a tier smaller than the budget), there is no sleep: what nobody recorded cannot be made again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Sleeper:
 
     def end_of_pass(self, needed_bytes: int) -> None:
         """Called with what the pass would have needed unmanaged, in the thread that ran its backward."""
-        if not self._allowed or not self._manager.has_tier:
+        if not self._allowed:
             return
         limit_bytes = self._manager.config.limit_bytes
         fits = needed_bytes <= limit_bytes and self.surprises == 0
@@ -98,13 +98,21 @@ class Sleeper:
         self.surprises = 0
         spared, fitted = self._spared >= CALM_PASSES, self._fitted >= self._patience
         if not self.asleep:
-            if spared or fitted:
+            if (spared or fitted) and self._can_meet_surprises():
                 self._sleep()
         elif not fits:
             self._patience = min(2 * self._patience, MOST_TIGHT_PASSES)
             self.wake()
         elif not spared and not fitted:
             self.wake()
+
+    def _can_meet_surprises(self) -> bool:
+        """Asleep nothing can be evicted: what a larger pass has too much goes to a tier that can hold it."""
+        manager = self._manager
+        if not manager.has_tier:
+            return False
+        room = int(manager.native.tier_stats()["capacity_bytes"])  # 0: as much as the disk has
+        return room == 0 or room >= manager.config.limit_bytes
 
     def _sleep(self) -> None:
         manager = self._manager

@@ -220,7 +220,8 @@ def _cuda(count: int) -> Iterator[Finding]:
     if why is None:
         yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
     else:
-        yield Finding("CUDA memory", NO, f"a budget on the GPU cannot be kept: {why}", "see docs/errors.md")
+        text = f"torch's own allocator, beside which budgets are kept by accounting: {why}"
+        yield Finding("CUDA memory", WEAKER, text, "see docs/allocator.md")
     size = 256 << 20
     try:
         with torch.cuda.device(0):

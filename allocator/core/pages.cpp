@@ -66,7 +66,10 @@ int HostPages::Commit(void* user, void* at, size_t bytes) {
   auto* self = static_cast<HostPages*>(user);
   const size_t moved = self->moving_ ? self->MoveTo(static_cast<char*>(at), bytes) : 0;
   if (moved == bytes) return 0;
-  return mprotect(static_cast<char*>(at) + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0 ? 0 : -errno;
+  if (mprotect(static_cast<char*>(at) + moved, bytes - moved, PROT_READ | PROT_WRITE) == 0) return 0;
+  const int error = -errno;
+  if (moved > 0) GiveToSystem(static_cast<char*>(at), moved);  // refused is refused whole
+  return error;
 }
 
 // The protection stays: one mapping for all that was ever committed, instead of two more for every hole.

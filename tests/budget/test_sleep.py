@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -78,10 +80,12 @@ def test_what_only_fits_is_enough_in_the_long_run() -> None:
     assert mm.stats()["resident_bytes.peak"] <= limit
 
 
-def test_what_can_only_be_made_again_is_always_recorded() -> None:
+@pytest.mark.parametrize("how", ["no tier", "a small one"])
+def test_what_can_only_be_made_again_is_always_recorded(how: str, tmp_path: Path) -> None:
     """Without a tier a surprise could not be met: the pass that needs more would fail although it fits."""
     limit = _peak(LARGE)
-    with memmgr.budget(limit, policy="evict", quiet=True) as mm:
+    options = {"policy": "evict"} if how == "no tier" else {"disk": (str(tmp_path), "1MB")}
+    with memmgr.budget(limit, quiet=True, **options) as mm:  # type: ignore[arg-type]
         model = _model()
         for _ in range(CALM_PASSES + TIGHT_PASSES):
             _pass(model, SMALL)

@@ -68,10 +68,7 @@ def trains(mode: str, seed: int, models: list[str], policies: list[str]) -> dict
 
 
 def _left(handles: Handles) -> dict[str, int]:
-    gc.collect()
-    torch.accelerator.synchronize()
-    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of what finished work held
-    torch.accelerator.synchronize()
+    scenarios.settle()
     native = _native_py.module()
     native.forget_all()
     gc.collect()

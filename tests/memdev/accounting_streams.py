@@ -6,7 +6,9 @@ programs say themselves. In late mode nothing runs before it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,14 +16,11 @@ from torch import Tensor
 
 from . import streams
 from .accounting import begin
-from .managed import _digest
 from .scenarios import DEVICE
-from .streams import EVICT, OFFLOAD, N, Pass, take
+from .streams import EVICT, OFFLOAD, Pass, take
 
 import memmgr  # isort: skip
 from memmgr import _budget  # isort: skip
-
-PASSES = 2
 
 
 def _saved(p: Pass, leaf: str = "main") -> tuple[Any, Tensor]:
@@ -33,20 +32,7 @@ def _saved(p: Pass, leaf: str = "main") -> tuple[Any, Tensor]:
 
 def uses(p: Pass) -> list[Tensor]:
     """As `uses` of `streams`, but dropped: a copy would be behind the second stream."""
-    h = (p.x * p.factor).sin()
-    a = (h * p.leaf("main")).sum()
-    p.side.wait_stream(p.main)
-    with p.side:
-        b = h * 3
-    cell = p.cell(h)
-    del h
-    p.lose(cell, EVICT)
-    taken = take()
-    p.main.synchronize()
-    p.side.synchronize()
-    del taken
-    a.backward()
-    return [a, b]
+    return streams.uses(p, EVICT)
 
 
 class _Beside(torch.autograd.Function):
@@ -147,45 +133,22 @@ PROGRAMS: dict[str, dict[str, Callable[[Pass], list[Tensor]]]] = {
 }
 
 
-def _run(program: Callable[[Pass], list[Tensor]], fake: Any, leave_out: str | None) -> dict[str, Any]:
-    """The program's passes; without memmgr when `leave_out` is None. Digest, or what was raised."""
-    torch.manual_seed(0)
-    x = torch.randn(N).to(DEVICE)
-    leaves = {leaf: torch.randn(N).to(DEVICE).requires_grad_() for leaf in ("main", "other", "more", "side")}
-    main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
-    native: Any = None
-    context: Any = None
+@contextlib.contextmanager
+def _opened(program: Callable[[Pass], list[Tensor]], leave_out: str) -> Iterator[tuple[Any, memmgr.budget]]:
     verify = program is streams.checked
-    if leave_out is not None:
-        context = memmgr.budget(1 << 26, device=DEVICE, quiet=True, verify=verify, host="8MB")
-        context.__enter__()
+    with memmgr.budget(1 << 26, device=DEVICE, quiet=True, verify=verify, host="8MB") as budget:
         native = _budget.current().native  # type: ignore[union-attr]
         native.set_options(True, True, verify, 0)  # no sample of checksums: each waits for the device
         native.leave_out(leave_out)
-    found: list[Tensor] = []
-    try:
-        for i in range(PASSES):
-            torch.accelerator.synchronize()
-            p = Pass(native, i == PASSES - 1, torch.tensor(2.0 + i).to(DEVICE), fake, main, side, x, leaves)
-            results = program(p)
-            main.synchronize()  # who takes the memory is first
-            torch.accelerator.synchronize()
-            gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-            found += [t.detach().cpu() for t in [*results, *gradients]]
-            del results, p, gradients
-            for leaf in leaves.values():
-                leaf.grad = None
-        result: dict[str, Any] = {"digest": _digest(found)}
-    except RuntimeError as error:
-        if not leave_out:
-            raise
-        result = {"digest": str(error)}
-    finally:
-        if native is not None:
+        try:
+            yield native, budget
+        finally:
             native.leave_out("")
-            context.__exit__(None, None, None)
-            result["left"] = context.stats()["evictions"] + context.stats()["offloads"]
-    return result
+
+
+def _run(program: Callable[[Pass], list[Tensor]], fake: Any, leave_out: str | None) -> dict[str, Any]:
+    opened = None if leave_out is None else functools.partial(_opened, program, leave_out)
+    return streams.run(program, fake, opened)
 
 
 def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, Any]:
@@ -193,9 +156,7 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     fake = begin(mode, seed).fake
     seen = {
-        f"{rule} {name}": {
-            how or "plain": _run(program, fake, out) for how, out in (("plain", None), ("kept", ""), ("left out", rule))
-        }
+        f"{rule} {name}": streams.three_ways(functools.partial(_run, program, fake), rule)
         for rule in only or list(PROGRAMS)
         for name, program in PROGRAMS[rule].items()
     }

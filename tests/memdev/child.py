@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from exactness import children
@@ -45,6 +47,23 @@ def finish(process: subprocess.Popen[str], timeout: float = 60) -> Any:
 def run(scenario: str, *, timeout: float = 60, **kwargs: Any) -> Any:
     """`start` and `finish`."""
     return finish(start(scenario, timeout=timeout, **kwargs), timeout)
+
+
+def each_once(scenarios: dict[str, tuple[str, str, dict[str, Any]]]) -> Iterator[Callable[[str], Any]]:
+    """Yields what runs a scenario, (module, function, arguments) by its name, and returns its result: each once, two at a
+    time, those that are asked for first. For a fixture."""
+    pool = ThreadPoolExecutor(max_workers=2)
+    started: dict[str, Any] = {}
+
+    def result(name: str) -> Any:
+        for each in (name, *scenarios):
+            if each not in started:
+                module, scenario, kwargs = scenarios[each]
+                started[each] = pool.submit(run, scenario, module=f"memdev.{module}", **kwargs)
+        return started[name].result()
+
+    yield result
+    pool.shutdown(cancel_futures=True)
 
 
 def main() -> None:

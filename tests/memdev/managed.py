@@ -83,10 +83,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 def _left(handles: Handles) -> dict[str, int]:
     """What budgets have left behind: blocks, cells, page-locked memory, events that are not kept for reuse."""
-    gc.collect()
-    torch.accelerator.synchronize()
-    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of what finished work held
-    torch.accelerator.synchronize()
+    scenarios.settle()
     native = _shim.load()
     native.forget_all()
     return {

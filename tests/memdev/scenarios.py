@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import hashlib
 import io
 import os
@@ -93,6 +94,14 @@ def train(mode: str, seed: int, devices: list[str]) -> dict[str, Any]:
 
 
 # ---- asynchrony --------------------------------------------------------------------------------------------------
+
+
+def settle() -> None:
+    """What is dead is freed, and what finished work held with it."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.zeros(1, device=DEVICE).add_(1)  # the next launch lets go of it
+    torch.accelerator.synchronize()
 
 
 def outstanding(handles: Handles, what: bytes) -> int:

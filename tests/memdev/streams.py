@@ -7,8 +7,10 @@ reads it. What leaves, and when, they say themselves (`Pass.lose`): no policy is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +79,7 @@ class Pass:
         return early.sum()
 
 
-def uses(p: Pass) -> list[Tensor]:
+def _read_beside(p: Pass, lets_go: Callable[[Any], list[Tensor]]) -> list[Tensor]:
     """Saved on the first stream, read on the second, gone: the memory is wanted on the first."""
     h = (p.x * p.factor).sin()
     a = (h * p.leaf("main")).sum()
@@ -86,13 +88,22 @@ def uses(p: Pass) -> list[Tensor]:
         b = h * 3
     cell = p.cell(h)
     del h
-    p.lose(cell, OFFLOAD)
-    taken = take()
+    taken = lets_go(cell)
     p.main.synchronize()
     p.side.synchronize()
     del taken
     a.backward()
     return [a, b]
+
+
+def uses(p: Pass, action: int = OFFLOAD) -> list[Tensor]:
+    """It leaves because the program says so."""
+
+    def lets_go(cell: Any) -> list[Tensor]:
+        p.lose(cell, action)
+        return take()
+
+    return _read_beside(p, lets_go)
 
 
 class _Foreign(torch.autograd.Function):
@@ -241,20 +252,8 @@ def checked(p: Pass) -> list[Tensor]:
 
 
 def asleep(p: Pass) -> list[Tensor]:
-    """As `uses`, but nobody has looked: passes fitted, and the one that does not is met with the recorder asleep."""
-    h = (p.x * p.factor).sin()
-    a = (h * p.leaf("main")).sum()
-    p.side.wait_stream(p.main)
-    with p.side:
-        b = h * 3
-    del h
-    # More than the budget: what autograd saved has to leave.
-    taken = take(34 if p.late else 1)
-    p.main.synchronize()
-    p.side.synchronize()
-    del taken
-    a.backward()
-    return [a, b]
+    """Nobody has looked: passes fitted, and the one that does not (what autograd saved has to leave) finds the recorder asleep."""
+    return _read_beside(p, lambda cell: take(34 if p.late else 1))
 
 
 class _Aside(torch.autograd.Function):
@@ -304,74 +303,91 @@ RULES: dict[str, Callable[[Pass], list[Tensor]]] = {
 }
 
 
-def _run(name: str, handles: Any, leave_out: str | None) -> dict[str, Any]:
-    """The program's passes; without memmgr when `leave_out` is None. Digest, or what was raised."""
+def run(
+    program: Callable[[Pass], list[Tensor]],
+    fake: Any,
+    opened: Callable[[], contextlib.AbstractContextManager[tuple[Any, memmgr.budget]]] | None,
+    passes: int = PASSES,
+    walls: int = 0,
+) -> dict[str, Any]:
+    """The program's passes, without memmgr when `opened` is None: the digest of what they made, or what was raised.
+
+    Args:
+        program: one pass.
+        fake: the driver.
+        opened: opens a budget and closes it; gives the native and the budget.
+        passes: how many; in the last one something leaves.
+        walls: blocks that are taken before each pass, and every other one given back: holes of one size. Who takes one
+            leaves no rest beside it that counts as used by its stream, which the next one would have to wait for.
+    """
     torch.manual_seed(0)
     x = torch.randn(N).to(DEVICE)
     leaves = {leaf: torch.randn(N).to(DEVICE).requires_grad_() for leaf in ("main", "other", "more", "side")}
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
-    native: Any = None
-    context: Any = None
-    sleeps = name == "asleep"
-    if leave_out is not None:
-        native = _shim.load()
-        several = native.several_streams
-        limit = 40 * 4 * N + 2 * N if sleeps else 1 << 26
-        context = memmgr.budget(
-            limit, device=DEVICE, quiet=True, verify=name == "checked", host="8MB", _sleep=sleeps, _plan=False
-        )
-        context.__enter__()
-        native.set_options(True, True, name == "checked", 0)  # no sample of checksums: each waits for the device
+    found: list[Tensor] = []
+    result: dict[str, Any] = {}
+    with opened() if opened else contextlib.nullcontext((None, None)) as (native, budget):
+        try:
+            for i in range(passes):
+                torch.accelerator.synchronize()
+                p = Pass(native, i == passes - 1, torch.tensor(2.0 + i).to(DEVICE), fake, main, side, x, leaves)
+                kept = take(walls)[::2]
+                results = program(p)
+                del kept
+                main.synchronize()  # who takes the memory is first
+                torch.accelerator.synchronize()
+                gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+                found += [t.detach().cpu() for t in [*results, *gradients]]
+                del results, p, gradients
+                for leaf in leaves.values():
+                    leaf.grad = None
+            result["digest"] = _digest(found)
+        except RuntimeError as error:
+            if opened is None:
+                raise
+            result["digest"] = f"raised: {error}"
+    if budget is not None:
+        result["stats"] = budget.stats()
+    return result
+
+
+def three_ways(run: Callable[[str | None], dict[str, Any]], rule: str) -> dict[str, dict[str, Any]]:
+    """Without memmgr, under it, and under it with the rule left out."""
+    return {how or "plain": run(out) for how, out in (("plain", None), ("kept", ""), ("left out", rule))}
+
+
+@contextlib.contextmanager
+def _budget(name: str, leave_out: str) -> Iterator[tuple[Any, memmgr.budget]]:
+    native = _shim.load()
+    several = native.several_streams
+    verify, sleeps = name == "checked", name == "asleep"
+    limit = 40 * 4 * N + 2 * N if sleeps else 1 << 26
+    with memmgr.budget(
+        limit, device=DEVICE, quiet=True, verify=verify, host="8MB", _sleep=sleeps, _plan=False
+    ) as budget:
+        native.set_options(True, True, verify, 0)  # no sample of checksums: each waits for the device
         if leave_out == "watched":
             native.several_streams = lambda: False
         else:
             native.leave_out(leave_out)
-    passes = 4 if name == "asleep" else PASSES
-    found: list[Tensor] = []
-    try:
-        for i in range(passes):
-            torch.accelerator.synchronize()
-            factor = torch.tensor(2.0 + i).to(DEVICE)
-            p = Pass(native, i == passes - 1, factor, handles.fake, main, side, x, leaves)
-            # Holes of one size: who takes one leaves no rest beside it that counts as used by its stream, which the next
-            # one would have to wait for.
-            walls = take(0 if sleeps else 48)[::2]
-            results = RULES[name](p)
-            del walls
-            main.synchronize()  # who takes the memory is first
-            torch.accelerator.synchronize()
-            found += [
-                t.detach().cpu() for t in [*results, *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
-            ]
-            del results, p
-            for leaf in leaves.values():
-                leaf.grad = None
-        result: dict[str, Any] = {"digest": _digest(found)}
-    except RuntimeError as error:
-        if not leave_out:
-            raise
-        result = {"digest": str(error)}
-    finally:
-        if native is not None:
+        try:
+            yield native, budget
+        finally:
             native.leave_out("")
             native.several_streams = several
-            context.__exit__(None, None, None)
-            result["stats"] = context.stats()
-    return result
+
+
+def _run(name: str, fake: Any, leave_out: str | None) -> dict[str, Any]:
+    sleeps = name == "asleep"
+    opened = None if leave_out is None else functools.partial(_budget, name, leave_out)
+    return run(RULES[name], fake, opened, passes=4 if sleeps else PASSES, walls=0 if sleeps else 48)
 
 
 def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, Any]:
     """Each program without memmgr, under it, and under it with its rule left out."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    handles = _start(mode, seed)
-    names = only or list(RULES)
+    fake = _start(mode, seed).fake
     return {
         "rules": sorted(_shim.load().stream_rules()),
-        "seen": {
-            name: {
-                how or "plain": _run(name, handles, out)
-                for how, out in (("plain", None), ("kept", ""), ("left out", name))
-            }
-            for name in names
-        },
+        "seen": {name: three_ways(functools.partial(_run, name, fake), name) for name in only or list(RULES)},
     }
