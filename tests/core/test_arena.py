@@ -414,6 +414,28 @@ def test_a_remap_moves_the_memory_instead_of_clearing_new(make_arena):
     assert found >= 7 * MIB  # edges of the range were never used before
 
 
+@pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
+def test_what_the_system_refuses_in_part_leaves_nothing_in_memory(core):
+    """Some pages had been moved there when the rest was refused: nobody counts those, so they must go."""
+    done = run_child("""
+        import ctypes, resource
+        from test_arena import KIB, MIB, fragment, resident_bytes
+        budget = 16 * MIB
+        arena = core_abi.Arena(core, budget)
+        start = arena.alloc(64 * KIB)
+        arena.free(start)
+        live = fragment(arena, 12 * MIB)  # 6 of them free, in pieces
+        data = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (data + 5 * MIB, resource.RLIM_INFINITY))
+        assert arena.alloc(8 * MIB) is None  # 4 are moved, 4 more would have to be had from the system
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(resident_bytes(start, 64 * MIB), arena.stats.committed_bytes, arena.stats.remapped_bytes)
+    """)
+    assert done.returncode == 0, done.stderr
+    resident, committed, remapped = map(int, done.stdout.split())
+    assert remapped >= 4 * MIB and resident <= committed
+
+
 def mappings(start: int, end: int) -> int:
     """In how many parts the kernel keeps the range."""
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
