@@ -9,10 +9,13 @@ Settings, each a chunk of steps in every round, in an order that rotates:
   all       it also asks for cells, map and holders: what `memmgr top` does
   attach    the same one comes, takes three lines and goes, four times a second
 
-The figure is the median over rounds of the ratio to `nobody`, three times: of the chunk's median step by the wall clock, of
-its median step in processor time of the thread that trains (other load disturbs it through the caches only), and of the
-processor time of the whole process; beside each the half width of its 95 % interval, by bootstrap over the rounds. The last
-column is the processor time of the telemetry's thread as a share of the wall clock.
+The figure is the median over rounds of the ratio to `nobody`, by several measures: of the chunk's median step by the wall
+clock, of the processor time of the whole process, and where the processor has counters for us, of the instructions and the
+cycles that the whole chunk took in the thread that trains (with one OpenMP thread that is all of the training; instructions
+do not know what else the machine does, so a thousandth is seen). Beside each the half width of its 95 % interval, by
+bootstrap over the rounds. The last column is the processor time of the telemetry's thread as a share of the wall clock.
+What a step pays is at most the last column (while that thread has the GIL, the other may wait) and what the training thread
+does more.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ import torch
 import memmgr
 from memmgr import _stream
 from memmgr.tools.gpt import GPT, GPTConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
+
+from _counters import counters
 
 SETTINGS = ("nobody", "again", "reader", "all", "attach")
 
@@ -129,9 +136,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    wall: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    own: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    processor: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    ours = counters()
+    measures = ("wall", "process", *ours)
+    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in SETTINGS} for kind in measures}
     share: dict[str, list[float]] = {name: [] for name in SETTINGS}
     limit = int(need(args.quick) * args.share)
     with memmgr.budget(limit, quiet=True, _sleep=False):
@@ -150,16 +157,17 @@ def main() -> None:
                 reader.stdin.flush()
                 reader.stdout.readline()
                 step()  # the one in which it changes
-                seconds, own_seconds = [], []
+                seconds = []
                 cpu, theirs, begun = time.process_time(), telemetry_thread_seconds(), time.perf_counter()
-                for _ in range(args.steps):
-                    at, own_at = time.perf_counter(), time.thread_time()  # on the CPU backward runs in this thread, too
+                counted = {event: counter.read() for event, counter in ours.items()}
+                for _ in range(args.steps):  # on the CPU backward runs in this thread, too
+                    at = time.perf_counter()
                     step()
                     seconds.append(time.perf_counter() - at)
-                    own_seconds.append(time.thread_time() - own_at)
-                wall[name].append(statistics.median(seconds))
-                own[name].append(statistics.median(own_seconds))
-                processor[name].append(time.process_time() - cpu)
+                for event, counter in ours.items():
+                    found[event][name].append(counter.read() - counted[event])
+                found["wall"][name].append(statistics.median(seconds))
+                found["process"][name].append(time.process_time() - cpu)
                 share[name].append((telemetry_thread_seconds() - theirs) / (time.perf_counter() - begun))
         reader.stdin.close()
         reader.wait(30)
@@ -171,13 +179,12 @@ def main() -> None:
         end="",
     )
     print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {args.steps} steps; ratios to 'nobody'")
-    heads = ("wall clock", "training thread", "whole process")
-    print(f"{'':<9}{'step':>10}" + "".join(f"   {head:^17}" for head in heads) + "   telemetry's thread")
+    print(f"{'':<9}{'step':>10}" + "".join(f"   {kind:^17}" for kind in measures) + "   telemetry's thread")
     for name in SETTINGS:
-        row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(wall[name])}
+        row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(found["wall"][name])}
         line = f"{name:<9}{row['step_ms']:8.2f}ms"
-        for kind, found in (("wall", wall), ("training_thread", own), ("process", processor)):
-            ratios = [a / b for a, b in zip(found[name], found["nobody"], strict=True)]
+        for kind in measures:
+            ratios = [a / b for a, b in zip(found[kind][name], found[kind]["nobody"], strict=True)]
             row[f"{kind}_ratio"], row[f"{kind}_half_width"] = statistics.median(ratios), interval(ratios)
             line += f"   {row[f'{kind}_ratio']:.4f} +- {row[f'{kind}_half_width']:.4f}"
         row["telemetry_thread_share"] = statistics.mean(share[name])

@@ -211,6 +211,7 @@ class Manager:
         self._wall = time.perf_counter() - self._begun
         lazily = False
         self.plans.close()
+        self.replayer.forget()
         try:
             if was_open:
                 native.set_always_rank(False)
@@ -515,6 +516,7 @@ class Manager:
         self.pressed = unmanaged > self.config.limit_bytes
         self.sleeper.end_of_pass(unmanaged)
         ended = self.native.begin_pass()
+        self.replayer.forget()
         if self.plans.allowed:
             self.plans.end_of_pass(ended, self.measuring.take())
         self.measuring.begin()
@@ -705,6 +707,7 @@ class Manager:
     def _retry(self) -> bool:
         """Between two ops, out of memory: garbage cycles may hold tensors."""
         before = self.native.resident()
+        self.replayer.forget()
         gc.collect()
         self._lose_roots(0)
         return bool(self.native.resident() < before)

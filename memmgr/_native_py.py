@@ -422,6 +422,9 @@ class Native(Vault):
     def clock(self) -> float:
         return self._clock
 
+    def plan_together(self, cell: Cell) -> None:
+        """What a plan makes again in one go with `cell`: there are no plans here."""
+
     def begin_pass(self) -> None:
         """Cells are numbered from 0 again as they are saved."""
         self._see_unseen()

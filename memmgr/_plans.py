@@ -20,8 +20,9 @@ import numpy as np
 from memmgr.policies import Action
 from memmgr.policies.capuchin import choose, triggers
 from memmgr.policies.delta_paper import knapsack
-from memmgr.policies.planner import Plan, plan
+from memmgr.policies.planner import Plan, carried, plan
 from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
+from memmgr.policies.steady import steadied
 from memmgr.policies.trace import TierLink, Trace
 
 from ._sizes import UNLIMITED
@@ -54,10 +55,13 @@ class Made:
     Attributes:
         away: (storage, action, op before which it has to be asked for again), in the order of going.
         plan: with bound and prediction, where the planner has them.
+        carried: (bytes of a storage that nobody saved, the op before which it is made again, a later op before which it is read
+            to make others).
     """
 
     away: list[tuple[int, Action, int]]
     plan: Plan | None = None
+    carried: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 Planner = Callable[[Trace, int, TierLink | None, bool, bool], Made | None]
@@ -68,7 +72,8 @@ def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
     if not made.feasible:
         return None
     away = [(a.storage, Action.OFFLOAD if a.offloaded else Action.EVICT, a.back) for a in made.absences]
-    return Made(away, replace(made, steps=(), absences=()))  # the schedule is as long as the pass
+    kept = [(trace.storages[c.storage].size_bytes, c.made, c.read) for c in carried(trace, made.steps)]
+    return Made(away, replace(made, steps=(), absences=()), kept)  # the schedule is as long as the pass
 
 
 def _decided(decisions: Sequence[Decision]) -> Made:
@@ -238,7 +243,8 @@ class Plans:
         sizes = np.frombuffer(known.sizes, dtype=np.int64)
         actions = decisions(known.made, known.measured, len(sizes))
         native.drop_plans(known.id)
-        native.add_plan(known.id, sizes, actions, in_triggers(known.made, known.measured, actions, known.earlier))
+        triggers = in_triggers(known.made, known.measured, actions, known.earlier)
+        native.add_plan(known.id, sizes, actions, triggers, *bursts(known.made, known.measured, actions))
         return actions
 
     # -- the thread --
@@ -260,7 +266,7 @@ class Plans:
             budget_bytes = int(manager.config.limit_bytes * share)
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
-            known.made = planner(known.measured.trace, budget_bytes, manager.tier(), manager.may_evict, solve)
+            known.made = planner(steadied(known.measured.trace), budget_bytes, manager.tier(), manager.may_evict, solve)
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; telemetry says so
             known.made = None
             known.error = f"{type(error).__name__}: {error}"
@@ -308,6 +314,42 @@ def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.
         if index is not None and index < saves:
             actions[index] = int(action)
     return actions
+
+
+def bursts(
+    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]]
+) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Which saves are made again in one go, and what is kept from one go to a later one.
+
+    Between two ops of backward a plan often makes several again that share what nobody saved (the output of one projection
+    whose three parts attention saves). Made when each is asked for, what they share would be made for each.
+
+    Args:
+        made: the decisions.
+        measured: the pass they are for.
+        actions: of each save, from `decisions`.
+
+    Returns:
+        int32, shape (saves,): the number of the burst, -1 for what is not made again; int64, shape (n, 3): (burst, later
+        burst, bytes that nobody saved and the one makes for both).
+    """
+    numbers = np.full(len(actions), -1, dtype=np.int32)
+    burst: dict[int, int] = {}  # by the op before which it runs
+    seen: set[int] = set()
+    for storage, _, back in made.away:
+        save = measured.save_index.get(storage)
+        if save is None or save in seen or save >= len(actions):
+            continue
+        seen.add(save)
+        if actions[save] == Action.EVICT:
+            numbers[save] = burst.setdefault(back, len(burst))
+    kept: dict[tuple[int, int], int] = {}
+    for size, first, later in made.carried:
+        if first in burst and later in burst:
+            pair = burst[first], burst[later]
+            kept[pair] = kept.get(pair, 0) + size
+    rows = [(*pair, size) for pair, size in kept.items()]
+    return numbers, np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def in_triggers(

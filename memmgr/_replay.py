@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +52,7 @@ class Replayer:
         self._native = native
         self._manager = manager
         self._lock = threading.RLock()
+        self._kept: dict[int, list[Any]] = {}  # by the burst of the plan that reads them: tensors of unsaved cells
         self.recomputes = 0
         self.seconds = 0.0
 
@@ -70,11 +73,41 @@ class Replayer:
         self.seconds += max(0.0, time.perf_counter() - begun - (self._manager.stall_seconds() - stalled))
 
     def _run(self, target: Any) -> None:
+        # What the plan makes again together shares ancestors that nobody saved.
+        planned = self._native.plan_together(target)
+        if planned is None:
+            self.forget()
+            return self._make(target, [target])
+        number, others, later = planned
+        try:
+            return self._make(target, sorted([target, *others], key=_saved_at), later)
+        except Exception:
+            pass  # the others were a matter of speed, and what is wrong with them is theirs to say
+        finally:
+            self._kept.pop(number, None)
+        self._make(target, [target])
+
+    def forget(self) -> None:
+        """Lets go of what was kept for a later burst of the plan."""
+        self._kept = {}
+
+    def _make(self, target: Any, wanted: list[Any], later: Sequence[tuple[int, list[Any], int]] = ()) -> None:
+        """Until `target` is in memory; on the way the others of `wanted` are made once.
+
+        Args:
+            target: a cell that is gone.
+            wanted: it, and others that are.
+            later: (number of a burst of the plan, its cells, bytes) for each for which the plan keeps something of this one.
+        """
         native = self._native
         pins: dict[Any, Any] = {}  # bytes made on the way, kept until their last planned use
+        kept: dict[int, list[Any]] | None = None
         for _ in range(1000):
-            order, uses = self._plan(target, pins)
-            uses[target] = uses.get(target, 0) + 1
+            order, uses = self._plan(wanted)
+            if kept is None:
+                kept = {number: self._shared(order, cells, most_bytes) for number, cells, most_bytes in later}
+            for cell in (target, *chain.from_iterable(kept.values())):
+                uses[cell] = uses.get(cell, 0) + 1
             for cell in [c for c in pins if c not in uses]:
                 del pins[cell]
             for recipe in order:
@@ -89,12 +122,24 @@ class Replayer:
                 self._execute(recipe, inputs, uses, pins)
                 del leases
             if target.present:
+                for number, cells in kept.items():
+                    self._kept[number] = [pins[cell] for cell in cells if cell in pins]
                 return
             if target.slot >= 0 and not native.bring_back(target):
                 return
         raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
 
-    def _plan(self, target: Any, pins: dict[Any, Any]) -> tuple[list[Any], dict[Any, int]]:
+    def _shared(self, order: list[Any], cells: list[Any], most_bytes: int) -> list[Any]:
+        """What `order` makes, nobody saved, and the recipes of `cells` read that `order` does not run; at most so much."""
+        made = {cell for recipe in order for cell in recipe.outputs if cell is not None and cell.handles == 0}
+        if not made:
+            return []
+        running = {id(recipe) for recipe in order}
+        rest = [recipe for recipe in self._needed(cells, {})[0] if id(recipe) not in running]
+        shared = list(dict.fromkeys(cell for recipe in rest for cell in recipe.inputs if cell in made))
+        return shared if sum(cell.nbytes for cell in shared) <= most_bytes else []
+
+    def _plan(self, wanted: list[Any]) -> tuple[list[Any], dict[Any, int]]:
         """The recipes to run, each after those that it needs, and how often each of their inputs is used.
 
         The whole of it before the first runs: what two ops need is made once and kept for both. Of an op's inputs the
@@ -102,16 +147,16 @@ class Replayer:
         trees the best order (Sethi & Ullman 1970, with sizes: Liu 1986), for shared inputs a rule of thumb. An LSTM's
         cell state would otherwise be made after the gates of all steps.
         """
-        order, uses = self._needed(target, {})
+        order, uses = self._needed(wanted, {})
         if len(order) > 2:
-            order, uses = self._needed(target, _extra_bytes(order))
+            order, uses = self._needed(wanted, _extra_bytes(order))
         return order, uses
 
-    def _needed(self, target: Any, extra_bytes: dict[Any, int]) -> tuple[list[Any], dict[Any, int]]:
+    def _needed(self, wanted: list[Any], extra_bytes: dict[Any, int]) -> tuple[list[Any], dict[Any, int]]:
         order: list[Any] = []
         uses: dict[Any, int] = {}
         done: set[int] = set()
-        stack: list[tuple[Any, bool]] = [(target, False)]
+        stack: list[tuple[Any, bool]] = [(cell, False) for cell in reversed(wanted)]
         while stack:
             cell, expanded = stack.pop()
             if cell.present or cell.slot >= 0:
@@ -175,6 +220,10 @@ class Replayer:
             else:
                 uses.pop(parent, None)
                 pins.pop(parent, None)
+
+
+def _saved_at(cell: Any) -> int:
+    return int(cell.seq)
 
 
 def _extra_bytes(order: list[Any]) -> dict[Any, int]:

@@ -6,6 +6,7 @@ go below, and the gap between the two. What is behind it: docs/planner.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .bound import INFEASIBLE, SOLVE, with_link
@@ -74,6 +75,50 @@ class Plan:
     def gap(self) -> float:
         """How much longer than the bound it takes, as a share of the bound's time: 0.03 is 3 % above the best possible."""
         return self.seconds / self.bound_seconds - 1.0 if 0 < self.bound_seconds < INFEASIBLE else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A storage that nobody saved, made again before one op and read before a later one to make others.
+
+    Attributes:
+        storage: number in the trace.
+        made: the op before which its maker runs again.
+        read: a later op, before which another op runs again that reads it.
+    """
+
+    storage: int
+    made: int
+    read: int
+
+
+def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
+    """What a schedule keeps from one burst of recomputation to another although the program never saved it.
+
+    A live run knows what autograd saved by the order of saving; of the rest it knows what recipes read.
+
+    Args:
+        trace: the pass.
+        steps: a schedule for it that `schedule.replay` accepts.
+    """
+    saved = {s for op in trace.ops for s in op.saves}
+    made: dict[int, int] = {}  # what is there because it was made again: before which op
+    found: dict[Carried, None] = {}
+    stage = 0
+    for step in steps:
+        if step.do is Do.COMPUTE:
+            stage += 1
+        elif step.do is Do.FREE:
+            made.pop(step.target, None)
+        elif step.do is Do.RECOMPUTE:
+            op = trace.ops[step.target]
+            for s in op.inputs:
+                if made.get(s, stage) < stage:
+                    found[Carried(s, made[s], stage)] = None
+            for s in op.outputs:
+                if s not in saved:
+                    made.setdefault(s, stage)
+    return list(found)
 
 
 EFFORT = 300_000

@@ -219,6 +219,7 @@ static void cut(Cell* first, bool itself, bool dry_run, std::vector<Cell*>* stra
 
 static void remove_handle(Cell* c) {
   if (--c->handles > 0) return;
+  plan_let_go(c);
   if (c->busy) wait_not_busy(c);
   {
     std::lock_guard<std::mutex> lock(g.mu);

@@ -6,6 +6,8 @@
 // does a pass whose plan leaves malloc without enough to take.
 //
 // Guarded by the GIL, but for what is said to be atomic. A cell is named in `waiting` only while it has handles.
+#include <array>
+
 #include "shim.h"
 
 namespace memmgr {
@@ -18,17 +20,21 @@ struct LivePlan {
   std::vector<uint8_t> actions;                 // Action
   std::vector<uint64_t> prefixes;               // hash of the sizes up to and including this one
   std::vector<std::vector<uint32_t>> triggers;  // by the save that is used in backward: what is read back from then on
+  std::vector<int32_t> burst;                   // by save: the number of the burst in which its op runs again; -1: none
+  std::vector<std::vector<uint32_t>> bursts;    // by number: its saves
+  std::vector<std::array<int64_t, 3>> carried;  // (burst, a later one, bytes): made in the one, kept for the other
 };
 
 struct ThisPass {
   uint64_t hash = 0;
-  std::vector<int64_t> sizes;                // of this pass, for whoever makes a plan of it
-  const LivePlan* plan = nullptr;            // that it follows
-  int64_t left_at = -1;                      // the save at which it left the last plan that it followed; -1: it did not
-  std::unordered_map<uint32_t, Cell*> away;  // by save: planned to be written out; references of ours
-  std::vector<uint32_t> owed;                // triggered, and there was no room so far
-  std::vector<uint32_t> late;                // was asked for before it was there
-  std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
+  std::vector<int64_t> sizes;      // of this pass, for whoever makes a plan of it
+  const LivePlan* plan = nullptr;  // that it follows
+  int64_t left_at = -1;            // the save at which it left the last plan that it followed; -1: it did not
+  std::unordered_map<uint32_t, Cell*>
+      away;                    // by save: planned to leave; borrowed, they are there while they have handles
+  std::vector<uint32_t> owed;  // triggered, and there was no room so far
+  std::vector<uint32_t> late;  // was asked for before it was there
+  std::vector<Cell*> waiting;  // to be let go, but the program still has them; references of ours
 };
 
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
@@ -41,14 +47,14 @@ bool begins_like(const LivePlan* plan, size_t saves, uint64_t hash) {
 }
 
 void forget_waiting() {
-  std::unordered_map<uint32_t, Cell*> away;
   std::vector<Cell*> waiting;
-  away.swap(pass.away);
   waiting.swap(pass.waiting);
+  pass.away.clear();
   pass.owed.clear();
-  for (auto& [k, c] : away) deferred_decref(reinterpret_cast<PyObject*>(c));
   for (Cell* c : waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
 }
+
+int32_t burst_of(size_t save) { return save < pass.plan->burst.size() ? pass.plan->burst[save] : -1; }
 
 // Who may go by the plan goes onto the list that malloc takes from; what is to be written out is written from now on.
 bool arm_planned(Cell* c, uint8_t action) {
@@ -107,10 +113,14 @@ void plan_saved(Cell* c) {
   if (action == KEEP || !plan_leads()) return;
   Py_INCREF(c);
   pass.waiting.push_back(c);
-  if (action == OFFLOAD) {
-    Py_INCREF(c);
-    if (!pass.away.emplace(static_cast<uint32_t>(k), c).second) Py_DECREF(c);
-  }
+  if (action == OFFLOAD || burst_of(k) >= 0) pass.away[static_cast<uint32_t>(k)] = c;
+}
+
+// Its last handle has gone: nobody asks for this cell any more.
+void plan_let_go(const Cell* c) {
+  if (pass.away.empty()) return;
+  auto it = pass.away.find(c->save_index);
+  if (it != pass.away.end() && it->second == c) pass.away.erase(it);
 }
 
 // Backward asks for a cell: what the plan brings back from here on begins to come (Capuchin's in-trigger).
@@ -140,21 +150,24 @@ void plan_unpacked(const Cell* c) {
 
 // Somebody waits for bytes of this cell.
 void plan_late(const Cell* c) {
-  if (pass.plan && c->saved_in == g.pass && pass.away.count(c->save_index)) pass.late.push_back(c->save_index);
+  if (!pass.plan || c->saved_in != g.pass || c->wish != OFFLOAD) return;
+  if (pass.away.count(c->save_index)) pass.late.push_back(c->save_index);
 }
 
 // ---- Python ----
 
-// add_plan(id, sizes, actions, triggers): int64 and uint8, one entry for each save of the pass; int32 pairs (used, k):
-// with the first use in backward of save `used`, save k begins to come back.
+// add_plan(id, sizes, actions, triggers, bursts, carried): int64, uint8 and (bursts) int32, one entry for each save of
+// the pass; int32 pairs (used, k): with the first use in backward of save `used`, save k begins to come back; saves
+// with one burst >= 0 are made again in one go; int64 triples (burst, later burst, bytes): so much is kept from one to
+// the other.
 static PyObject* py_add_plan(PyObject*, PyObject* args) {
   int id;
-  Py_buffer sizes, actions, triggers;
-  if (!PyArg_ParseTuple(args, "iy*y*y*", &id, &sizes, &actions, &triggers)) return nullptr;
+  Py_buffer sizes, actions, triggers, bursts, carried;
+  if (!PyArg_ParseTuple(args, "iy*y*y*y*y*", &id, &sizes, &actions, &triggers, &bursts, &carried)) return nullptr;
   const auto n = static_cast<size_t>(actions.len);
-  const bool fits = static_cast<size_t>(sizes.len) == 8 * n && n > 0;
+  const bool fits = static_cast<size_t>(sizes.len) == 8 * n && static_cast<size_t>(bursts.len) == 4 * n && n > 0;
   if (fits) {
-    auto* plan = new LivePlan{id, {}, {}, {}, {}};
+    auto* plan = new LivePlan{id, {}, {}, {}, {}, {}, {}, {}};
     const auto* size = static_cast<const int64_t*>(sizes.buf);
     plan->sizes.assign(size, size + n);
     plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
@@ -167,13 +180,70 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
       const auto used = static_cast<size_t>(pairs[2 * i]);
       if (used < n) plan->triggers[used].push_back(static_cast<uint32_t>(pairs[2 * i + 1]));
     }
+    const auto* burst = static_cast<const int32_t*>(bursts.buf);
+    plan->burst.assign(burst, burst + n);
+    for (size_t k = 0; k < n; ++k) {
+      if (burst[k] < 0 || static_cast<size_t>(burst[k]) >= n) continue;
+      if (plan->bursts.size() <= static_cast<size_t>(burst[k])) plan->bursts.resize(static_cast<size_t>(burst[k]) + 1);
+      plan->bursts[static_cast<size_t>(burst[k])].push_back(static_cast<uint32_t>(k));
+    }
+    const auto* triples = static_cast<const int64_t*>(carried.buf);
+    for (size_t i = 0; i + 2 < static_cast<size_t>(carried.len) / 8; i += 3)
+      plan->carried.push_back({triples[i], triples[i + 1], triples[i + 2]});
     plans.insert(plans.begin(), plan);
   }
+  PyBuffer_Release(&carried);
+  PyBuffer_Release(&bursts);
   PyBuffer_Release(&triggers);
   PyBuffer_Release(&sizes);
   PyBuffer_Release(&actions);
-  if (!fits) return PyErr_Format(PyExc_ValueError, "add_plan: one int64 and one uint8 for each save");
+  if (!fits) return PyErr_Format(PyExc_ValueError, "add_plan: one int64, one uint8 and one int32 for each save");
   Py_RETURN_NONE;
+}
+
+// The saves of a burst that are still to be made again, but for `c`.
+static PyObject* gone_of(int64_t burst, const Cell* c) {
+  PyObject* out = PyList_New(0);
+  if (!out || burst < 0 || static_cast<size_t>(burst) >= pass.plan->bursts.size()) return out;
+  for (const uint32_t k : pass.plan->bursts[static_cast<size_t>(burst)]) {
+    auto it = pass.away.find(k);
+    if (it == pass.away.end() || it->second == c || it->second->gone != EVICTED) continue;
+    if (PyList_Append(out, reinterpret_cast<PyObject*>(it->second)) < 0) {
+      Py_DECREF(out);
+      return nullptr;
+    }
+  }
+  return out;
+}
+
+// plan_together(cell) -> None if no plan is followed, or (number of its burst or -1, the others of it that are still
+// gone, [(number of a later one, its saves that are gone, bytes that are kept for it)]).
+static PyObject* py_plan_together(PyObject*, PyObject* o) {
+  if (Py_TYPE(o) != &CellType) return PyErr_Format(PyExc_TypeError, "plan_together: a cell");
+  const auto* c = reinterpret_cast<Cell*>(o);
+  if (!plan_leads()) Py_RETURN_NONE;
+  auto own = c->saved_in == g.pass ? pass.away.find(c->save_index) : pass.away.end();
+  const int32_t number = own != pass.away.end() && own->second == c ? burst_of(c->save_index) : -1;
+  PyObject* later = PyList_New(0);
+  if (!later) return nullptr;
+  for (const auto& [from, to, bytes] : pass.plan->carried) {
+    if (from != number) continue;
+    PyObject* gone = gone_of(to, c);
+    PyObject* entry =
+        gone ? Py_BuildValue("(LNL)", static_cast<long long>(to), gone, static_cast<long long>(bytes)) : nullptr;
+    const bool ok = entry && PyList_Append(later, entry) == 0;
+    Py_XDECREF(entry);
+    if (!ok) {
+      Py_DECREF(later);
+      return nullptr;
+    }
+  }
+  PyObject* others = gone_of(number, c);
+  if (!others) {
+    Py_DECREF(later);
+    return nullptr;
+  }
+  return Py_BuildValue("(iNN)", number, others, later);
 }
 
 // drop_plans(id): that one; negative: all of them.
@@ -241,9 +311,10 @@ static PyObject* py_plan_brings_back(PyObject*, PyObject*) { return PyBool_FromL
 static PyObject* py_plan_leads(PyObject*, PyObject*) { return PyBool_FromLong(plan_leads()); }
 
 PyMethodDef plan_methods[] = {
-    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers)"},
+    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers, bursts, carried)"},
     {"drop_plans", py_drop_plans, METH_O, "drop_plans(id): that one; negative: all"},
     {"begin_pass", py_begin_pass, METH_NOARGS, "-> how the pass that ends here followed its plan"},
+    {"plan_together", py_plan_together, METH_O, "-> what the plan makes again in one go with this cell"},
     {"plan_leads", py_plan_leads, METH_NOARGS, "whether a plan is being followed"},
     {"plan_brings_back", py_plan_brings_back, METH_NOARGS, "whether it says when what was written out comes back"},
     {nullptr, nullptr, 0, nullptr}};

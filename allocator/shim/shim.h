@@ -390,6 +390,7 @@ void plan_settle();
 void plan_saved(Cell* c);
 void plan_unpacked(const Cell* c);
 void plan_late(const Cell* c);
+void plan_let_go(const Cell* c);
 extern PyMethodDef plan_methods[];
 
 // window.cpp
