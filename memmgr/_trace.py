@@ -16,6 +16,8 @@ What a measured trace means, beyond what `policies/trace.py` says of all traces:
 - Batch norm reads and writes its running statistics unseen: a recomputation does without them (design rule 2).
 - `(between ops)` is an op without inputs and outputs that takes the time of the program itself and of recording it, some of
   these per pass: a CPU does nothing else meanwhile.
+- `uses` of an op are the saved storages that backward asked for before it, and with the last op of a node those that the node
+  still has: they cannot leave before it ends.
 - `pinned_until` counts what holds a storage besides autograd until that lets go for the first time. What autograd never
   saved is pinned until its release: it is not ours to let go of.
 - In-place writes reuse their block (`copy_on_write` is False).
@@ -71,6 +73,8 @@ class Tracer:
         self._peak = 0
         self._spent = 0.0
         self._any_saved = False
+        self._asked: dict[int, int] = {}  # of a storage: the op for which backward asked for it last
+        self._node = -1  # the op for which it asked for anything last
 
     def begin(self) -> None:
         """The next op of this thread is the first of the pass."""
@@ -189,13 +193,26 @@ class Tracer:
             if storage.alone < 0:
                 storage.alone = at
         for block in released:
-            self._storages[self._now.pop(block)].released = at
+            storage = self._now.pop(block)
+            self._storages[storage].released = at
+            self._held_by_node(storage, at)
         unseen = need - live
         if not self._began:
             self._began = True
             self._unseen = self._base = max(0, unseen)
         elif abs(unseen - self._unseen) > need * _UNSEEN_SHARE:
             self._unexplained(unseen - self._unseen)
+
+    def _held_by_node(self, storage: int, at: int) -> None:
+        """A node of backward has what it asked for until it has ended: its last op uses it too, whether it reads it or not.
+
+        Where the next node has asked for something since, this one had ended, and somebody else held the storage.
+        """
+        if self._node < 0 or self._asked.get(storage) != self._node:
+            return
+        last = next((op for op in reversed(self._ops[self._node : at]) if op.kind != OpKind.CONSTANT), None)
+        if last is not None and storage not in last.uses:
+            last.uses = (*last.uses, storage)
 
     def _constant(self, block: int, size: int, leaf: bool, came: bool) -> None:
         """A block that no op of the pass made."""
@@ -269,6 +286,9 @@ class Tracer:
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
             made.append(len(self._storages))
             self._storages.append(StorageRow("scratch", scratch, at, released=at + 1))
+        if used:
+            self._node = at
+            self._asked.update(dict.fromkeys(used, at))
         op = OpRow(info.name, seconds, read, made, kind, self._number, between, tuple(writes), pending, used)
         self._number += 1
         self._between = 0.0

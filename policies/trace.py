@@ -67,7 +67,7 @@ class Op:
         kind: see `OpKind`.
         writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
         saves: storages that autograd saved when it ran (empty in operator logs).
-        uses: saved storages that autograd asked back for it (empty in operator logs).
+        uses: saved storages that autograd asked back for it or still has while it runs (empty in operator logs).
     """
 
     name: str

@@ -444,3 +444,24 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "3 whole passes, and pass 9 was to be recorded" in late.stderr
     assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
     assert "--out" in capfd.readouterr().err
+
+
+def test_a_node_of_backward_has_what_it_asked_for_until_it_ends() -> None:
+    """A product's node makes two gradients, one after the other; both operands stay until the second is there."""
+    torch.manual_seed(0)
+    w, v = (nn.Parameter(torch.randn(1, 48, 48)) for _ in range(2))
+
+    def step() -> None:
+        torch.bmm(w + 1, v + 1).exp().sum().backward()
+        w.grad = v.grad = None
+
+    trace = measure(step).trace
+    adds = [op for _, op in program(trace) if op.name == "aten::add"]
+    operands = [s for op in adds for s in op.outputs if trace.storages[s].size_bytes >= 4 * 48 * 48]
+    assert len(operands) == 2
+    _, first, second = (k for k, op in program(trace) if op.name == "aten::bmm")
+    for s in operands:
+        assert trace.storages[s].released == second + 1
+        assert s in trace.ops[second].wanted
+    assert not set(operands) <= set(trace.ops[second].inputs)  # it reads one of them
+    assert any(set(operands) & set(op.uses) for k, op in program(trace) if k <= first)
