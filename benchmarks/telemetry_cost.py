@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs wi
 
 from _counters import counters
 
+LEAST_SECONDS = 1.5  # of a chunk
 SETTINGS = ("nobody", "again", "reader", "all", "attach")
 
 # Another process, so that its own time is not the training's. One word a line on stdin; it answers when that is so.
@@ -131,7 +133,7 @@ def main() -> None:
     """Runs the rounds and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a chunk")
+    parser.add_argument("--steps", type=int, default=10, help="least steps of a chunk")
     parser.add_argument("--share", type=float, default=0.6, help="the budget, of what the training needs")
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--json", type=Path)
@@ -149,7 +151,10 @@ def main() -> None:
         assert reader.stdin is not None and reader.stdout is not None
         step = training(args.quick)
         for _ in range(5):
+            begun = time.perf_counter()
             step()
+        # A reader asks for a sample twice a second, so a shorter chunk would meet none.
+        steps = max(args.steps, math.ceil(LEAST_SECONDS / (time.perf_counter() - begun)))
         for r in range(args.rounds):
             turn = r % len(SETTINGS)
             for name in SETTINGS[turn:] + SETTINGS[:turn]:
@@ -160,7 +165,7 @@ def main() -> None:
                 seconds = []
                 cpu, theirs, begun = time.process_time(), telemetry_thread_seconds(), time.perf_counter()
                 counted = {event: counter.read() for event, counter in ours.items()}
-                for _ in range(args.steps):  # on the CPU backward runs in this thread, too
+                for _ in range(steps):  # on the CPU backward runs in this thread, too
                     at = time.perf_counter()
                     step()
                     seconds.append(time.perf_counter() - at)
@@ -178,7 +183,7 @@ def main() -> None:
         f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ",
         end="",
     )
-    print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {args.steps} steps; ratios to 'nobody'")
+    print(f"budget {args.share:.0%} of the need; {args.rounds} rounds of {steps} steps; ratios to 'nobody'")
     print(f"{'':<9}{'step':>10}" + "".join(f"   {kind:^17}" for kind in measures) + "   telemetry's thread")
     for name in SETTINGS:
         row: dict[str, Any] = {"setting": name, "step_ms": 1e3 * statistics.median(found["wall"][name])}

@@ -668,7 +668,7 @@ class Manager:
             self.sleeper.surprises += 1
             with self.unseen():
                 return adopt_graph(self)
-        return self._lose_roots(0)
+        return self.replayer.forget() or self._lose_roots(0)
 
     def settle_managed(self, cell: Any) -> None:
         """A managed tensor was used: its bytes go back to the tier."""

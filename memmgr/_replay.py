@@ -82,14 +82,15 @@ class Replayer:
         try:
             return self._make(target, sorted([target, *others], key=_saved_at), later)
         except Exception:
-            pass  # the others were a matter of speed, and what is wrong with them is theirs to say
+            self.forget()  # the others were a matter of speed, and what is wrong with them is theirs to say
         finally:
             self._kept.pop(number, None)
         self._make(target, [target])
 
-    def forget(self) -> None:
-        """Lets go of what was kept for a later burst of the plan."""
-        self._kept = {}
+    def forget(self) -> int:
+        """Lets go of what is kept for later bursts of the plan; returns its bytes. From any thread that has the GIL."""
+        kept, self._kept = self._kept, {}
+        return sum(tensor.nbytes for tensors in kept.values() for tensor in tensors)
 
     def _make(self, target: Any, wanted: list[Any], later: Sequence[tuple[int, list[Any], int]] = ()) -> None:
         """Until `target` is in memory; on the way the others of `wanted` are made once.

@@ -193,9 +193,9 @@ class Tracer:
             if storage.alone < 0:
                 storage.alone = at
         for block in released:
-            storage = self._now.pop(block)
-            self._storages[storage].released = at
-            self._held_by_node(storage, at)
+            gone = self._now.pop(block)
+            self._storages[gone].released = at
+            self._held_by_node(gone, at)
         unseen = need - live
         if not self._began:
             self._began = True

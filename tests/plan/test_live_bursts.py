@@ -53,6 +53,21 @@ def all_away(trace: Any, *_: Any) -> _plans.Made:
     return _plans.Made([(s, Action.EVICT, back[trace.storages[s].size_bytes]) for s in sorted(parts)])
 
 
+def one_by_one(trace: Any, *_: Any) -> _plans.Made:
+    """The same, each with its own use; what they are parts of is kept from the first that is made to the others."""
+    made = all_away(trace)
+    first: dict[int, int] = {}
+    for k, op in enumerate(trace.ops):
+        for s in op.uses:
+            first.setdefault(s, k)
+    away = [(s, action, first[s]) for s, action, _ in made.away]
+    bursts: dict[int, list[int]] = {}
+    for s, _, back in away:
+        bursts.setdefault(trace.storages[s].size_bytes, []).append(back)
+    carried = [(3 * size, min(backs), back) for size, backs in bursts.items() for back in backs if back > min(backs)]
+    return _plans.Made(away, None, carried)
+
+
 def train(limit: int | None, **options: Any) -> tuple[str, dict[str, Any]]:
     torch.manual_seed(0)
     model = Projections()
@@ -126,6 +141,30 @@ def test_what_they_share_runs_once(projections: list[str], monkeypatch: pytest.M
     digest, one_by_one = in_planned_passes(projections, limit)
     assert digest == plain
     assert 0 < together <= len(WIDTHS) < one_by_one
+
+
+def test_what_a_later_burst_needs_is_kept(projections: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_plans.PLANNERS, "plan", one_by_one)
+    limit = limit_bytes()
+    plain, _ = train(None)
+    digest, kept = in_planned_passes(projections, limit)
+    assert digest == plain
+    monkeypatch.setitem(_plans.PLANNERS, "plan", lambda *args: _plans.Made(one_by_one(*args).away))
+    digest, forgotten = in_planned_passes(projections, limit)
+    assert digest == plain
+    assert 0 < kept <= len(WIDTHS) < forgotten
+
+
+def test_what_is_kept_goes_when_memory_is_short() -> None:
+    with memmgr.budget("64MB", quiet=True):
+        manager = _budget.current()
+        assert manager is not None
+        for ask in (lambda: manager.surprise(1), manager._retry):
+            manager.replayer._kept = {3: [torch.ones(1000)]}
+            assert ask()
+            assert not manager.replayer._kept
+        manager.replayer._kept = {3: [torch.ones(1000)]}
+    assert not manager.replayer._kept
 
 
 def test_others_that_fail_do_not_matter(projections: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
