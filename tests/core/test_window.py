@@ -219,6 +219,18 @@ def test_pinned_blocks_break_the_window(make_arena):
     assert arena.choose(BY_WINDOW, 0, 256 * KIB) is None
 
 
+def test_what_costs_nothing_has_to_leave_all_the_same(make_arena):
+    """A price of 0 is no free run: the block is named, and of two such windows the lower one is taken."""
+    arena, blocks = full(make_arena, 8)
+    for index, cost in enumerate((1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)):
+        arena.price(blocks[index], cost)
+    assert arena.choose(BY_WINDOW, 128 * KIB, 128 * KIB) == blocks[1:3]
+    assert arena.choose(BY_WINDOW, 192 * KIB, 192 * KIB) == blocks[4:7]
+    for address in blocks[4:7]:
+        arena.free(address)
+    assert arena.alloc(192 * KIB) == blocks[4]
+
+
 def test_what_is_freed_or_disowned_has_no_price(make_arena, core):
     arena, blocks = full(make_arena, 4)
     arena.price(blocks[0], 1.0, owner=77)
