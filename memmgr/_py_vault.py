@@ -190,7 +190,9 @@ class Vault(Columns):
         """
         if not self._no_capture.is_set():
             if self._memory.is_capturing():
-                raise RuntimeError("memmgr: while a graph is captured no saved tensor can be brought back to the device")
+                raise RuntimeError(
+                    "memmgr: while a graph is captured no saved tensor can be brought back to the device"
+                )
             self._no_capture.wait()  # another thread does
         with self._lock:
             self._wait_not_busy(cell)

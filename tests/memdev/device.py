@@ -112,8 +112,10 @@ def _graphs(made: Handles) -> type:
             torch.accelerator.synchronize()
             self._stream = here()
             fake.fake_set_capturing(self._stream, 1)
+            made.lib.memdev_capture(1)
 
         def capture_end(self) -> None:
+            made.lib.memdev_capture(-1)
             fake.fake_set_capturing(self._stream, 0)
             self._number = fake.fake_keep_graph(self._stream)
 
