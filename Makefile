@@ -100,7 +100,7 @@ clean: ## remove what make made
 GPU_PYTHON ?= python3
 GPU_SITE := build/gpu
 GPU_PLATFORMS := 2_28 2_27 2_26 2_24 2_17 2_12 2_5
-GPU_WHEELS := scikit-build-core pathspec packaging ninja cmake nvidia-ml-py psutil
+GPU_WHEELS := scikit-build-core pathspec packaging ninja cmake nvidia-ml-py psutil pytest pytest-timeout pluggy iniconfig pygments
 
 gpu-wheels: setup ## fetch the wheels that gpu-check needs into .whl/ (Python 3.12, x86-64)
 	rm -rf .whl

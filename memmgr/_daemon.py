@@ -66,8 +66,10 @@ class Daemon:
             try:
                 if wanted:
                     self._native.daemon_answer(self._manager.surprise(wanted))
-                self._let_go()
-                self._prefetch()
+                with self._manager.captures.lock:
+                    if not self._manager.captures.under_way:
+                        self._let_go()
+                        self._prefetch()
             except BaseException as error:  # a prefetch that fails costs time, not correctness
                 self._failed(f"{type(error).__name__}: {error}")
                 if wanted:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._captures import METHODS, graph_classes
+
 if TYPE_CHECKING:
     from ._manager import Manager
 
@@ -66,6 +68,9 @@ class Guards:
         triton = sys.modules.get("triton.runtime.jit")
         if triton is not None and hasattr(triton, "JITFunction"):
             self._patch(triton.JITFunction, "run", self._triton)
+        for graphs in graph_classes(self._manager.device):
+            for name in METHODS:
+                self._patch(graphs, name, getattr(self, f"_{name}"))
         self._patch(torch.autograd.grad_mode.enable_grad, "__enter__", self._grad_enter)
         self._patch(torch.autograd.grad_mode.enable_grad, "__exit__", self._grad_exit)
 
@@ -76,7 +81,7 @@ class Guards:
 
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if not manager.open:
+            if not manager.open or manager.captures.under_way:
                 return original(*args, **kwargs)
             depth = getattr(local, "backward", 0)
             local.backward = depth + 1
@@ -194,6 +199,47 @@ class Guards:
             return result
 
         return pointer
+
+    # -- graphs --
+
+    def _capture_begin(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if not manager.open:
+                return original(graph, *args, **kwargs)
+            manager.captures.begin(graph)
+            try:
+                return original(graph, *args, **kwargs)
+            except BaseException:
+                manager.captures.end(graph)
+                raise
+
+        return capture_begin
+
+    def _capture_end(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(graph, *args, **kwargs)
+            finally:
+                manager.captures.end(graph)
+
+        return capture_end
+
+    def _replay(self, original: Any) -> Any:
+        manager = self._manager
+
+        @functools.wraps(original)
+        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if manager.open:
+                manager.captures.before_replay()
+            return original(graph, *args, **kwargs)
+
+        return replay
 
     def _triton(self, original: Any) -> Any:
         manager = self._manager

@@ -24,6 +24,7 @@ from memmgr.policies.trace import TierLink
 
 from . import _device
 from ._advice import own_checkpointing
+from ._captures import Captures, is_capturing
 from ._daemon import Daemon
 from ._errors import BudgetError, RecomputeError
 from ._guards import Guards
@@ -108,6 +109,7 @@ class Manager:
         self.recorder = Recorder(native, self)
         self.measuring = Measuring(native, self)
         self.guards = Guards(self)
+        self.captures = Captures(self)
         self.daemon: Daemon | None = None
         self.telemetry = Telemetry(self, config.log)
         self.passes = 0
@@ -138,6 +140,8 @@ class Manager:
     def start(self) -> None:
         """Installs everything; on an error nothing stays behind."""
         native, config = self.native, self.config
+        if is_capturing(self.device):
+            raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         self._begun = time.perf_counter()
         native.reset_counters()
         gc.collect()  # what is garbage already shall not count against the budget
@@ -153,7 +157,7 @@ class Manager:
                 on_slow=self.recorder.slow,
                 on_new_kind=self.recorder.first_use if self.proving else None,
                 on_classify=self.recorder.classify,
-                on_missing=self.replayer.materialize,
+                on_missing=self.captures.missing,
                 on_rank=self._rank,
                 on_kept=self._kept,
                 on_empty=self._empty,
@@ -208,6 +212,7 @@ class Manager:
             ]
             self.daemon = None
         self.guards.remove()
+        self.captures.close()
         self._wall = time.perf_counter() - self._begun
         lazily = False
         self.plans.close()

@@ -38,7 +38,7 @@ class Beside(Ledger):
         in pieces. Lets go of more each time. False: there is nothing more to let go of, or the error is our own."""
         if not self._memory.asynchronous or getattr(error, "memmgr_said_it", False) or self._tls.no_reclaim:
             return False
-        if attempt >= _NATIVE_TRIES - 1:
+        if attempt >= _NATIVE_TRIES - 1 or not self._no_capture.is_set():
             return False
         begun = time.perf_counter_ns()
         released = self._release_from_vault(max(want, self._budget >> 6) << attempt)
@@ -91,6 +91,17 @@ class Beside(Ledger):
             self._outside += unseen - self._unseen
             self._unseen = unseen
             self._raise_peaks()
+
+    def set_capturing(self, value: bool) -> None:
+        """A graph is captured: copies would be part of it, and so would what waits for its stream."""
+        if self._streams is None:
+            return  # of the host's memory a graph knows nothing
+        self._streams.quiet = value
+        if value:
+            self._no_capture.clear()
+            return
+        self._no_capture.set()
+        self._see_unseen()  # what the graph keeps was not seen being made
 
     def place(self) -> str:
         """The device that the last budget was about."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ._captures import is_capturing
 from ._py_streams import Streams
 from ._py_tier import address
 from ._py_versions import bytes_of, quiet
@@ -56,6 +57,10 @@ class HostMemory:
     def synchronize(self) -> None:
         """Waits for all work."""
 
+    def is_capturing(self) -> bool:
+        """Is the calling thread's stream captured into a graph?"""
+        return False
+
 
 class DeviceMemory(HostMemory):
     """An accelerator's, from its own allocator."""
@@ -98,6 +103,9 @@ class DeviceMemory(HostMemory):
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
+
+    def is_capturing(self) -> bool:
+        return is_capturing(self.device)
 
     def limit(self, limit_bytes: int) -> None:
         """By `set_per_process_memory_fraction`, where the device's module has one; without a limit, what was set before.

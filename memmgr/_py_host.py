@@ -191,6 +191,8 @@ class HostTier:
 
     def poll(self, slot: int) -> int:
         found = self._slots[slot]
+        if self._streams.quiet:
+            return 0
         return int(all(event is None or event.query() for event in (found.written, found.read)))
 
     def wait(self, slot: int) -> int:
@@ -213,7 +215,7 @@ class HostTier:
     def stats(self) -> dict[str, int]:
         with self._lock:
             for kind, queue in self._queued.items():
-                while queue and queue[0][0].query():
+                while queue and not self._streams.quiet and queue[0][0].query():
                     queue.popleft()
                 self._stats[f"queued_{kind}_bytes"] = sum(size for _, size in queue)
             return dict(self._stats)

@@ -73,6 +73,8 @@ class Ledger(Watch):
         self._memory = HostMemory()
         self._streams: Streams | None = None  # of a device; the CPU has none
         self._unseen = 0  # part of what is outside: allocated, but by nobody whom we saw
+        self._no_capture = threading.Event()  # while a graph is captured nothing leaves and nothing comes back
+        self._no_capture.set()
 
     # -- what other parts fill in --
 

@@ -40,6 +40,7 @@ class Streams:
         self._seen: dict[int, Any] = {}
         self._in_order: set[int] = set()  # those of them that wait for what the others did before
         self.left_out = ""  # a rule that is not kept: for tests
+        self.quiet = False  # a graph is captured: no event may be put anywhere
         self.joined: Callable[[], None] = lambda: None
         torch.accelerator.synchronize(self._index)  # what was queued before is no concern of ours
         for stream in (self._default(), self.current()):
@@ -75,7 +76,7 @@ class Streams:
     def note(self) -> None:
         """This thread is about to queue work on its current stream."""
         stream = self.current()
-        if stream.stream_id not in self._in_order:
+        if stream.stream_id not in self._in_order and not self.quiet:
             self._join(stream)
 
     def _join(self, stream: Any) -> None:

@@ -38,7 +38,7 @@ class Vault(Columns):
     def _release(self, cell: Cell, action: int) -> bool:
         """Lets the bytes go if they are ours alone. The lock is held; it is dropped while bytes are copied."""
         self._disarm(cell)
-        if not self._loose(cell) or cell.incoming is not None:
+        if not self._loose(cell) or cell.incoming is not None or not self._no_capture.is_set():
             return False
         gone = PRESENT
         tier = self._tier
@@ -151,6 +151,8 @@ class Vault(Columns):
         """Takes what was ranked, in its order; then, if that was not enough, whatever may leave, oldest save first."""
         released = 0
         self._settle()
+        if not self._no_capture.is_set():
+            return 0
         with self._lock:
             while released < want and self._armed_next < len(self._armed):
                 cell = self._armed[self._armed_next]
@@ -184,7 +186,14 @@ class Vault(Columns):
         Raises:
             torch.OutOfMemoryError: there is no room.
             OSError: the copy cannot be read and there is no recipe.
+            RuntimeError: this thread captures a graph.
         """
+        if not self._no_capture.is_set():
+            if self._memory.is_capturing():
+                raise RuntimeError(
+                    "memmgr: while a graph is captured no saved tensor can be brought back to the device"
+                )
+            self._no_capture.wait()  # another thread does
         with self._lock:
             self._wait_not_busy(cell)
             if cell.gone == PRESENT and cell.present:
@@ -258,6 +267,8 @@ class Vault(Columns):
 
     def prefetch(self, cell: Cell, keep_free: int) -> int:
         """1: begun, 0: no room, -1: nothing to do."""
+        if not self._no_capture.is_set():
+            return 0
         with self._lock:
             tier = self._tier
             if cell.gone != OFFLOADED or cell.incoming is not None or cell.busy or cell.slot < 0 or tier is None:
@@ -318,6 +329,8 @@ class Vault(Columns):
         """Queues an early copy of bytes that are ours alone."""
         with self._lock:
             if self._tier is None or cell.slot >= 0 or not cell.ours_alone or not cell.fresh:
+                return False
+            if not self._no_capture.is_set():
                 return False
             slot = self._tier.write(self._memory.for_tier(cell.strong), cell.nbytes)
             if slot < 0:

@@ -5,6 +5,7 @@ A section prints Markdown, a line as soon as it is known, and ends with 0 if wha
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,35 @@ def exactness(device: str, quick: bool) -> bool:
         counts = (f"{managed.stats.get(key, 0):,.0f}" for key in ("evictions", "offloads", "recomputes"))
         sizes = (megabytes(plain.need_bytes), megabytes(budget), megabytes(managed.peak_bytes))
         _line(spec.label, f"{plain.parameters:,}", *sizes, *counts, _yes(same))
+    return good
+
+
+def _apart(a: RunResult, b: RunResult) -> str:
+    """By how much two runs' losses differ at most."""
+    pairs = zip(a.losses, b.losses, strict=False)
+    most = max((abs(float.fromhex(x) - float.fromhex(y)) for x, y in pairs), default=float("nan"))
+    return "the same bits" if a.same_bits(b) else f"{most:.2e}"
+
+
+def verified(device: str, quick: bool) -> bool:
+    """Rule 1 where torch itself does not promise the same bits: each restored cell equals what was dropped, or the run
+    raises; how far two unmanaged runs are apart is printed beside how far ours is."""
+    good = True
+    _head("model", "cudnn.benchmark", "evictions", "offloads", "unmanaged twice", "managed", "every cell as it was")
+    for base in SIZES[quick][1:] if quick else reversed(SIZES[quick]):
+        for benchmark in (True,) if quick else (False, True):
+            spec = replace(base, device=device, steps=min(base.steps, 3), benchmark=benchmark)
+            plain = _unmanaged(spec)
+            managed = _managed(spec, plain.need_bytes, 0.6, options={"verify": True})
+            name = (spec.label, "on" if benchmark else "off")
+            if managed.failure:
+                good = False
+                _line(*name, *["-"] * 4, f"**failed**: {_last_line(managed)}")
+                continue
+            counts = (managed.stats.get("evictions", 0), managed.stats.get("offloads", 0))
+            good = good and sum(counts) > 0 and managed.peak_bytes <= (managed.spec.budget_bytes or 0)
+            again = _apart(plain, run(spec, timeout_seconds=120))
+            _line(*name, *(f"{count:,.0f}" for count in counts), again, _apart(plain, managed), _yes(sum(counts) > 0))
     return good
 
 
@@ -254,7 +285,7 @@ def _probed(*words: str, **variables: str) -> dict[str, Any]:
 
 
 def allocator(device: str, quick: bool) -> bool:
-    """What torch.cuda answers under memmgr's allocator; the same bits in both orders of importing; what a block costs."""
+    """What torch.cuda answers under memmgr's allocator; the same bits in all orders of importing; what a block costs."""
     if device != "cuda":
         print("Not rehearsed: there is nothing of it without CUDA.")
         return True
@@ -279,6 +310,13 @@ def allocator(device: str, quick: bool) -> bool:
         good = good and same and run["allocator"] == "memmgr" and run["peak_bytes"] <= limit
         sizes = (megabytes(limit), megabytes(run["peak_bytes"]), megabytes(run["reserved_peak_bytes"]))
         _line(order, run["allocator"], *sizes, _yes(same))
+    # The model before the import: torch's own allocator stays, which takes whole segments.
+    limit = int(0.9 * native["reserved_peak_bytes"])
+    late = _probed("train", "late", str(limit))
+    same = late["digest"] == native["digest"]
+    good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= limit
+    sizes = (megabytes(limit), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
+    _line("late", late["allocator"], *sizes, _yes(same))
     print(flush=True)
     _head("host time", "torch's own", "memmgr, mapped")
     theirs, ours = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
@@ -289,12 +327,27 @@ def allocator(device: str, quick: bool) -> bool:
     return good
 
 
+def tests(device: str, quick: bool) -> bool:
+    """Those that are skipped without a GPU, where their folder and pytest are there."""
+    files = [name for name in ("tests/plugin/test_gpu.py", "tests/driver/test_real_device.py") if Path(name).is_file()]
+    if device != "cuda" or not files or importlib.util.find_spec("pytest") is None:
+        print("Left out: no GPU, no tests beside this, or no pytest.")
+        return True
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rA", *files]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))]
+    print("```", *told, *(done.stdout.splitlines()[-1:] if told else done.stdout.splitlines()[-15:]), "```", sep="\n")
+    return done.returncode == 0
+
+
 SECTIONS: dict[str, Callable[[str, bool], bool]] = {
     "exactness": exactness,
-    "peak": peak,
     "allocator": allocator,
+    "verified": verified,
+    "peak": peak,
     "overlap": overlap,
     "timings": timings,
+    "tests": tests,
 }
 
 

@@ -36,6 +36,7 @@ class RunSpec:
         options: further keyword arguments of `memmgr.budget`.
         device: "cpu" or "cuda".
         deterministic: switch torch's deterministic algorithms on.
+        benchmark: let cudnn try its kernels and take the fastest; not together with `deterministic`.
         measure_need: find out how much memory the run needs. On the CPU its resident set is made to tell (see
             `_worker.keep_nothing_back`), which makes it slower: time another run. On CUDA torch's own count is taken.
         nvml: sample the GPU's memory as NVML sees it.
@@ -55,6 +56,7 @@ class RunSpec:
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     deterministic: bool = False
+    benchmark: bool = False
     measure_need: bool = False
     nvml: bool = False
     profile: bool = False

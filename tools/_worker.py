@@ -323,9 +323,9 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     on_gpu = spec["device"] == "cuda"
     if spec["measure_need"] and not on_gpu:
         keep_nothing_back()
+    torch.backends.cudnn.benchmark = spec["benchmark"] and not spec["deterministic"]
     if spec["deterministic"]:
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
     if spec["deterministic"] and on_gpu:
         # The fused attention kernels' backward adds in the order in which its blocks happen to finish.
         torch.backends.cuda.enable_flash_sdp(False)

@@ -87,20 +87,41 @@ def layout(core, seed: int, integer_prices: bool) -> tuple[core_abi.Arena, int, 
     return arena, base, budget // UNIT * UNIT, prices, live
 
 
+def requests_for(pieces: list[Piece], limit: int, seed: int) -> list[int]:
+    """Three of any size; five as long as a window for which something has to leave, exactly or nearly. What can be met is last."""
+    dice = random.Random(seed)
+    found = [dice.randrange(LEAST_LARGE // UNIT, limit // UNIT) * UNIT for _ in range(3)]
+    longest = max((piece.bytes for piece in pieces if piece.price == 0), default=0)
+    windows = []
+    for left in range(len(pieces)):
+        length = 0
+        for piece in pieces[left:]:
+            if piece.price is None:
+                break
+            length += piece.bytes
+            windows.append(length)
+    windows = [length for length in windows if length > longest + UNIT]
+    for length in dice.sample(windows, min(5, len(windows))):
+        found.append(max(LEAST_LARGE, length + dice.choice([-UNIT, 0, 0, UNIT])))
+    return sorted(found, key=lambda request: brute_force(pieces, request) is not None)
+
+
 @settings(max_examples=1500, deadline=None)
 @given(seed=st.integers(0, 2**48))
 def test_the_window_is_the_cheapest_of_all_windows(core, seed):
-    """Whole prices are added exactly, so run and ties are the same as with all windows tried."""
+    """Whole prices are added exactly, so run and ties are the same as with all windows tried: eight requests a layout, and
+    what was chosen for the last of them is released."""
     arena, base, limit, prices, live = layout(core, seed, integer_prices=True)
     pieces = pieces_of(arena, base, limit, prices)
-    request = random.Random(seed + 1).randrange(LEAST_LARGE // UNIT, limit // UNIT) * UNIT
-    expected = brute_force(pieces, request)
     resident = arena.stats.live_bytes
-    chosen = arena.choose(BY_WINDOW, max(0, resident + request - limit), request)
-    if expected is None:
-        assert chosen is None
-    else:
-        assert chosen == [base + piece.offset for piece in expected if piece.price != 0]
+    for request in requests_for(pieces, limit, seed + 1):
+        expected = brute_force(pieces, request)
+        chosen = arena.choose(BY_WINDOW, max(0, resident + request - limit), request)
+        if expected is None:
+            assert chosen is None
+        else:
+            assert chosen == [base + piece.offset for piece in expected if piece.price != 0]
+    if expected is not None:
         for address in chosen:
             arena.free(address)
             live.remove(address)
@@ -217,6 +238,18 @@ def test_pinned_blocks_break_the_window(make_arena):
     arena.price(blocks[3], float("inf"))
     arena.price(blocks[5], float("nan"))
     assert arena.choose(BY_WINDOW, 0, 256 * KIB) is None
+
+
+def test_what_costs_nothing_has_to_leave_all_the_same(make_arena):
+    """A price of 0 is no free run: the block is named, and of two such windows the lower one is taken."""
+    arena, blocks = full(make_arena, 8)
+    for index, cost in enumerate((1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)):
+        arena.price(blocks[index], cost)
+    assert arena.choose(BY_WINDOW, 128 * KIB, 128 * KIB) == blocks[1:3]
+    assert arena.choose(BY_WINDOW, 192 * KIB, 192 * KIB) == blocks[4:7]
+    for address in blocks[4:7]:
+        arena.free(address)
+    assert arena.alloc(192 * KIB) == blocks[4]
 
 
 def test_what_is_freed_or_disowned_has_no_price(make_arena, core):

@@ -156,6 +156,7 @@ struct Fake {
   int file = -1;
   uint64_t file_bytes = 0;
   uint64_t capture_violations = 0;
+  std::vector<std::vector<Task>> graphs;
   bool lenient = false;
   uint64_t illegal_uses = 0;
   uint64_t queries = 0;  // that found work under way
@@ -1064,6 +1065,7 @@ void fake_reset(uint64_t seed, int mode) {
   fake.calls.clear();
   fake.faults.clear();
   fake.capture_violations = 0;
+  fake.graphs.clear();
   fake.lenient = false;
   fake.illegal_uses = 0;
   if (ftruncate(fake.file, 0) != 0) Die("ftruncate: %s", strerror(errno));
@@ -1129,6 +1131,27 @@ void fake_replay(CUstream captured, CUstream handle) {
   Stream* from = captured != nullptr ? static_cast<Stream*>(captured) : fake.devices[0].legacy;
   Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
   for (const Task& task : from->captured) {
+    stream->tasks.push_back(task);
+    ++stream->queued;
+  }
+  TimePasses(&fake, &hold);
+}
+
+// The same of what was captured last, once and for all: later captures on the stream are others. A number for fake_launch.
+int fake_keep_graph(CUstream captured) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  Stream* from = captured != nullptr ? static_cast<Stream*>(captured) : fake.devices[0].legacy;
+  fake.graphs.push_back(std::move(from->captured));
+  from->captured.clear();
+  return static_cast<int>(fake.graphs.size()) - 1;
+}
+
+void fake_launch(int graph, CUstream handle) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
+  for (const Task& task : fake.graphs.at(static_cast<size_t>(graph))) {
     stream->tasks.push_back(task);
     ++stream->queued;
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from . import build
-from .device_abi import MAPPED, MIB, PLAIN, UNLIMITED, Device, load
+from .device_abi import MAPPED, MIB, PLAIN, UNLIMITED, Device, core_abi, load
 from .device_program import Program
 from .fake import _SIGNATURES, LATE, PROMPT, RANDOM, THREADED, FakeDriver
 
@@ -303,6 +304,29 @@ def test_the_list_of_names_is_complete() -> None:
     assert found == set(NAMES)
 
 
+def test_no_wait_passes_by_the_names() -> None:
+    """Calls that order work stand in an Order, or in the helpers that are called in one; each has its reason."""
+    source = (build.CORE / "device.cpp").read_text()
+    ordering = r"StreamWaitEvent|StreamSynchronize|EventSynchronize|EventRecord|CtxSynchronize"
+    direct = [line.strip() for line in source.splitlines() if re.search(ordering, line) and "Order<" not in line]
+    assert direct == [
+        "return DriverErrno(Noted(driver_.CtxSynchronize()));",  # SynchronizeContext
+        # WaitForTail: the event, and the CPU for a stream that cannot be asked.
+        "error = driver_.EventRecord(event, other);",
+        "if (error == CUDA_SUCCESS) error = driver_.StreamWaitEvent(waiter, event, 0);",
+        "if (driver_.StreamSynchronize(other) == CUDA_SUCCESS) {",
+        "if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);",  # SynchronizeAll
+    ]
+    calls = {
+        "SynchronizeContext": 5,  # close.all, synchronize.all, its definition; what cannot be asked, in the two helpers
+        "WaitForTail": 2,  # its definition, WaitFor
+        "WaitFor": 3,  # its definition, WaitForTouched (offload.touched, reload.target), reuse.touched
+        "SynchronizeAll": 2,  # its definition, trim.touched
+    }
+    found = {name: len(re.findall(rf"(?<![\w.]){name}\(", re.sub(r"//.*", "", source))) for name in calls}
+    assert found == calls, found
+
+
 # ---- the budget ------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +446,43 @@ def test_reclaim_frees_and_the_request_waits_for_what_it_gets(open_device: OpenD
     assert wrong.value == 0
     for block in [address, *vault]:
         device.free(block)
+
+
+def test_a_window_is_waited_for_with_all_of_its_blocks(open_device: OpenDevice, driver: FakeDriver) -> None:
+    """Its blocks were three streams': the one that gets the run waits for the tails of all of them, and of no other."""
+    price = core_abi.Price
+    device = open_device(budget=16 * MIB, memory=PLAIN)
+    core, arena = device.core, device.arena
+    core.mm_arena_set_layout(arena, core_abi.REMAP_NEVER, 0)
+    *homes, other, bystander = (driver.stream() for _ in range(5))
+    wrong = c.c_uint64()
+    beside = device.alloc(2 * MIB, bystander)
+    blocks = [device.alloc(4 * MIB, stream) for stream in homes]
+    driver.fill(bystander, beside, 2 * MIB, 1)
+    for block, stream in zip(blocks, homes, strict=True):
+        driver.fill(stream, block, 4 * MIB, 1)
+        driver.check(stream, block, 4 * MIB, 1, wrong)
+        core.mm_arena_price(arena, price(block, block, 1.0, 0.0), 1)
+    chosen: list[int] = []
+
+    def reclaim(need: int, request: int, _attempt: int) -> int:
+        victims = (core_abi.Victim * 16)()
+        count = core.mm_arena_choose(arena, core_abi.BY_WINDOW, need, request, 1.0, victims, len(victims))
+        for victim in victims[: max(0, count)]:
+            chosen.append(victim.p)
+            core.mm_device_free(device.handle, victim.p)
+        return 4 * MIB * max(0, count)
+
+    device.on_reclaim(reclaim)
+    address = device.alloc(12 * MIB, other)
+    assert chosen == blocks and address == blocks[0]
+    assert waits(device) == 3
+    driver.fill(other, address, 12 * MIB, 2)
+    driver("cuStreamSynchronize", other)
+    driver.drain()
+    assert wrong.value == 0
+    device.free(address)
+    device.free(beside)
 
 
 @pytest.mark.parametrize("memory", [MAPPED, PLAIN])

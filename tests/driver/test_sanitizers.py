@@ -1,4 +1,5 @@
-"""Threads on a device's memory, the host tier and the double, in C++, under AddressSanitizer and ThreadSanitizer."""
+"""Threads on the arena and its searches, both tiers, a device's memory and the double, in C++, under AddressSanitizer and
+ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ def works(sanitizer: str) -> str:
     return "" if done.returncode == 0 else done.stderr
 
 
-@pytest.mark.parametrize("stress", ["tier_stress", "device_stress"])
+@pytest.mark.parametrize("stress", ["stress", "tier_stress", "device_stress"])
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_threads_under_a_sanitizer(sanitizer: str, stress: str) -> None:
+def test_threads_under_a_sanitizer(sanitizer: str, stress: str, tmp_path: Path) -> None:
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
     why_not = works(sanitizer)
@@ -42,10 +43,13 @@ def test_threads_under_a_sanitizer(sanitizer: str, stress: str) -> None:
         pytest.skip(f"-fsanitize={sanitizer} does not work here: {why_not}")
     flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"]
     core = build.build(f"core_{sanitizer}", build.core_sources(), flags)
-    sources = [Path(__file__).parent / f"{stress}.cpp", core]
-    program = build.build(f"{stress}_{sanitizer}", sources, flags, shared=False)
-    command = [str(program), str(build.fake_driver(sanitizer)), str(SECONDS)]
+    on_host = stress == "stress"  # the arena that the CPU device has, with searches, a file below it, and forks
+    source = build.CORE / "stress.cpp" if on_host else Path(__file__).parent / f"{stress}.cpp"
+    program = build.build(f"{stress}_{sanitizer}", [source, core], flags, shared=False)
+    words = [str(SECONDS), str(tmp_path)] if on_host else [str(build.fake_driver(sanitizer)), str(SECONDS)]
+    command = [str(program), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **OPTIONS})
     assert done.returncode == 0, done.stdout + done.stderr
     rounds = re.search(r"(\d+) rounds", done.stdout)
     assert rounds is not None and int(rounds[1]) > 100, done.stdout
+    assert not on_host or re.search(r" [1-9]\d* by a search", done.stdout), done.stdout

@@ -12,7 +12,7 @@ stream order (NaN; an index out of range).
 Known limitations: kernels see the process-wide numeric switches of the moment in which they run. Ops whose results' sizes
 are data, and seeded ones that need data (`prompt_ops`), make the program wait, where CUDA would not always. Random numbers
 come from the CPU's default generator. No sparse layouts, no fused attention, no LSTM or GRU cells (torch wants fused
-kernels of its own for them), no graphs, no `torch.compile`, and nothing of ``torch.accelerator.memory_*`` with memdev's own
+kernels of its own for them), no `torch.compile`, and nothing of ``torch.accelerator.memory_*`` with memdev's own
 allocator.
 """
 

@@ -100,6 +100,38 @@ def _mem_get_info(made: Handles) -> tuple[int, int]:
     return total - int(made.fake.fake_outstanding(b"bytes")), total
 
 
+def _graphs(made: Handles) -> type:
+    """``torch.memdev.Graph``. Its memory is its own for good."""
+    fake = made.fake
+
+    def here() -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.accelerator.current_stream().stream_id)
+
+    class Graph:
+        def capture_begin(self) -> None:
+            torch.accelerator.synchronize()
+            self._stream = here()
+            fake.fake_set_capturing(self._stream, 1)
+            made.lib.memdev_capture(1)
+
+        def capture_end(self) -> None:
+            made.lib.memdev_capture(-1)
+            fake.fake_set_capturing(self._stream, 0)
+            self._number = fake.fake_keep_graph(self._stream)
+
+        def replay(self) -> None:
+            fake.fake_launch(self._number, here())
+
+    return Graph
+
+
+def _is_capturing(made: Handles) -> bool:
+    status = ctypes.c_int()
+    stream = ctypes.c_void_p(torch.accelerator.current_stream().stream_id)
+    assert made.fake.cuStreamIsCapturing(stream, ctypes.byref(status)) == 0
+    return status.value != 0
+
+
 def _module(made: Handles) -> types.ModuleType:
     """``torch.memdev``. Random numbers come from the CPU's default generator, so its state is what is kept."""
     module = types.ModuleType("torch.memdev")
@@ -144,6 +176,8 @@ def _module(made: Handles) -> types.ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "Stream": lambda *args, **kwargs: torch.Stream(*args, device=kwargs.pop("device", "memdev"), **kwargs),
         "Event": lambda *args, **kwargs: torch.Event(device="memdev", **kwargs),
+        "Graph": _graphs(made),
+        "is_current_stream_capturing": lambda: _is_capturing(made),
         "stream": lambda stream: stream,  # torch.Stream is its own context
     }
     for name, value in names.items():

@@ -33,6 +33,8 @@ using CUcontext = void*;
   X(cuStreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))         \
   X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream))                \
   X(cuStreamQuery, "cuStreamQuery", (CUstream))                            \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (CUstream, int*))          \
+  X(cuExchangeCaptureMode, "cuThreadExchangeStreamCaptureMode", (int*))    \
   X(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned)) \
   X(cuEventCreate, "cuEventCreate", (CUevent*, unsigned flags))            \
   X(cuEventDestroy, "cuEventDestroy_v2", (CUevent))                        \
@@ -104,6 +106,16 @@ inline void SynchronizeStream(int device, CUstream stream) {
   MEMDEV_CHECK(driver.cuStreamSynchronize(stream));
 }
 
+inline std::atomic<int> captures{0};  // under way: without any, nobody is asked
+
+inline bool IsCapturing(int device, CUstream stream) {
+  if (captures.load() == 0) return false;
+  UseDevice(device);
+  int status = 0;
+  MEMDEV_CHECK(driver.cuStreamIsCapturing(stream, &status));
+  return status != 0;
+}
+
 // `waiter` holds its later work until what is queued on `stream` now has passed.
 inline void StreamWaits(int waiter_device, CUstream waiter, int device, CUstream stream) {
   if (waiter == stream && waiter_device == device) return;
@@ -124,6 +136,7 @@ struct Work {
   virtual ~Work() = default;
   virtual void Run() = 0;
   virtual std::string Name() const = 0;
+  bool captured = false;  // into a graph, which runs it again and again, and lives as long as the process
 };
 
 // Finished work waits here for the next kernel launch: its end may free host tensors, which may need the GIL, and a
@@ -173,13 +186,14 @@ inline void RunWork(void* raw) {
     std::fflush(stderr);
     std::abort();
   }
-  graveyard.Bury(work);
+  if (!work->captured) graveyard.Bury(work);
 }
 
 inline void Launch(int device, CUstream stream, std::unique_ptr<Work> work) {
   if (closing.load()) return;
   UseDevice(device);
   launches.fetch_add(1);
+  work->captured = IsCapturing(device, stream);
   MEMDEV_CHECK(driver.cuLaunchHostFunc(stream, RunWork, work.get()));
   work.release();  // it may be gone already
 }

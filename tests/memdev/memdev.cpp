@@ -125,6 +125,7 @@ MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* fr
   functions.used = reinterpret_cast<decltype(functions.used)>(used);
   memdev::UseCore(ordinal, device, functions);
 }
+MEMDEV_API void memdev_capture(int more) { memdev::captures.fetch_add(more); }
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
 MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }

@@ -47,6 +47,7 @@ struct Block {
   int device;
   CUstream home;
   std::set<std::pair<int, CUstream>> users;  // other streams with queued work on it
+  bool captured = false;                     // made for a graph, which uses it whenever it is replayed
 };
 
 class Memory : public c10::Allocator {
@@ -57,15 +58,17 @@ class Memory : public c10::Allocator {
     if (n == 0) return c10::DataPtr(nullptr, where);
     CUstream stream = CurrentStream(device);
     size_t bytes = (n + 511) / 512 * 512;
-    void* p = Reuse(device, stream, bytes);
+    // What a graph has is nobody else's, not even its own a second time.
+    bool captured = IsCapturing(device, stream);
+    void* p = captured ? nullptr : Reuse(device, stream, bytes);
     if (p == nullptr) p = Obtain(device, bytes);
-    if (p == nullptr) {
+    if (p == nullptr && !captured) {
       EmptyCache();
       p = Obtain(device, bytes);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, p != nullptr, "memdev: out of memory: tried to allocate ", n, " bytes");
     std::lock_guard<std::mutex> lock(mutex_);
-    Block* block = live_[p] = new Block{p, bytes, device, stream, {}};
+    Block* block = live_[p] = new Block{p, bytes, device, stream, {}, captured};
     live_bytes_ += bytes;
     return c10::DataPtr(p, block, &Memory::Free, where);
   }
@@ -127,7 +130,11 @@ class Memory : public c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex_);
     uint64_t limit = limit_bytes_.load();
     if (limit != 0 && reserved_bytes_ + bytes > limit) return nullptr;
-    if (driver.cuMemAlloc(&p, bytes) != 0) return nullptr;
+    int mode = 2;  // relaxed: a capture would forbid it
+    MEMDEV_CHECK(driver.cuExchangeCaptureMode(&mode));
+    int error = driver.cuMemAlloc(&p, bytes);
+    MEMDEV_CHECK(driver.cuExchangeCaptureMode(&mode));
+    if (error != 0) return nullptr;
     reserved_bytes_ += bytes;
     reserved_peak_bytes_ = std::max(reserved_peak_bytes_, reserved_bytes_);
     return reinterpret_cast<void*>(p);
@@ -160,6 +167,10 @@ inline void Memory::Free(void* raw) {
     memory.live_.erase(block->p);
     memory.live_bytes_ -= block->bytes;
   }
+  if (block->captured) return;  // a graph's memory is its own as long as the process lives
+  bool capturing = IsCapturing(block->device, block->home);
+  for (const auto& [device, stream] : block->users) capturing = capturing || IsCapturing(device, stream);
+  if (capturing && !block->users.empty()) return;  // nobody can be waited for: torch puts it off, here it is lost
   for (const auto& [device, stream] : block->users) StreamWaits(block->device, block->home, device, stream);
   Poison(block->device, block->home, block->p, block->bytes);
   std::lock_guard<std::mutex> lock(memory.mutex_);

@@ -34,12 +34,17 @@ inline c10::Device OrCurrent(std::optional<c10::Device> device) {
   return c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(thread_state.device));
 }
 
+// What a graph has is memdev's own, whoever else hands out memory: torch's allocators give it a pool apart.
+inline c10::Allocator* Source() {
+  int device = thread_state.device;
+  return IsCapturing(device, CurrentStream(device)) ? &memory : c10::GetAllocator(c10::kPrivateUse1);
+}
+
 inline at::Tensor Empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                         std::optional<c10::Device> device, std::optional<bool>,
                         std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(OrCurrent(device));
-  at::Tensor t = at::detail::empty_generic(size, c10::GetAllocator(c10::kPrivateUse1), kDeviceKeys,
-                                           at::dtype_or_default(dtype), format);
+  at::Tensor t = at::detail::empty_generic(size, Source(), kDeviceKeys, at::dtype_or_default(dtype), format);
   PoisonStorage(t);
   return t;
 }
@@ -47,8 +52,7 @@ inline at::Tensor Empty(c10::IntArrayRef size, std::optional<at::ScalarType> dty
 inline at::Tensor EmptyStrided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                                std::optional<at::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(OrCurrent(device));
-  at::Tensor t = at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kPrivateUse1), kDeviceKeys,
-                                                   at::dtype_or_default(dtype));
+  at::Tensor t = at::detail::empty_strided_generic(size, stride, Source(), kDeviceKeys, at::dtype_or_default(dtype));
   PoisonStorage(t);
   return t;
 }

@@ -192,6 +192,27 @@ def test_threads_reclaim_from_one_another(placement: str) -> None:
         assert torch.equal(found[seed], expected[seed])
 
 
+@pytest.mark.parametrize("placement", ["remap", *SEARCHES])
+def test_what_is_written_in_place_stays_where_it_is(placement: str) -> None:
+    """Recomputable in-place (Coop): parameters, and what the optimizer writes, never migrate, whatever else is moved about."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())]
+    with memmgr.budget("5.5MB", quiet=True, _placement=placement, _plan=False) as budget:
+        native()
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        seen: list[list[int]] = []
+        for size in (1000, 1024, 900, 1010):
+            model(torch.ones(size, 128)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            seen.append([tensor.data_ptr() for tensor in (*model.parameters(), *moments)])
+    stats = budget.stats()
+    assert stats["evictions"] + stats["offloads"] > 0
+    assert len(seen[0]) == 36 and seen == [seen[0]] * 4
+
+
 @pytest.mark.parametrize("text", ["", "windows", "remap+strict", "window+apart+loose"])
 def test_unknown_placements_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="placement"):

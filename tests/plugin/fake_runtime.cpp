@@ -103,18 +103,53 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                 unsigned)
     IN_DRIVER("cuStreamWaitEvent", stream, event, 0u);
-cudaError_t cudaStreamIsCapturing(cudaStream_t,
-                                  cudaStreamCaptureStatus *status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
+                                  cudaStreamCaptureStatus *status)
+    IN_DRIVER("cuStreamIsCapturing", stream, reinterpret_cast<int *>(status));
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
+    IN_DRIVER("cuThreadExchangeStreamCaptureMode",
+              reinterpret_cast<int *>(mode));
+int FakeCapture(void *, int *status, unsigned long long *id, void *, void *,
+                void *, void *) __asm__("cudaStreamGetCaptureInfo");
+int FakeCapture(void *stream, int *status, unsigned long long *id, void *,
+                void *, void *, void *) {
+  if (id)
+    *id = reinterpret_cast<unsigned long long>(stream);
+  IN_DRIVER("cuStreamIsCapturing", stream, status);
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) {
-  return cudaSuccess;
+// A graph is the stream that it was captured on: of each the last one counts.
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  return Driver("fake_set_capturing", stream, 1), cudaSuccess;
 }
-int FakeCapture(void *, int *status, void *, void *, void *, void *,
-                void *) __asm__("cudaStreamGetCaptureInfo");
-int FakeCapture(void *, int *status, void *, void *, void *, void *, void *) {
-  return *status = 0;
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+  *graph = reinterpret_cast<cudaGraph_t>(stream);
+  return Driver("fake_set_capturing", stream, 0), cudaSuccess;
 }
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *count) {
+  return *count = 1, cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
+                                 unsigned long long) {
+  return *exec = reinterpret_cast<cudaGraphExec_t>(graph), cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec,
+                                          cudaGraph_t graph,
+                                          unsigned long long) {
+  return *exec = reinterpret_cast<cudaGraphExec_t>(graph), cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  return Driver("fake_replay", exec, stream), cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+
+// What torch's own allocators ask for.
+cudaError_t cudaMalloc(void **p, size_t bytes)
+    IN_DRIVER("cuMemAlloc_v2", p, bytes);
+cudaError_t cudaFree(void *p) IN_DRIVER("cuMemFree_v2", p);
+cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags)
+    IN_DRIVER("cuMemHostAlloc", p, bytes, flags);
+cudaError_t cudaFreeHost(void *p) IN_DRIVER("cuMemFreeHost", p);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
     IN_DRIVER("cuEventCreate", event, flags &cudaEventDisableTiming);
@@ -131,6 +166,10 @@ cudaError_t cudaEventDestroy(cudaEvent_t event)
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
                             cudaMemcpyKind, cudaStream_t stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  if (status != cudaStreamCaptureStatusNone)
+    return Driver("cuMemcpyAsync", to, from, bytes, stream);
   cudaStreamSynchronize(stream);
   return std::memcpy(to, from, bytes), cudaSuccess;
 }
@@ -141,6 +180,10 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes,
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes,
                             cudaStream_t stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &status);
+  if (status != cudaStreamCaptureStatusNone)
+    return cudaSuccess; // as a kernel
   cudaStreamSynchronize(stream);
   return std::memset(to, value, bytes), cudaSuccess;
 }

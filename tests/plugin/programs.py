@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import pickle
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,100 @@ def environment() -> dict[str, Any]:
         _step(torch)
     stats = sys.modules["memmgr"].stats()
     return {"initialised": initialised, "peak": torch.cuda.max_memory_allocated(), **_figures(stats)}
+
+
+def workspace(library: str, limit: str) -> list[int]:
+    """What cudnn is told: without a budget, in an empty one, in a full one, and when the device is nearly full."""
+    import torch
+
+    import memmgr
+
+    torch.cuda.init()
+    asked = ctypes.CDLL(library)
+    asked.largest_workspace.restype = ctypes.c_size_t
+    told = [asked.largest_workspace()]
+    with memmgr.budget(int(limit), quiet=True):
+        told.append(asked.largest_workspace())
+        held = torch.empty(int(limit) - MIB, dtype=torch.uint8, device="cuda")
+        told.append(asked.largest_workspace())
+        del held
+    held = torch.empty(1000 * MIB, dtype=torch.uint8, device="cuda")
+    told.append(asked.largest_workspace())
+    del held
+    return told
+
+
+def late(limit: str) -> dict[str, Any]:
+    """CUDA is initialised before the import: torch's own allocator, which may take no more than the budget."""
+    import torch
+
+    torch.cuda.init()
+    _step(torch)
+    need = torch.cuda.max_memory_reserved()
+    import memmgr
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with memmgr.budget(int(limit), quiet=True) as opened:
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(4):
+                _step(torch)
+            torch.cuda.synchronize()
+            reserved = torch.cuda.max_memory_reserved()
+            stats = opened.stats()
+    backend = torch.cuda.get_allocator_backend()
+    return {"backend": backend, "need": need, "reserved": reserved, "said": len(said), **_figures(stats)}
+
+
+def graphs(limit: str, order: str) -> dict[str, Any]:
+    """A graph of copies (kernels do nothing here), captured and replayed inside a budget that is under pressure."""
+    import torch
+
+    if order == "late":
+        torch.cuda.init()
+    import memmgr
+
+    driver = ctypes.CDLL(os.environ["MEMMGR_DRIVER"])
+    driver.fake_capture_violations.restype = ctypes.c_uint64
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    # Nothing is made again: what a kernel that does nothing makes is whatever was there.
+    with memmgr.budget(int(limit), quiet=True, policy="offload") as opened:
+        given = torch.zeros(MIB, device="cuda")
+        leaf = given.requires_grad_()
+        _step(torch)
+        graph = torch.cuda.CUDAGraph()
+        before = opened.stats()
+        with torch.cuda.graph(graph):
+            made = leaf.clone()
+            passed_on = made.clone()
+            del made
+            out = passed_on.clone()
+            del passed_on
+        after = opened.stats()
+        found["left in the capture"] = after["offloads"] + after["evictions"] - before["offloads"] - before["evictions"]
+        right = []
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                given.copy_(torch.full((MIB,), value))
+            beside = [torch.full((MIB,), 9.0).cuda() for _ in range(3)]  # takes what looks free
+            graph.replay()
+            torch.cuda.synchronize()
+            right += [bool((out.cpu() == value).all()), all(bool((each.cpu() == 9).all()) for each in beside)]
+            del beside
+            _step(torch)
+        found["right"] = right
+        too_large = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(too_large):
+                torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            found["error"] = str(error)
+        for _ in range(2):
+            _step(torch)
+        found |= {"violations": driver.fake_capture_violations(), **_figures(opened.stats())}
+        found["backend"] = torch.cuda.get_allocator_backend()
+    return found
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:

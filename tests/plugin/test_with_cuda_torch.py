@@ -100,6 +100,34 @@ def test_a_budget_is_kept(policy: str, limit: int, mode: str, memory: str) -> No
     assert found["left"] == 0
 
 
+def test_how_full_it_is_picks_no_kernels() -> None:
+    include = Path(torch.__file__).parent / "include"
+    folders = [part for folder in (include, *_cuda.find_headers()) for part in ("-isystem", str(folder))]
+    allocator = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    library = build.build("cache_info", [Path(__file__).with_name("cache_info.cpp"), allocator], folders)
+    assert _run("workspace", str(library), "40000000") == [MEMORY] * 4
+
+
+def test_a_model_that_is_there_before_the_import() -> None:
+    """The third order, on torch's own allocator: what it takes from the device stays within the budget."""
+    found = _run("late", "60000000")
+    assert found["backend"] == "native" and found["said"] == 1
+    assert found["reserved"] <= found["budget_bytes"] == 60_000_000 < found["need"]
+    assert found["evictions"] + found["offloads"] > 0
+
+
+@pytest.mark.parametrize("order, limit", [("first", 60_000_000), ("late", 120_000_000)])
+def test_a_graph_inside_a_budget(order: str, limit: int) -> None:
+    """Later it takes more: torch's own allocator gives a graph's pool segments of 20 MiB of its own."""
+    found = _run("graphs", str(limit), order)
+    assert found["backend"] == ("memmgr" if order == "first" else "native")
+    assert found["violations"] == 0 and found["left in the capture"] == 0
+    assert found["right"] == [True] * 6
+    assert found["error"].startswith("CUDA out of memory. ")
+    assert found["evictions"] + found["offloads"] > 0
+    assert found["resident_bytes.peak"] <= found["budget_bytes"]
+
+
 @pytest.mark.parametrize("budget", ["40MB", "4%"])
 def test_a_script_that_knows_nothing_is_managed(budget: str) -> None:
     """CUDA is not initialised for it: the script may still choose a device, and fork."""

@@ -1,0 +1,230 @@
+"""Graphs that are captured and replayed inside a budget, by accounting and by the shim (see child.py).
+
+memdev's graphs are the driver's: what is captured does not run, a stream that is captured refuses whoever orders work with
+it or asks for events, and a replay writes to the addresses of then (`fake_capture_violations` counts the refused).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from . import accounting, managed
+from .managed import _digest
+from .scenarios import DEVICE
+
+import memmgr  # isort: skip
+from memmgr import _budget, _guards  # isort: skip
+
+N = 4096
+EVICT, OFFLOAD = 1, 2
+
+
+def _native() -> Any:
+    return _budget.current().native  # type: ignore[union-attr]
+
+
+def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
+    """Lets go, later, of what autograd has saved; nothing without memmgr."""
+    if _budget.current() is None:
+        return lambda: None
+    native = _native()
+    cell = native.find(tensor)
+
+    def leave() -> None:
+        assert native.release(cell, action), "it did not leave: this shows nothing"
+
+    return leave
+
+
+@contextlib.contextmanager
+def _capture(graph: Any) -> Iterator[None]:
+    """As torch.cuda.graph: the capture ends in any case."""
+    graph.capture_begin()
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    h = (x * w).sin()
+    return (h.cos() * h).sum()
+
+
+def _captured(x: Tensor, w: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """Forward and backward as one graph, after a warm-up as torch's documentation has it."""
+    module: Any = torch.get_device_module(DEVICE)
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    graph = module.Graph()
+    with stream:
+        for _ in range(2):
+            torch.autograd.grad(_product(x, w), w)
+        with _capture(graph):
+            loss = _product(x, w).tanh()  # of a kind that is new: its proof would wait for the device
+            (grad,) = torch.autograd.grad(loss, w)
+    torch.accelerator.current_stream().wait_stream(stream)
+    return graph, loss.detach(), grad
+
+
+def whole_step() -> list[Tensor]:
+    """A step as a graph, replayed between eager passes whose saved tensors leave and come back."""
+    torch.manual_seed(0)
+    # Autograd orders the streams at a leaf that is used on two, which no capture can have.
+    w, v = (torch.randn(N).to(DEVICE).requires_grad_() for _ in range(2))
+    x = torch.zeros(N).to(DEVICE)
+    before = (v * 3).sin()  # saved before the capture, needed after it
+    kept, leave = torch.dot(before, v), _leave(before, OFFLOAD)
+    del before
+    leave()
+    graph, loss, grad = _captured(x, w)
+    found = []
+    for i in range(3):
+        x.copy_(torch.full((N,), 0.5 + i))
+        graph.replay()
+        found += [loss.cpu(), grad.cpu()]
+        h = (v * (i + 1)).sin()
+        eager, leave = torch.dot(h.cos(), v), _leave(h, OFFLOAD if i % 2 else EVICT)
+        del h
+        leave()
+        found += [each.cpu() for each in torch.autograd.grad(eager, v)]
+    found += [each.cpu() for each in torch.autograd.grad(kept, v)]
+    return found
+
+
+def two_graphs() -> list[Tensor]:
+    """As `torch.cuda.make_graphed_callables`: forward is one graph, backward another, and between the two there is pressure."""
+    torch.manual_seed(2)
+    w = torch.randn(N).to(DEVICE).requires_grad_()
+    x = torch.zeros(N).to(DEVICE)
+    module: Any = torch.get_device_module(DEVICE)
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    forward, backward = module.Graph(), module.Graph()
+    with stream:
+        torch.autograd.grad(_product(x, w), w)
+        with _capture(forward):
+            loss = _product(x, w)
+        if _budget.current() is not None:
+            for cell in _native().handled():
+                _native().release(cell, OFFLOAD)
+        with _capture(backward):
+            (grad,) = torch.autograd.grad(loss, w)
+    torch.accelerator.current_stream().wait_stream(stream)
+    found = []
+    for i in range(3):
+        x.copy_(torch.full((N,), 0.5 + i))
+        forward.replay()
+        backward.replay()
+        found += [loss.detach().cpu(), grad.cpu()]
+    return found
+
+
+def overwritten() -> list[Tensor]:
+    """A replay writes to what a recorded op made and another one read, whose result has been dropped: that is not made again
+    from the new bytes."""
+    torch.manual_seed(1)
+    given = torch.randn(N).to(DEVICE).requires_grad_()
+    x = torch.ones(N).to(DEVICE)
+    state = (given * 2).detach()
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    graph: Any = torch.get_device_module(DEVICE).Graph()
+    with stream, _capture(graph), torch.no_grad():
+        state.add_(x)
+    found = []
+    for late in (False, True):  # the first pass proves the kinds of op
+        leaf = torch.ones(N).to(DEVICE).requires_grad_()
+        y = state + leaf * 0
+        z = torch.dot(y.sin(), leaf)
+        leave = _leave(y, EVICT)
+        del y
+        if late:
+            leave()
+        graph.replay()
+        found += [each.cpu() for each in torch.autograd.grad(z, leaf)]
+    return [*found, state.cpu()]
+
+
+def no_room() -> list[Tensor]:
+    """What the budget has not is an error while a graph is captured, and nothing leaves for it."""
+    w = torch.ones(N).to(DEVICE).requires_grad_()
+    module: Any = torch.get_device_module(DEVICE)
+    h = (w * 3).sin()
+    loss = torch.dot(h.cos(), w)
+    del h
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    graph = module.Graph()
+    stats = memmgr.stats() if _budget.current() is not None else {}
+    raised = 0.0
+    with stream, _capture(graph):
+        try:
+            torch.empty(1 << 26, device=DEVICE)
+        except torch.OutOfMemoryError:
+            raised = 1.0
+    if stats:
+        after = memmgr.stats()
+        assert [after[k] for k in ("evictions", "offloads")] == [stats[k] for k in ("evictions", "offloads")]
+    return [torch.tensor(raised), torch.autograd.grad(loss, w)[0].cpu()]
+
+
+PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
+    "whole_step": whole_step,
+    "two_graphs": two_graphs,
+    "overwritten": overwritten,
+    "no_room": no_room,
+}
+
+
+def _violations(fake: Any) -> int:
+    fake.fake_capture_violations.restype = ctypes.c_uint64
+    return int(fake.fake_capture_violations())
+
+
+def _run(program: Callable[[], list[Tensor]], fake: Any, budget: Any) -> dict[str, Any]:
+    before = _violations(fake)
+    stats: dict[str, Any] = {}
+    aside = False
+    try:
+        with budget as mm:
+            digest = _digest(program())
+            if mm is not None:
+                stats, aside = mm.stats(), _budget.current().captures.under_way  # type: ignore[union-attr]
+    except (RuntimeError, RuntimeWarning) as error:
+        if isinstance(budget, contextlib.nullcontext):
+            raise
+        digest = f"raised: {error}"
+    left = {k: stats.get(k, 0) for k in ("evictions", "offloads")}
+    return {"digest": digest, "violations": _violations(fake) - before, "aside": aside, **left}
+
+
+def all_programs(accounted: bool, mode: str, seed: int) -> dict[str, Any]:
+    """Each without memmgr, in a budget, and in one that knows nothing of graphs."""
+    begin = accounting.begin if accounted else managed._start
+    fake = begin(mode, seed, memory_bytes=1 << 27).fake
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    out: dict[str, Any] = {}
+    for name, program in PROGRAMS.items():
+        plain = _run(program, fake, contextlib.nullcontext())
+        with_it = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB", _sleep=False))
+        with mock.patch.object(_guards, "graph_classes", lambda device: []):
+            without = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB", _sleep=False))
+        out[name] = {"plain": plain, "managed": with_it, "unaware": without}
+        torch.accelerator.synchronize()
+    opened = torch.Stream(DEVICE)
+    graph: Any = torch.get_device_module(DEVICE).Graph()
+    with opened, _capture(graph):
+        try:
+            with memmgr.budget("32MB", device=DEVICE, quiet=True):
+                out["refused"] = "no"
+        except RuntimeError as error:
+            out["refused"] = str(error)
+    return out
