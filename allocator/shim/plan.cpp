@@ -201,49 +201,62 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// The saves of a burst that are still to be made again, but for `c`.
-static PyObject* gone_of(int64_t burst, const Cell* c) {
-  PyObject* out = PyList_New(0);
-  if (!out || burst < 0 || static_cast<size_t>(burst) >= pass.plan->bursts.size()) return out;
+// The saves of a burst that are still to be made again, but for `c`: new references.
+static std::vector<PyObject*> gone_of(int64_t burst, const Cell* c) {
+  std::vector<PyObject*> out;
+  if (burst < 0 || static_cast<size_t>(burst) >= pass.plan->bursts.size()) return out;
   for (const uint32_t k : pass.plan->bursts[static_cast<size_t>(burst)]) {
     auto it = pass.away.find(k);
     if (it == pass.away.end() || it->second == c || it->second->gone != EVICTED) continue;
-    if (PyList_Append(out, reinterpret_cast<PyObject*>(it->second)) < 0) {
-      Py_DECREF(out);
-      return nullptr;
-    }
+    out.push_back(Py_NewRef(reinterpret_cast<PyObject*>(it->second)));
+  }
+  return out;
+}
+
+// A list of them; takes the references.
+static PyObject* list_of(const std::vector<PyObject*>& cells) {
+  PyObject* out = PyList_New(static_cast<Py_ssize_t>(cells.size()));
+  for (size_t i = 0; i < cells.size(); ++i) {
+    if (out)
+      PyList_SET_ITEM(out, static_cast<Py_ssize_t>(i), cells[i]);
+    else
+      Py_DECREF(cells[i]);
   }
   return out;
 }
 
 // plan_together(cell) -> None if no plan is followed, or (number of its burst or -1, the others of it that are still
-// gone, [(number of a later one, its saves that are gone, bytes that are kept for it)]).
+// gone,
+// [(number of a later one, its saves that are gone, bytes that are kept for it)]).
 static PyObject* py_plan_together(PyObject*, PyObject* o) {
   if (Py_TYPE(o) != &CellType) return PyErr_Format(PyExc_TypeError, "plan_together: a cell");
   const auto* c = reinterpret_cast<Cell*>(o);
   if (!plan_leads()) Py_RETURN_NONE;
   auto own = c->saved_in == g.pass ? pass.away.find(c->save_index) : pass.away.end();
   const int32_t number = own != pass.away.end() && own->second == c ? burst_of(c->save_index) : -1;
+  // Making Python objects may collect garbage, and so end handles, or the pass: all is looked up before.
+  struct Later {
+    int64_t number, bytes;
+    std::vector<PyObject*> gone;
+  };
+  std::vector<Later> found;
+  for (const auto& [from, to, bytes] : pass.plan->carried)
+    if (from == number) found.push_back({to, bytes, gone_of(to, c)});
+  PyObject* others = list_of(gone_of(number, c));
   PyObject* later = PyList_New(0);
-  if (!later) return nullptr;
-  for (const auto& [from, to, bytes] : pass.plan->carried) {
-    if (from != number) continue;
-    PyObject* gone = gone_of(to, c);
+  bool ok = others && later;
+  for (const Later& l : found) {
+    PyObject* gone = list_of(l.gone);
     PyObject* entry =
-        gone ? Py_BuildValue("(LNL)", static_cast<long long>(to), gone, static_cast<long long>(bytes)) : nullptr;
-    const bool ok = entry && PyList_Append(later, entry) == 0;
+        gone ? Py_BuildValue("(LNL)", static_cast<long long>(l.number), gone, static_cast<long long>(l.bytes))
+             : nullptr;
+    ok = ok && entry && PyList_Append(later, entry) == 0;
     Py_XDECREF(entry);
-    if (!ok) {
-      Py_DECREF(later);
-      return nullptr;
-    }
   }
-  PyObject* others = gone_of(number, c);
-  if (!others) {
-    Py_DECREF(later);
-    return nullptr;
-  }
-  return Py_BuildValue("(iNN)", number, others, later);
+  if (ok) return Py_BuildValue("(iNN)", number, others, later);
+  Py_XDECREF(others);
+  Py_XDECREF(later);
+  return nullptr;
 }
 
 // drop_plans(id): that one; negative: all of them.
