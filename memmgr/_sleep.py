@@ -64,16 +64,46 @@ def adopt_graph(manager: Manager) -> int:
                 value = getattr(node, name)
             except RuntimeError:
                 continue  # released already
-            for saved in value if isinstance(value, tuple | list) else (value,):
-                if saved is None:
-                    continue
+            found = [s for s in (value if isinstance(value, tuple | list) else (value,)) if s is not None]
+            if not all(_may_have_hooks(saved) for saved in found) or _was_written(node, name):
+                continue
+            for saved in found:
                 try:
                     saved.register_hooks(native.pack, native.unpack)
                     adopted += 1
                 except RuntimeError:
-                    continue  # has hooks already, or is empty
+                    continue  # is empty
         nodes.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
     return adopted
+
+
+def _may_have_hooks(saved: Any) -> bool:
+    """Has it none yet, neither ours nor the program's, and is it a tensor that can leave?
+
+    A subclass cannot (FSDP's, nested ones), and may not bear the detour below autograd. Nor may the wrappers of torch.func's
+    transforms, which refuse hooks on the stack: what is packed below them loses its level.
+    """
+    if saved.unpack_hook is not None:
+        return False
+    data = saved.data
+    if data is None:
+        return True  # nothing was saved, or it was released: registering says so
+    if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(data)
+
+
+def _was_written(node: Any, raw_name: str) -> bool:
+    """Was one of these modified since it was saved? Hooks would take the place of autograd's own check (rule 8).
+
+    Only for what has no hooks: reading it is no more than that check then.
+    """
+    name = raw_name.removeprefix("_raw")
+    try:
+        getattr(node, name if hasattr(type(node), name) else "saved_tensors")  # the latter: a custom Function
+    except RuntimeError:
+        return True
+    return False
 
 
 class Sleeper:
