@@ -20,6 +20,7 @@ SPARE = 0.9  # a pass left room to spare when it needed at most this share of th
 CALM_PASSES = 2  # so many such passes in a row put the recorder to sleep
 TIGHT_PASSES = 8  # so many that fitted at all do as well
 MOST_TIGHT_PASSES = 1024  # where surprises keep coming
+EVICTED = 1  # `gone` of a cell
 
 
 def hooks_on_top() -> Any:
@@ -146,11 +147,16 @@ class Sleeper:
 
     def _sleep(self) -> None:
         manager = self._manager
+        native = manager.native
         if not manager.ours_on_top():
             return
-        # Drops need watched writes, and nothing is watched now: from here on only copies.
-        manager.native.set_options(False, True, manager.config.verify, 0)
-        manager.native.set_watching(False)
+        # Drops need watched writes, and nothing is watched now: from here on only copies. What was dropped already (of a
+        # graph that is kept) may need what is overwritten next.
+        if native.pressure()[3] and any(cell.gone == EVICTED for cell in native.handled()):
+            return
+        native.forget_recipes()
+        native.set_options(False, True, manager.config.verify, 0)
+        native.set_watching(False)
         manager.step_out()
         self.asleep = True
         manager.telemetry.happened("sleep")
@@ -161,6 +167,7 @@ class Sleeper:
         if not manager.can_step_in():
             return
         manager.step_in()
+        manager.native.forget_recipes()  # of other threads, which went on recording
         manager.restore_options()
         manager.native.set_watching(True)
         self.asleep = False
