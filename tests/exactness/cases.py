@@ -155,25 +155,76 @@ def _llama(**kw: Any) -> nn.Module:
 def _bert(**kw: Any) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64, **kw}))
+    return BertForMaskedLM(
+        BertConfig(
+            **{
+                "vocab_size": 96,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+                **kw,
+            }
+        )
+    )
 
 
 def _t5(**kw: Any) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(**{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, **kw}))
+    return T5ForConditionalGeneration(
+        T5Config(
+            **{
+                "vocab_size": 96,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 4,
+                "decoder_start_token_id": 0,
+                **kw,
+            }
+        )
+    )
 
 
 def _vit(**kw: Any) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**{"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "num_labels": 5, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, **kw}))
+    return ViTForImageClassification(
+        ViTConfig(
+            **{
+                "image_size": 32,
+                "patch_size": 8,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 64,
+                "num_labels": 5,
+                "hidden_dropout_prob": 0.1,
+                "attention_probs_dropout_prob": 0.1,
+                **kw,
+            }
+        )
+    )
 
 
 def _resnet(**kw: Any) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig(**{"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 5, **kw}))
+    return ResNetForImageClassification(
+        ResNetConfig(
+            **{
+                "embedding_size": 8,
+                "hidden_sizes": [8, 16],
+                "depths": [2, 2],
+                "layer_type": "basic",
+                "num_labels": 5,
+                **kw,
+            }
+        )
+    )
 
 
 def _convnext() -> nn.Module:
@@ -205,7 +256,25 @@ def _swin() -> nn.Module:
 def _mixtral(**kw: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_dropout": 0.1, "output_router_logits": True, "max_position_embeddings": 64, "pad_token_id": 0, **kw}))
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **{
+                "vocab_size": 96,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "attention_dropout": 0.1,
+                "output_router_logits": True,
+                "max_position_embeddings": 64,
+                "pad_token_id": 0,
+                **kw,
+            }
+        )
+    )
 
 
 def _opt() -> nn.Module:
@@ -331,13 +400,16 @@ for _name, (_build, _batch, _optimizer) in HF.items():
 
 
 MID: dict[str, CaseFunction] = {}
-"""A million parameters and more, with two threads an op: blocked and parallel kernels, whatever OMP_NUM_THREADS says."""
+"""A million parameters and more: kernels take their blocked paths, and where there are two threads their parallel ones,
+whatever OMP_NUM_THREADS says. (All with two would take minutes on a machine that has other things to do.)"""
 
 
-def _mid(name: str, build: Callable[[], nn.Module], batch: Callable[[], dict[str, torch.Tensor]]) -> None:
+def _mid(
+    name: str, build: Callable[[], nn.Module], batch: Callable[[], dict[str, torch.Tensor]], threads: int = 1
+) -> None:
     def fn(seed: int, scope: Scope) -> Record:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(2)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # transformers' own advice on optional kernels
@@ -345,7 +417,7 @@ def _mid(name: str, build: Callable[[], nn.Module], batch: Callable[[], dict[str
                 assert sum(p.numel() for p in model.parameters()) > 1_000_000
                 return train(model, [batch() for _ in range(3)], _hf_loss, scope)
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
 
     MID[name] = fn
 
@@ -364,11 +436,13 @@ _mid(
     "vit",
     lambda: _vit(hidden_size=160, intermediate_size=512, num_hidden_layers=4, patch_size=4),
     lambda: _pictures(batch=12),
+    threads=2,
 )
 _mid(
     "resnet",
     lambda: _resnet(embedding_size=32, hidden_sizes=[32, 64, 128, 192], depths=[1, 1, 2, 1]),
     lambda: _pictures(batch=8, size=64),
+    threads=2,
 )
 
 

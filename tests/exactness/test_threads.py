@@ -617,23 +617,24 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
 
     def managed_passes() -> None:
         restore()
+        nonlocal duration, stalled
         with memmgr.budget(limit, **options) as mm:
+            began = time.perf_counter()
             passes()
-        nonlocal stalled
-        stalled = mm.stats()["stall_seconds"] / mm.stats()["wall_seconds"]
+            duration = time.perf_counter() - began
+        stalled = mm.stats()["stall_seconds"]
 
     options: dict[str, Any] = {"policy": policy, "quiet": True, "_throttle": int(throttle)}
-    stalled = 0.0
+    duration = stalled = 0.0
     limit = HUGE_BYTES
     with memmgr.budget(HUGE_BYTES, quiet=True) as mm:
         restore()
         passes()
     limit = max(int(mm.stats()["unmanaged_peak_bytes"] * float(share)), int(mm.stats()["floor_bytes"] * 1.1))
     managed_passes()
-    began = time.perf_counter()
     managed_passes()
-    duration = time.perf_counter() - began
-    assert not int(throttle) or stalled > 0.5, f"only {stalled:.0%} of the time is waited for room or bytes"
+    # Three quarters of the passes, where the machine has nothing else to do.
+    assert not int(throttle) or stalled > 0.1, f"only {stalled:.3f} s of {duration:.3f} are waited for room or bytes"
     before = global_state()
 
     armed = False
@@ -695,8 +696,8 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     after = global_state()
     changed = {k: (before[k], after[k]) for k in before if before[k] != after[k]}
     assert not changed, changed
-    print(f"{hit} of {rounds} interrupts arrived, {lost} were swallowed")
-    assert hit >= 1, "no interrupt arrived: nothing was tested"
+    print(f"{stalled:.3f} of {duration:.3f} s stalled; {hit} of {rounds} interrupts arrived, {lost} were swallowed")
+    assert hit >= rounds // 4, "hardly an interrupt arrived: little was tested"
     assert lost <= rounds // 20, "interrupts are swallowed by callbacks"
 
 
@@ -728,7 +729,8 @@ def test_ctrl_c(policy: str, share: str, stay: str) -> None:
 
 @pytest.mark.parametrize("stay", ["stay", "leave"])
 def test_ctrl_c_in_the_middle_of_a_reclaim(stay: str) -> None:
-    children.run("test_threads", "interrupted", "offload", "0.5", stay, "30000000", timeout=180)
+    rounds = {"EXACTNESS_INTERRUPTS": "8"}  # opening measures the tier, which takes its time here
+    children.run("test_threads", "interrupted", "offload", "0.5", stay, "30000000", timeout=180, env=rounds)
 
 
 SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "15"))
