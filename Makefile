@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-ops check-headers lint format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test test-ops soak check-headers lint format bench gpu-check gpu-wheels wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,10 @@ test: setup ## the test suite (a fixed share of the operator database included)
 
 test-ops: setup ## all of PyTorch's operator database
 	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)
+
+soak: setup ## an hour of random threads that allocate, seed, train and fork under a tight budget (SOAK_SECONDS=600)
+	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_threads.py \
+	  -k test_soak -s $(PYTEST_ARGS)
 
 check-headers: setup ## compile what faces torch against the headers of other releases (TORCHES="2.11.0 2.13.0")
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)

@@ -87,8 +87,8 @@ def circumstances(native: Any, wanted: int) -> Iterator[None]:
         yield
         return
     now, then = native.environment_values(present), native.environment_values(wanted)
-    _apply(now, then)
     try:
+        _apply(now, then)
         if native.environment() != wanted:
             raise RuntimeError(
                 "memmgr: cannot restore the numeric switches that a saved tensor was computed under: "
@@ -96,4 +96,4 @@ def circumstances(native: Any, wanted: int) -> Iterator[None]:
             )
         yield
     finally:
-        _apply(then, now)
+        _apply(native.environment_values(native.environment()), now)  # also from half-way, where Ctrl-C came in between

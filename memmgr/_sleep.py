@@ -20,6 +20,7 @@ SPARE = 0.9  # a pass left room to spare when it needed at most this share of th
 CALM_PASSES = 2  # so many such passes in a row put the recorder to sleep
 TIGHT_PASSES = 8  # so many that fitted at all do as well
 MOST_TIGHT_PASSES = 1024  # where surprises keep coming
+EVICTED = 1  # `gone` of a cell
 
 
 def hooks_on_top() -> Any:
@@ -64,16 +65,46 @@ def adopt_graph(manager: Manager) -> int:
                 value = getattr(node, name)
             except RuntimeError:
                 continue  # released already
-            for saved in value if isinstance(value, tuple | list) else (value,):
-                if saved is None:
-                    continue
+            found = [s for s in (value if isinstance(value, tuple | list) else (value,)) if s is not None]
+            if not all(_may_have_hooks(saved) for saved in found) or _was_written(node, name):
+                continue
+            for saved in found:
                 try:
                     saved.register_hooks(native.pack, native.unpack)
                     adopted += 1
                 except RuntimeError:
-                    continue  # has hooks already, or is empty
+                    continue  # is empty
         nodes.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
     return adopted
+
+
+def _may_have_hooks(saved: Any) -> bool:
+    """Has it none yet, neither ours nor the program's, and is it a tensor that can leave?
+
+    A subclass cannot (FSDP's, nested ones), and may not bear the detour below autograd. Nor may the wrappers of torch.func's
+    transforms, which refuse hooks on the stack: what is packed below them loses its level.
+    """
+    if saved.unpack_hook is not None:
+        return False
+    data = saved.data
+    if data is None:
+        return True  # nothing was saved, or it was released: registering says so
+    if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(data)
+
+
+def _was_written(node: Any, raw_name: str) -> bool:
+    """Was one of these modified since it was saved? Hooks would take the place of autograd's own check (rule 8).
+
+    Only for what has no hooks: reading it is no more than that check then.
+    """
+    name = raw_name.removeprefix("_raw")
+    try:
+        getattr(node, name if hasattr(type(node), name) else "saved_tensors")  # the latter: a custom Function
+    except RuntimeError:
+        return True
+    return False
 
 
 class Sleeper:
@@ -116,11 +147,16 @@ class Sleeper:
 
     def _sleep(self) -> None:
         manager = self._manager
+        native = manager.native
         if not manager.ours_on_top():
             return
-        # Drops need watched writes, and nothing is watched now: from here on only copies.
-        manager.native.set_options(False, True, manager.config.verify, 0)
-        manager.native.set_watching(False)
+        # Drops need watched writes, and nothing is watched now: from here on only copies. What was dropped already (of a
+        # graph that is kept) may need what is overwritten next.
+        if native.pressure()[3] and any(cell.gone == EVICTED for cell in native.handled()):
+            return
+        native.forget_recipes()
+        native.set_options(False, True, manager.config.verify, 0)
+        native.set_watching(False)
         manager.step_out()
         self.asleep = True
         manager.telemetry.happened("sleep")
@@ -131,6 +167,7 @@ class Sleeper:
         if not manager.can_step_in():
             return
         manager.step_in()
+        manager.native.forget_recipes()  # of other threads, which went on recording
         manager.restore_options()
         manager.native.set_watching(True)
         self.asleep = False

@@ -521,7 +521,12 @@ _circumstances(
     _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
     _products,
 )
-_circumstances("one_thread", _setting(torch.get_num_threads, torch.set_num_threads, 1), _reductions)
+# One thread, where there are more; two in `make test`, whose processes have one.
+_circumstances(
+    "other_threads",
+    _setting(torch.get_num_threads, torch.set_num_threads, 1 if torch.get_num_threads() > 1 else 2),
+    _reductions,
+)
 _circumstances("flush_denormal", _setting(lambda: False, _flush, True), _tiny_numbers)
 _circumstances(
     "deterministic_algorithms",
@@ -1256,7 +1261,7 @@ def test_circumstances_matter(name: str) -> None:
     make = {
         "mkldnn_off": _convolutions,
         "matmul_precision": _products,
-        "one_thread": _reductions,
+        "other_threads": _reductions,
         "flush_denormal": _tiny_numbers,
         "deterministic_algorithms": None,
         "default_dtype": _factories,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +79,28 @@ def test_a_storage_object_held_by_the_program_stays(opened: Any) -> None:
     del held
     assert not opened.release(handle.cell, OFFLOAD)
     assert storage.nbytes() == 1 << 20
+
+
+@pytest.mark.parametrize("how", ["a tensor", "a storage object", "a view", "numpy"])
+def test_no_copy_is_taken_early_of_what_somebody_could_write(opened: Any, how: str) -> None:
+    """Else it would count as clean, and a raw write after it would be lost."""
+    held: Any = torch.ones(1 << 18) * 3
+    handle = opened.handle(held)
+    array = held.numpy() if how == "numpy" else None
+    held = {"a storage object": held.untyped_storage(), "a view": held[7:9], "numpy": None}.get(how, held)
+    assert not opened.write_back(handle.cell)
+    assert handle.cell.slot < 0
+    if array is not None:
+        array[:] = 5.0
+    elif how == "a storage object":
+        torch.empty(0).set_(held).fill_(5.0)
+    else:
+        (ctypes.c_float * 2).from_address(held.data_ptr())[:] = [5.0, 5.0]
+    del held, array
+    opened.release(handle.cell, OFFLOAD)
+    got = opened.unpack(handle)
+    first = 7 if how == "a view" else 0
+    assert got[first : first + 2].tolist() == [5.0, 5.0]
 
 
 def test_evicting_takes_an_unfinished_copy_with_it(slow_disk: Any) -> None:

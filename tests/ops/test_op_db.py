@@ -63,9 +63,15 @@ def test_still_depends_on_a_mode(name: str) -> None:
 
 
 def test_lstsq_is_still_not_deterministic() -> None:
-    pytest.skip("depends on what freed memory held before, so it cannot be forced in every process")
     assert set(NOT_DETERMINISTIC) == {"linalg.lstsq", "linalg.lstsq.grad_oriented"}  # what is shown here
     assert lstsq_reads_unwritten_memory(), "lstsq is deterministic now: take it off the list"
+
+
+@pytest.mark.parametrize("name", sorted(RAISES))
+def test_still_raises_without_memmgr(name: str) -> None:
+    report = sweep.sweep(list(sweep.cases_of(name)))
+    assert report.raised, f"no sample of {name} raises now: take it off the list"
+    assert report.same > 0 and not report.different
 
 
 def test_lists_name_ops() -> None:

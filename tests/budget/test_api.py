@@ -1,0 +1,131 @@
+"""What a user calls and sees, apart from sizes and errors: the figures, the one line at the end, the environment."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import memmgr
+
+from .outside import watch
+
+PROMISED = {
+    "budget_bytes",
+    "resident_bytes.current",
+    "resident_bytes.peak",
+    "held_bytes.peak",
+    "floor_bytes",
+    "unmanaged_peak_bytes",
+    "evictions",
+    "recomputes",
+    "recompute_seconds",
+    "offloads",
+    "offload_bytes",
+    "reloads",
+    "reload_bytes",
+    "prefetch_hits",
+    "stall_seconds",
+    "passes",
+}
+
+
+def _train() -> None:
+    w = torch.randn(256, 256, requires_grad=True)
+    for _ in range(2):
+        (w @ w).tanh().exp().sum().backward()
+
+
+def test_stats_are_flat_and_have_what_was_promised() -> None:
+    with memmgr.budget("1GB", quiet=True) as mm:
+        _train()
+        assert mm.stats().keys() == memmgr.stats().keys() >= PROMISED
+    stats = mm.stats()
+    assert stats.keys() >= PROMISED and memmgr.stats() == stats
+    assert all(type(value) in (int, float) for value in stats.values()), "it is not flat"
+    assert stats["passes"] == 2 and stats["budget_bytes"] == 10**9
+    assert 0 < stats["floor_bytes"] <= stats["unmanaged_peak_bytes"]
+    stats["passes"] = 7  # a copy
+    assert mm.stats()["passes"] == 2
+
+
+def test_the_signature() -> None:
+    parameters = inspect.signature(memmgr.budget).parameters
+    public = [name for name in parameters if not name.startswith("_")]
+    assert public[:7] == ["limit", "device", "host", "disk", "policy", "verify", "quiet"]
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "limit")
+    assert parameters["policy"].default == "auto" and parameters["verify"].default is False
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_one_line_at_the_end(quiet: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    with memmgr.budget("1GB", quiet=quiet):
+        _train()
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if line]
+    assert out == "" and len(lines) == (0 if quiet else 1), (out, err)
+    if not quiet:
+        assert lines[0].startswith("memmgr: peak ") and "1 GB" in lines[0] and "2 passes" in lines[0]
+
+
+def test_another_thread_cannot_open_a_second_one() -> None:
+    found: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            memmgr.budget("2GB", quiet=True).__enter__()
+        except RuntimeError as error:
+            found.append(error)
+
+    with memmgr.budget("1GB", quiet=True) as mm:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        _train()
+    assert len(found) == 1 and "do not nest" in str(found[0]) and not isinstance(found[0], torch.OutOfMemoryError)
+    assert mm.stats()["budget_bytes"] == 10**9 and mm.stats()["passes"] == 2
+    assert "concurrent" in (memmgr.budget.__doc__ or "")
+
+
+SPEC = {"model": "gpt", "sizes": {"layers": 2, "width": 128, "context": 128, "batch": 8}, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("conf", "moved"), [("policy:dtr,quiet:1", "evictions"), ("policy:offload,quiet:1", "offloads")]
+)
+def test_the_rest_by_the_environment(conf: str, moved: str, tmp_path: Path) -> None:
+    """An unmodified script, policy and disk named outside of it."""
+    needed = watch(SPEC | {"how": "measure", "inside": True}).stats["unmanaged_peak_bytes"]
+    environment = {"MEMMGR_BUDGET": str(int(0.7 * needed)), "MEMMGR_CONF": f"{conf},disk:{tmp_path}"}
+    seen = watch(SPEC | {"how": "environment"}, environment)
+    assert seen.result["error"] is None and seen.result["losses"] == watch(SPEC | {"how": "plain"}).result["losses"]
+    other = {"evictions": "offloads", "offloads": "evictions"}[moved]
+    assert seen.stats[moved] > 0 and seen.stats[other] == 0
+    assert list(tmp_path.iterdir()) == [], "the tier's file has a name"
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"MEMMGR_BUDGET": "12Gb"}, "12GB"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "policy"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "disk:/nowhere/at/all"}, "folder"),
+    ],
+)
+def test_a_bad_variable_is_one_warning_and_import_torch_goes_on(variables: dict[str, str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", "import torch; print(torch.ones(2).sum().item())"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stdout == "2.0\n", done.stderr
+    assert done.stderr.count("memmgr: MEMMGR_BUDGET is ignored") == 1 and says in done.stderr, done.stderr
