@@ -84,9 +84,10 @@ def _may_have_hooks(saved: Any) -> bool:
     A subclass cannot (FSDP's, nested ones), and may not bear the detour below autograd. Nor may the wrappers of torch.func's
     transforms, which refuse hooks on the stack: what is packed below them loses its level.
     """
-    if saved.unpack_hook is not None:
+    # Older torches may lack these: then registering refuses what has hooks.
+    if getattr(saved, "unpack_hook", None) is not None:
         return False
-    data = saved.data
+    data = getattr(saved, "data", None)
     if data is None:
         return True  # nothing was saved, or it was released: registering says so
     if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided:
