@@ -9,13 +9,14 @@ Sections:
             whose ops take 100 us and more, one whose ops take about 10 us, and a launch-bound one whose ops take 1 to 2. An
             empty dispatch mode stands beside them.
   asleep    the same three with 10 % to spare and more, after the recorder has gone to sleep.
-  half      the demo's GPT in 50 % of what it needs: auto, evict, offload; full activation checkpointing beside them.
+  half      the demo's GPT and a convnet in 50 % of what they need: auto, evict, offload; full activation checkpointing of
+            the GPT beside them.
   planned   at the peak that full activation checkpointing reaches: auto, evict and offload with plans and without them; the
             plan's own prediction and the bound that no recompute-only schedule passes beside evict.
   own       at the same peak, in planned passes: which share of a step memmgr itself takes, by part.
-  prefetch  offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
+  prefetch  both, offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
             of reloads that were hits.
-  link      auto at 50 % beside evict and offload, on the tier as it is and throttled.
+  link      both, auto at 50 % beside evict and offload, on the tier as it is and throttled.
 
 Each ratio is of two runs that take turns, step by step or block by block, so that what else the machine does falls on
 both. A step's time is that of the steps after the first three of its block: those are measured, proven and planned in.
@@ -30,106 +31,32 @@ import json
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import memmgr
 from memmgr import _budget, _replay
 from memmgr._sleep import TIGHT_PASSES
-from memmgr.tools.gpt import GPT, GPTConfig
+from memmgr.policies.planner import plan as plan_of
+from memmgr.policies.steady import steadied
+from memmgr.policies.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
+
+from _training import MODELS, TIGHT, Run, demo_gpt
 
 WARM_STEPS = 3
 CHAIN = 100  # ops of a pass, where a tensor's way through forward and backward is timed
-
-
-# ---- what is trained -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """A model, its optimizer and one batch."""
-
-    model: nn.Module
-    loss: Callable[[], Tensor]
-    optimizer: torch.optim.Optimizer
-
-    def step(self) -> None:
-        """Forward, backward, update."""
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def _run(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
-    return Run(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-def demo_gpt(quick: bool, checkpointed: bool = False) -> Run:
-    """The demo's GPT; `checkpointed` recomputes each block, which is full activation checkpointing."""
-    torch.manual_seed(0)
-    config = GPTConfig(layers=2, heads=4, width=128, context=64) if quick else GPTConfig()
-    model = GPT(config)
-    if checkpointed:
-        for block in model.blocks:
-            block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
-    batch = 8 if quick else 16
-    tokens, targets = (torch.randint(256, (batch, config.context)) for _ in range(2))
-    return _run(model, lambda: model(tokens, targets))
-
-
-def _checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def heavy(quick: bool) -> Run:
-    """Every op takes 100 us or more: wide layers, a large batch."""
-    torch.manual_seed(0)
-    width, batch = (256, 512) if quick else (1024, 1024)
-    layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(width, width), nn.GELU()]
-    model = nn.Sequential(*layers, nn.Linear(width, 16))
-    x, y = torch.randn(batch, width), torch.randint(16, (batch,))
-    return _run(model, lambda: F.cross_entropy(model(x), y))
-
-
-def launch_bound(quick: bool) -> Run:
-    """Hundreds of ops that take microseconds each: torch's own overhead is what it costs."""
-    torch.manual_seed(0)
-    cell, head = nn.GRUCell(16, 16), nn.Linear(16, 4)
-    time_steps = 10 if quick else 60
-    x, y = torch.randn(time_steps, 4, 16), torch.randint(4, (4,))
-    model = nn.ModuleList([cell, head])
-
-    def loss() -> Tensor:
-        h = x.new_zeros(4, 16)
-        for t in range(time_steps):
-            h = torch.tanh(cell(x[t], h) * 0.5 + h)
-        return F.cross_entropy(head(h), y)
-
-    return _run(model, loss)
-
-
-def small_ops(quick: bool) -> Run:
-    """A GPT so narrow that its ops take about ten microseconds, which is what launching one on a GPU takes."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=2 if quick else 4, heads=2, width=96, context=64))
-    tokens, targets = (torch.randint(256, (4, 64)) for _ in range(2))
-    return _run(model, lambda: model(tokens, targets))
-
-
-MODELS = {"100 us ops": heavy, "10 us ops": small_ops, "launch-bound": launch_bound}
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -143,6 +70,7 @@ class Series:
     stats: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
     plan: Any = None
+    trace: Trace | None = None  # that the plan was made from
 
 
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -170,7 +98,7 @@ def interleaved(
                         run.step()
                         series[name].seconds.append(time.perf_counter() - start)
                     del run
-                    series[name].plan = _plan()
+                    series[name].plan, series[name].trace = _plan()
                 if budget is not None:
                     series[name].stats = budget.stats()
             except torch.OutOfMemoryError as error:
@@ -178,10 +106,13 @@ def interleaved(
     return series
 
 
-def _plan() -> Any:
-    """The plan that the open budget follows, if it does."""
+def _plan() -> tuple[Any, Trace | None]:
+    """The plan that the open budget follows and the trace that it was made from, if it does."""
     manager = _budget.current()
-    return None if manager is None else manager.plans.latest()
+    if manager is None or manager.plans.latest() is None:
+        return None, None
+    known = next(k for k in reversed(manager.plans.known.values()) if k.made is not None and k.made.plan is not None)
+    return manager.plans.latest(), steadied(known.measured.trace)
 
 
 def plain() -> contextlib.AbstractContextManager[None]:
@@ -417,22 +348,31 @@ def asleep(quick: bool, rounds: int) -> list[Row]:
 
 
 def half(quick: bool, rounds: int) -> list[Row]:
-    """The demo's GPT in half."""
+    """Half of what they need."""
+    rows: list[Row] = []
+    for name, model in TIGHT.items():
 
-    def build() -> Run:
-        return demo_gpt(quick)
+        def build(model: Callable[..., Run] = model) -> Run:
+            return model(quick)
 
-    limit = needs(build) // 2
-    make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}
-    for policy in ("auto", "evict", "offload"):
-        make[policy] = (build, budget(limit, policy=policy))
-    make["full checkpointing"] = (lambda: demo_gpt(quick, checkpointed=True), plain)
-    rows = ratio_rows("half", interleaved(make, rounds, 2 if quick else 5))
-    for row in rows:
-        row["budget_share"] = 0.5 if row["what"] in ("auto", "evict", "offload") else 1.0
-        if row["what"] == "full checkpointing":
-            row["budget_share"] = round(needs(lambda: demo_gpt(quick, checkpointed=True)) / (2 * limit), 3)
+        limit = needs(build) // 2
+        make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}
+        for policy in ("auto", "evict", "offload"):
+            make[policy] = (build, budget(limit, policy=policy))
+        if model is demo_gpt:
+            make["full checkpointing"] = (lambda: demo_gpt(quick, checkpointed=True), plain)
+        found = ratio_rows(f"half, {name}", interleaved(make, rounds, 2 if quick else 5))
+        for row in found:
+            row["budget_share"] = 0.5 if row["what"] in ("auto", "evict", "offload") else 1.0
+            if row["what"] == "full checkpointing":
+                row["budget_share"] = round(needs(lambda: demo_gpt(quick, checkpointed=True)) / (2 * limit), 3)
+        rows += found
     return rows
+
+
+def lower_bound(trace: Trace, limit: int) -> float:
+    """The overhead that no recompute-only schedule of this pass goes below."""
+    return plan_of(trace, limit).lower_bound
 
 
 def planned(quick: bool, rounds: int) -> list[Row]:
@@ -458,7 +398,12 @@ def planned(quick: bool, rounds: int) -> list[Row]:
         row["budget_share"] = round(limit / whole, 3)
         plan = series[row["what"]].plan if row["what"] in series else None
         if plan is not None:
-            row["predicted"], row["lower_bound"] = round(plan.overhead, 3), round(plan.lower_bound, 3)
+            row["predicted"] = round(plan.overhead, 3)
+            trace = series[row["what"]].trace
+            if trace is not None and row["what"].startswith(
+                "evict"
+            ):  # with the linear program, which live runs do without
+                row["lower_bound"] = round(lower_bound(trace, limit), 3)
             row["planned_passes"] = series[row["what"]].stats["planned_passes"]
     return rows
 
@@ -524,67 +469,60 @@ def _threads_seconds() -> float:
 
 def prefetch(quick: bool, rounds: int) -> list[Row]:
     """Offload with the prefetcher and without."""
-
-    def build() -> Run:
-        return demo_gpt(quick)
-
-    limit = needs(build) // 2
     rows: list[Row] = []
-    for speed, throttle in (("the tier as it is", 0), ("1 GB/s", 1_000_000_000)):
-        series = interleaved(
-            {
-                "plain": (build, plain),
-                "offload": (build, budget(limit, policy="lru+offload+bandwidth", _throttle=throttle)),
-                "offload, no prefetch": (build, budget(limit, policy="lru+offload+off", _throttle=throttle)),
-            },
-            rounds,
-            2 if quick else 5,
-        )
-        rows += ratio_rows(f"prefetch, {speed}", series)
-        stats = series["offload"].stats
-        if stats:
-            with_it, without = (statistics.median(series[n].seconds) for n in ("offload", "offload, no prefetch"))
-            rows.append(
+    for name, model in TIGHT.items():
+
+        def build(model: Callable[..., Run] = model) -> Run:
+            return model(quick)
+
+        limit = needs(build) // 2
+        for speed, throttle in (("the tier as it is", 0), ("1 GB/s", 1_000_000_000)):
+            series = interleaved(
                 {
-                    "section": f"prefetch, {speed}",
-                    "what": "hits",
-                    "hit_share": stats["prefetch_hits"] / max(1, stats["reloads"]),
-                    "step_without_over_with": without / with_it,
-                }
+                    "plain": (build, plain),
+                    "offload": (build, budget(limit, policy="lru+offload+bandwidth", _throttle=throttle)),
+                    "offload, no prefetch": (build, budget(limit, policy="lru+offload+off", _throttle=throttle)),
+                },
+                rounds,
+                2 if quick else 5,
             )
+            section = f"prefetch, {name}, {speed}"
+            rows += ratio_rows(section, series)
+            stats = series["offload"].stats
+            if stats:
+                with_it, without = (statistics.median(series[n].seconds) for n in ("offload", "offload, no prefetch"))
+                hits = stats["prefetch_hits"] / max(1, stats["reloads"])
+                faster = without / with_it
+                rows.append({"section": section, "what": "hits", "hit_share": hits, "step_without_over_with": faster})
     return rows
 
 
 def link(quick: bool, rounds: int) -> list[Row]:
     """Auto beside the two that it chooses from, by the speed of the tier."""
-
-    def build() -> Run:
-        return demo_gpt(quick)
-
-    limit = needs(build) // 2
     rows: list[Row] = []
-    for speed, throttle in (("as it is", 0), ("2 GB/s", 2_000_000_000), ("50 MB/s", 50_000_000)):
-        make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}
-        for policy in ("auto", "evict", "offload"):
-            if policy == "offload" and throttle == 50_000_000 and not quick:
-                continue  # minutes a step
-            make[policy] = (build, budget(limit, policy=policy, _throttle=throttle))
-        series = interleaved(make, rounds, 2 if quick else 3)
-        rows += ratio_rows(f"link, {speed}", series)
-        better = min(
-            statistics.median(series[n].seconds) for n in ("evict", "offload") if n in series and series[n].seconds
-        )
-        auto, s = series["auto"], series["auto"].stats
-        if auto.seconds:
-            left = max(1, s["evicted_bytes"] + s["offload_bytes"])
-            rows.append(
-                {
-                    "section": f"link, {speed}",
-                    "what": "auto over the better",
-                    "auto_over_better": statistics.median(auto.seconds) / better,
-                    "offloaded_share": s["offload_bytes"] / left,
-                }
-            )
+    for name, model in TIGHT.items():
+
+        def build(model: Callable[..., Run] = model) -> Run:
+            return model(quick)
+
+        limit = needs(build) // 2
+        for speed, throttle in (("as it is", 0), ("2 GB/s", 2_000_000_000), ("50 MB/s", 50_000_000)):
+            make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}
+            for policy in ("auto", "evict", "offload"):
+                if policy == "offload" and throttle == 50_000_000 and not quick:
+                    continue  # minutes a step
+                make[policy] = (build, budget(limit, policy=policy, _throttle=throttle))
+            section = f"link, {name}, {speed}"
+            series = interleaved(make, rounds, 2 if quick else 3)
+            rows += ratio_rows(section, series)
+            others = [run.seconds for n, run in series.items() if n in ("evict", "offload") and run.seconds]
+            auto, s = series["auto"], series["auto"].stats
+            if auto.seconds and others:
+                over = statistics.median(auto.seconds) / min(statistics.median(seconds) for seconds in others)
+                left = max(1, s["evicted_bytes"] + s["offload_bytes"])
+                share = s["offload_bytes"] / left
+                row: Row = {"section": section, "what": "auto over the better", "auto_over_better": over}
+                rows.append(row | {"offloaded_share": share})
     return rows
 
 
