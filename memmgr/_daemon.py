@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ class Daemon:
         """Ends the thread and closes its file."""
         self._stop = True
         self._native.daemon_wake()
-        self._thread.join()
+        with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+            self._thread.join()
         self._native.daemon_close()
 
     def wake(self) -> None:

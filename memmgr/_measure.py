@@ -60,13 +60,16 @@ class Measuring:
             self.tracer.abort()
             return
         tier = self._manager.tier()
-        self.last = self._ending = self.tracer.end([tier] if tier is not None else [])
+        measured = self.tracer.end([tier] if tier is not None else [])
+        if measured is None:
+            return
+        self.last = self._ending = measured
         self._wanted = False
         path = self._manager.config.trace
         if path is not None and self._for_file:
             self._written = True
             try:
-                write_trace(log_path(path), self.last.trace)
+                write_trace(log_path(path), measured.trace)
             except OSError as error:
                 warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 

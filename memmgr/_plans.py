@@ -7,6 +7,7 @@ recipes, so the moment reality deviates (plan.cpp) the dynamic policies finish t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from bisect import bisect_left
@@ -251,8 +252,7 @@ class Plans:
 
     def _submit(self, known: _Known) -> None:
         known.waiting = True
-        if self.thread is not None:
-            self.thread.join()  # one at a time; a signature that is new while another is planned is rare
+        self._wait()  # one at a time; a signature that is new while another is planned is rare
         self.thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
         self.thread.memmgr_own = True  # type: ignore[attr-defined]
         self.thread.start()
@@ -275,11 +275,15 @@ class Plans:
         with self._lock:
             self._done.append(known)
 
+    def _wait(self) -> None:
+        if self.thread is not None:
+            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+                self.thread.join()
+
     def close(self) -> None:
         """Waits for the thread and forgets everything."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        self._wait()
+        self.thread = None
         self.known.clear()
         self._done.clear()
         if self.allowed:

@@ -124,7 +124,8 @@ class Telemetry:
         self._ending = {"stats": stats, "summary": summary, "failed": failed}
         self._stop = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join(2.0)
+        with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+            self._thread.join(2.0)
         self._thread = None
         self._shut()
         self.forget_address()

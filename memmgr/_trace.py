@@ -75,6 +75,7 @@ class Tracer:
         self._any_saved = False
         self._asked: dict[int, int] = {}  # of a storage: the op for which backward asked for it last
         self._node = -1  # the op for which it asked for anything last
+        self._noting = False  # between two ops: true only if Ctrl-C came while something was being noted
 
     def begin(self) -> None:
         """The next op of this thread is the first of the pass."""
@@ -99,8 +100,11 @@ class Tracer:
             self.active = False
             self._clear()
 
-    def end(self, links: Sequence[TierLink]) -> Measured:
-        """The pass is over. `links` are the tiers below."""
+    def end(self, links: Sequence[TierLink]) -> Measured | None:
+        """The pass is over. `links` are the tiers below. None: an interrupt left it incomplete."""
+        if self._noting:
+            self.abort()
+            return None
         left = time.perf_counter()
         released, alone, saves, _, _, fresh, need, live = self._native.trace_before((), None)
         self._between += max(0.0, left - self._left - (self._elsewhere_seconds() - self._waited))
@@ -130,9 +134,11 @@ class Tracer:
             info = self._infos[func] = describe(func)
         if info.name.startswith("profiler::"):
             return native.run_op(func, types, args, kwargs)
-        if len(self._ops) >= MOST_OPS:  # forward passes that no backward ends: an evaluation with grad mode on
+        # Forward passes that no backward ends (an evaluation with grad mode on), or noted in part.
+        if len(self._ops) >= MOST_OPS or self._noting:
             self.abort()
             return native.run_op(func, types, args, kwargs)
+        self._noting = True
         begun = time.perf_counter()
         waited = self._elsewhere_seconds()
         released, alone, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
@@ -143,11 +149,13 @@ class Tracer:
         self._ended(released, alone, need, live)
         used = tuple(dict.fromkeys(self._now[b] for b in uses))
         entered = time.perf_counter()
+        self._noting = False
         try:
             out = native.run_op(func, types, args, kwargs)
         except BaseException:
             self._between, self._left, self._waited = between, time.perf_counter(), self._elsewhere_seconds()
             raise
+        self._noting = True
         ended = time.perf_counter()
         waited_now = self._elsewhere_seconds()
         outputs, new, again, peak, seconds = native.trace_after(out)
@@ -162,6 +170,7 @@ class Tracer:
         self._left = time.perf_counter()
         self._waited = waited_now
         self._spent += self._left - ended + entered - begun
+        self._noting = False
         return out
 
     def _known(self, fresh: Any, need: int, live: int) -> None:

@@ -326,6 +326,7 @@ static void cut(Cell* first, bool itself, bool dry_run, std::vector<Cell*>* stra
           hold(c);
           g.kept_new_bytes += static_cast<uint64_t>(c->nbytes);
         }
+        if (!dry_run) deferred_decref(reinterpret_cast<PyObject*>(c));
         continue;
       }
       if (c != first && c->handles > 0 && stranded) stranded->push_back(c);

@@ -33,7 +33,6 @@ LOW_FLOORS = (  # below half of the peak, where auto@50 does not reach; for most
     "peft_lora_bf16",
     "gradient_accumulation",
     "mlp",
-    "unet",
     "maml_inner_steps",
     "optimizer_in_backward",
     "exception_in_backward",

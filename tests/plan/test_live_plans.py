@@ -445,6 +445,24 @@ def test_a_real_model() -> None:
     assert stats["planned_passes"] >= 3 and stats["resident_bytes.peak"] <= limit
 
 
+def test_ctrl_c_before_the_thread_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget closes as after any other interrupt."""
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name == "memmgr-plan":
+            raise KeyboardInterrupt
+        original(self)
+
+    original = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    case = Case()
+    there = bytes_already_there()
+    with pytest.raises(KeyboardInterrupt), memmgr.budget(there + (NEED - there) // 2, quiet=True):
+        for _ in range(STEPS):
+            case.step()
+    assert _budget.current() is None
+
+
 def test_nothing_stays_behind() -> None:
     before = threading.active_count()
     native = _shim.load()

@@ -465,3 +465,51 @@ def test_a_node_of_backward_has_what_it_asked_for_until_it_ends() -> None:
         assert s in trace.ops[second].wanted
     assert not set(operands) <= set(trace.ops[second].inputs)  # it reads one of them
     assert any(set(operands) & set(op.uses) for k, op in program(trace) if k <= first)
+
+
+@pytest.mark.parametrize("step_of_noting", ["_known", "_note"])
+def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was noted in part is no trace, and the program's next ops do not stumble over it."""
+    training = TINY["mlp"]()
+    with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
+        tracer = manager().measuring.tracer
+        assert tracer is not None
+        training.step()
+        manager().measuring.want()
+        training.step()
+        original = getattr(tracer, step_of_noting)
+        calls = []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 8:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(tracer, step_of_noting, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.loss()
+        assert tracer.active
+        training.step()
+        assert manager().measuring.last is None
+        training.step()
+        training.step()
+        found = manager().measuring.last
+    assert found is not None and found.trace.check()
+
+
+def test_ctrl_c_right_before_the_end() -> None:
+    training = TINY["mlp"]()
+    with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
+        tracer = manager().measuring.tracer
+        assert tracer is not None
+        training.step()
+        manager().measuring.want()
+        training.step()
+        loss = training.loss()
+        tracer._noting = True
+        assert tracer.end([]) is None and not tracer.active
+        loss.backward()
+        training.step()
+        training.step()
+        assert manager().measuring.last is not None
