@@ -293,11 +293,22 @@ def main(name: str, policy: str) -> None:
     ],
 )
 def test_flat(name: str, policy: str) -> None:
+    grown = _grown(name, policy)
+    if grown:
+        # What leaks, leaks with every pass and so in every run. Plans are made in a thread, and where the machine's other
+        # load makes one late its caches are warm late: what does not grow a second time is that.
+        again = _grown(name, policy)
+        grown = {key: (found, again[key]) for key, found in grown.items() if key in again}
+    assert not grown, f"grew from 40 % over 70 % to the end, in two runs: {grown}"
+
+
+def _grown(name: str, policy: str) -> dict[str, Any]:
+    """What there is more of at the end of a run: (at 40 %, at 70 %, at the end)."""
     output = children.run("test_leaks", name, policy, timeout=120)
     first, middle, last = json.loads(
         next(line for line in output.splitlines() if line.startswith("SNAPSHOTS")).removeprefix("SNAPSHOTS ")
     )
-    grown = {}
+    grown: dict[str, Any] = {}
     for key in ("threads", "native threads", "files"):
         if last[key] > first[key]:
             grown[key] = (first[key], middle[key], last[key])
@@ -312,7 +323,7 @@ def test_flat(name: str, policy: str) -> None:
         at = first["ours"].get(kind, 0)
         if count > at + max(20, at // 10) and count > middle["ours"].get(kind, 0):
             grown[kind] = (at, middle["ours"].get(kind, 0), count)
-    assert not grown, f"grew from 40 % over 70 % to the end: {grown}"
+    return grown
 
 
 if __name__ == "__main__":
