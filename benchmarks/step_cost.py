@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -303,10 +304,7 @@ def full(quick: bool, rounds: int) -> list[Row]:
     """At exactly what it needs, with the recorder on and as it is by default: asleep after some passes that fitted."""
     rows: list[Row] = []
     for name, model in MODELS.items():
-
-        def build(model: Callable[[bool], Run] = model) -> Run:
-            return model(quick)
-
+        build = functools.partial(model, quick)
         limit = needs(build)
         series = interleaved(
             {
@@ -329,10 +327,7 @@ def asleep(quick: bool, rounds: int) -> list[Row]:
     """With a quarter to spare: the recorder sleeps after a few passes."""
     rows: list[Row] = []
     for name, model in MODELS.items():
-
-        def build(model: Callable[[bool], Run] = model) -> Run:
-            return model(quick)
-
+        build = functools.partial(model, quick)
         limit = int(1.25 * needs(build))
         series = interleaved(
             {
@@ -351,10 +346,7 @@ def half(quick: bool, rounds: int) -> list[Row]:
     """Half of what they need."""
     rows: list[Row] = []
     for name, model in TIGHT.items():
-
-        def build(model: Callable[..., Run] = model) -> Run:
-            return model(quick)
-
+        build = functools.partial(model, quick)
         limit = needs(build) // 2
         make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}
         for policy in ("auto", "evict", "offload"):
@@ -370,20 +362,11 @@ def half(quick: bool, rounds: int) -> list[Row]:
     return rows
 
 
-def lower_bound(trace: Trace, limit: int) -> float:
-    """The overhead that no recompute-only schedule of this pass goes below."""
-    return plan_of(trace, limit).lower_bound
-
-
 def planned(quick: bool, rounds: int) -> list[Row]:
     """With plans and without, at checkpointing's peak. Blocks warm up until a plan is followed."""
 
-    def build() -> Run:
-        return demo_gpt(quick)
-
-    def checkpointing() -> Run:
-        return demo_gpt(quick, checkpointed=True)
-
+    build = functools.partial(demo_gpt, quick)
+    checkpointing = functools.partial(demo_gpt, quick, checkpointed=True)
     limit, whole = needs(checkpointing), needs(build)
     make: dict[str, tuple[Callable[[], Run], Setting]] = {
         "plain": (build, plain),
@@ -403,7 +386,7 @@ def planned(quick: bool, rounds: int) -> list[Row]:
             if trace is not None and row["what"].startswith(
                 "evict"
             ):  # with the linear program, which live runs do without
-                row["lower_bound"] = round(lower_bound(trace, limit), 3)
+                row["lower_bound"] = round(plan_of(trace, limit).lower_bound, 3)
             row["planned_passes"] = series[row["what"]].stats["planned_passes"]
     return rows
 
@@ -411,9 +394,7 @@ def planned(quick: bool, rounds: int) -> list[Row]:
 def own(quick: bool, rounds: int) -> list[Row]:
     """What memmgr itself takes of a planned step: recording, handles, replay around the ops that run again, its threads."""
 
-    def build() -> Run:
-        return demo_gpt(quick)
-
+    build = functools.partial(demo_gpt, quick)
     costs = {row["what"]: row["median_us"] * 1e-6 for row in ops(quick, rounds) if "what" in row}
     limit = needs(lambda: demo_gpt(quick, checkpointed=True))
     rows: list[Row] = []
@@ -471,10 +452,7 @@ def prefetch(quick: bool, rounds: int) -> list[Row]:
     """Offload with the prefetcher and without."""
     rows: list[Row] = []
     for name, model in TIGHT.items():
-
-        def build(model: Callable[..., Run] = model) -> Run:
-            return model(quick)
-
+        build = functools.partial(model, quick)
         limit = needs(build) // 2
         for speed, throttle in (("the tier as it is", 0), ("1 GB/s", 1_000_000_000)):
             series = interleaved(
@@ -501,10 +479,7 @@ def link(quick: bool, rounds: int) -> list[Row]:
     """Auto beside the two that it chooses from, by the speed of the tier."""
     rows: list[Row] = []
     for name, model in TIGHT.items():
-
-        def build(model: Callable[..., Run] = model) -> Run:
-            return model(quick)
-
+        build = functools.partial(model, quick)
         limit = needs(build) // 2
         for speed, throttle in (("as it is", 0), ("2 GB/s", 2_000_000_000), ("50 MB/s", 50_000_000)):
             make: dict[str, tuple[Callable[[], Run], Setting]] = {"plain": (build, plain)}

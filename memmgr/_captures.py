@@ -74,8 +74,7 @@ class Captures:
         # checksum is taken, for which the CPU would wait.
         native.set_options(False, manager.has_tier, False, 0)
         native.set_active(False)
-        if hasattr(native, "set_capturing"):
-            native.set_capturing(True)
+        self._tell(True)
 
     def end(self, graph: object) -> None:
         """It has ended, or did not begin."""
@@ -85,8 +84,7 @@ class Captures:
         if self._graphs:
             return
         manager, native = self._manager, self._manager.native
-        if hasattr(native, "set_capturing"):
-            native.set_capturing(False)
+        self._tell(False)
         if not manager.open:
             return
         native.forget_recipes()  # writes went unseen
@@ -105,9 +103,17 @@ class Captures:
             self._manager.native.forget_recipes()
 
     def _bring_back_evicted(self) -> None:
-        for cell in self._manager.native.handled():
-            if cell.gone and cell.slot < 0 and not cell.stale:
-                self._manager.replayer.materialize(cell)
+        replayer = self._manager.replayer
+        for cell in replayer.dropped():
+            if not cell.stale:
+                replayer.materialize(cell)
+        replayer.forget()
+
+    def _tell(self, capturing: bool) -> None:
+        # The shim has nothing under way that a capture would meet: its allocator knows which streams are captured.
+        tell = getattr(self._manager.native, "set_capturing", None)
+        if tell is not None:
+            tell(capturing)
 
     def missing(self, cell: Any) -> None:
         """Brings back what backward asks for.
@@ -126,5 +132,4 @@ class Captures:
         """The budget closes."""
         if self._graphs:
             self._graphs.clear()
-            if hasattr(self._manager.native, "set_capturing"):
-                self._manager.native.set_capturing(False)
+            self._tell(False)

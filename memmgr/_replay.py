@@ -80,12 +80,19 @@ class Replayer:
             return self._make(target, [target])
         number, others, later = planned
         try:
-            return self._make(target, sorted([target, *others], key=_saved_at), later)
-        except Exception:
-            self.forget()  # the others were a matter of speed, and what is wrong with them is theirs to say
+            if not others and not later:
+                return self._make(target, [target])
+            try:
+                return self._make(target, sorted([target, *others], key=_saved_at), later)
+            except Exception:
+                self.forget()  # the others were a matter of speed, and what is wrong with them is theirs to say
+                self._make(target, [target])
         finally:
             self._kept.pop(number, None)
-        self._make(target, [target])
+
+    def dropped(self) -> list[Any]:
+        """The cells that autograd wants and that only their recipes can make again."""
+        return [cell for cell in self._native.handled() if cell.gone and cell.slot < 0]
 
     def forget(self) -> int:
         """Lets go of what is kept for later bursts of the plan; returns its bytes. From any thread that has the GIL."""
@@ -123,8 +130,8 @@ class Replayer:
                 self._execute(recipe, inputs, uses, pins)
                 del leases
             if target.present:
-                for number, cells in kept.items():
-                    self._kept[number] = [pins[cell] for cell in cells if cell in pins]
+                for number, cells in kept.items():  # others may have kept something for it, too
+                    self._kept.setdefault(number, []).extend(pins[cell] for cell in cells if cell in pins)
                 return
             if target.slot >= 0 and not native.bring_back(target):
                 return

@@ -20,7 +20,6 @@ SPARE = 0.9  # a pass left room to spare when it needed at most this share of th
 CALM_PASSES = 2  # so many such passes in a row put the recorder to sleep
 TIGHT_PASSES = 8  # so many that fitted at all do as well
 MOST_TIGHT_PASSES = 1024  # where surprises keep coming
-EVICTED = 1  # `gone` of a cell
 
 
 def hooks_on_top() -> Any:
@@ -153,7 +152,7 @@ class Sleeper:
             return
         # Drops need watched writes, and nothing is watched now: from here on only copies. What was dropped already (of a
         # graph that is kept) may need what is overwritten next.
-        if native.pressure()[3] and any(cell.gone == EVICTED for cell in native.handled()):
+        if native.pressure()[3] and manager.replayer.dropped():
             return
         native.forget_recipes()
         native.set_options(False, True, manager.config.verify, 0)

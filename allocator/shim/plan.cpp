@@ -27,14 +27,13 @@ struct LivePlan {
 
 struct ThisPass {
   uint64_t hash = 0;
-  std::vector<int64_t> sizes;      // of this pass, for whoever makes a plan of it
-  const LivePlan* plan = nullptr;  // that it follows
-  int64_t left_at = -1;            // the save at which it left the last plan that it followed; -1: it did not
-  std::unordered_map<uint32_t, Cell*>
-      away;                    // by save: planned to leave; borrowed, they are there while they have handles
-  std::vector<uint32_t> owed;  // triggered, and there was no room so far
-  std::vector<uint32_t> late;  // was asked for before it was there
-  std::vector<Cell*> waiting;  // to be let go, but the program still has them; references of ours
+  std::vector<int64_t> sizes;                // of this pass, for whoever makes a plan of it
+  const LivePlan* plan = nullptr;            // that it follows
+  int64_t left_at = -1;                      // the save at which it left the last plan that it followed; -1: it did not
+  std::unordered_map<uint32_t, Cell*> away;  // by save: planned to leave; borrowed, while they have handles
+  std::vector<uint32_t> owed;                // triggered, and there was no room so far
+  std::vector<uint32_t> late;                // was asked for before it was there
+  std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
 };
 
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
@@ -113,7 +112,7 @@ void plan_saved(Cell* c) {
   if (action == KEEP || !plan_leads()) return;
   Py_INCREF(c);
   pass.waiting.push_back(c);
-  if (action == OFFLOAD || burst_of(k) >= 0) pass.away[static_cast<uint32_t>(k)] = c;
+  pass.away[static_cast<uint32_t>(k)] = c;
 }
 
 // Its last handle has gone: nobody asks for this cell any more.
@@ -225,8 +224,7 @@ static PyObject* list_of(const std::vector<PyObject*>& cells) {
   return out;
 }
 
-// plan_together(cell) -> None if no plan is followed, or (number of its burst or -1, the others of it that are still
-// gone,
+// plan_together(cell) -> None if no plan is followed, or (number of its burst or -1, the others of it that are gone,
 // [(number of a later one, its saves that are gone, bytes that are kept for it)]).
 static PyObject* py_plan_together(PyObject*, PyObject* o) {
   if (Py_TYPE(o) != &CellType) return PyErr_Format(PyExc_TypeError, "plan_together: a cell");

@@ -39,7 +39,11 @@ NEVER_ASLEEP = {  # no two passes in a row before the one that counts
     "forward_before_entering",
     "rnn_of_3000_steps",
 }
-HEAVY = {"chain_of_5000_unsaved_ops", "chain_of_5000_views_and_writes"}
+HEAVY = {
+    "chain_of_5000_unsaved_ops",
+    "chain_of_5000_views_and_writes",
+}  # seconds each; how long a chain is tests recipes, and asleep
+# there are none
 MODELS = ("mlp", "hf_gpt2", "inplace_ops", "views_saved", "checkpoint_reentrant", "retain_graph", "tree_lstm")
 
 
@@ -104,20 +108,8 @@ def _larger(forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> CaseF
     """Small passes, until the recorder sleeps, then a large one; and both once more."""
 
     def fn(seed: int, scope: Scope) -> Record:
-        model, record = cases.MLP(depth=3), Record()
-        opt = cases.sgd(model)
-        with scope():
-            for rows in [*[SMALL] * CALM, LARGE, *[SMALL] * CALM, LARGE]:
-                loss = forward(model, torch.randn(rows, 32))
-                loss.backward()
-                opt.step()
-                opt.zero_grad()
-                record.losses(loss.detach())
-        del loss
-        record.model(model)
-        record.optimizer(opt)
-        record.rng()
-        return record
+        rows = [*[SMALL] * CALM, LARGE, *[SMALL] * CALM, LARGE]
+        return cases.train(cases.MLP(depth=3), (torch.randn(n, 32) for n in rows), forward, scope, cases.sgd)
 
     return fn
 

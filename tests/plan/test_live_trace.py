@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _shim
 from memmgr._manager import Manager
-from memmgr._trace import BETWEEN, Measured
+from memmgr._trace import BETWEEN, Measured, Tracer
 from memmgr._trace_file import read_trace
 from memmgr.policies.planner import plan
 from memmgr.policies.registry import parse_policy
@@ -467,9 +468,9 @@ def test_a_node_of_backward_has_what_it_asked_for_until_it_ends() -> None:
     assert any(set(operands) & set(op.uses) for k, op in program(trace) if k <= first)
 
 
-@pytest.mark.parametrize("step_of_noting", ["_known", "_note"])
-def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was noted in part is no trace, and the program's next ops do not stumble over it."""
+@contextlib.contextmanager
+def measuring() -> Iterator[tuple[models.Training, Tracer]]:
+    """A training at the beginning of a pass that is measured."""
     training = TINY["mlp"]()
     with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
         tracer = manager().measuring.tracer
@@ -477,6 +478,13 @@ def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.Mo
         training.step()
         manager().measuring.want()
         training.step()
+        yield training, tracer
+
+
+@pytest.mark.parametrize("step_of_noting", ["_known", "_note"])
+def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was noted in part is no trace, and the program's next ops do not stumble over it."""
+    with measuring() as (training, tracer):
         original = getattr(tracer, step_of_noting)
         calls = []
 
@@ -499,13 +507,7 @@ def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_right_before_the_end() -> None:
-    training = TINY["mlp"]()
-    with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
-        tracer = manager().measuring.tracer
-        assert tracer is not None
-        training.step()
-        manager().measuring.want()
-        training.step()
+    with measuring() as (training, tracer):
         loss = training.loss()
         tracer._noting = True
         assert tracer.end([]) is None and not tracer.active

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmgr.policies.bound import lower_bound_seconds
-from memmgr.policies.planner import Plan, plan
-from memmgr.policies.schedule import Cost, Do, replay
+from memmgr.policies.planner import Carried, Plan, carried, plan
+from memmgr.policies.schedule import Cost, Do, Step, replay
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
@@ -259,6 +259,31 @@ def test_a_plan_says_how_far_it_may_be_from_the_best() -> None:
     away = {absence.storage for absence in made.absences}
     again = {s for step in made.steps if step.do is Do.RECOMPUTE for s in trace.ops[step.target].outputs}
     assert away and away <= again
+
+
+def test_what_is_carried_from_one_burst_to_another() -> None:
+    """u is saved by nobody; a and b are made from it again, before op 4 and before op 5."""
+    x, u, a, b = range(4)
+    ops = (
+        Op("constant", 0.0, (), (x,), OpKind.CONSTANT),
+        Op("u", 1.0, (x,), (u,)),
+        Op("a", 1.0, (u,), (a,), saves=(a,)),
+        Op("b", 1.0, (u,), (b,), saves=(b,)),
+        Op("uses b", 1.0, (), (), OpKind.VIEW, uses=(b,)),
+        Op("uses a", 1.0, (), (), OpKind.VIEW, uses=(a,)),
+    )
+    released = (HELD, 4, 6, 5)
+    names = ("c.x", "1.0", "2.0", "3.0")
+    storages = tuple(Storage(n, 10, k, r) for k, (n, r) in enumerate(zip(names, released, strict=True)))
+    trace = Trace(ops, storages).check()
+    forward = [Step(Do.COMPUTE, k) for k in range(4)] + [Step(Do.FREE, s) for s in (u, a, b)]
+    first = [Step(Do.RECOMPUTE, 1), Step(Do.RECOMPUTE, 3), Step(Do.COMPUTE, 4)]
+    last = [Step(Do.RECOMPUTE, 2), Step(Do.COMPUTE, 5)]
+    assert replay(trace, forward + first + last, 40).valid
+    assert carried(trace, forward + first + last) == [Carried(u, 4, 5)]
+    again = [Step(Do.FREE, u), Step(Do.RECOMPUTE, 1)]
+    assert replay(trace, forward + first + again + last, 40).valid
+    assert carried(trace, forward + first + again + last) == []
 
 
 def test_no_plan_for_less_than_an_op_needs() -> None:
