@@ -300,6 +300,11 @@ class Table(Cells):
             self._count_deaths()
             return [known.cell for known in self._table.values() if known.cell is not None]
 
+    def misplaced(self) -> int:
+        """For tests: how many entries of the table stand for another storage; 0."""
+        with self._lock:
+            return sum(k.cell is not None and k.cell.known is not k for k in self._table.values())
+
     def end_pass(self) -> None:
         """What nobody saved and no recipe names needs no recipe; chains get shorter until nothing changes."""
         self._end_of_pass()

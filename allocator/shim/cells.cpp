@@ -360,6 +360,20 @@ static void table_erase(std::unordered_map<c10::StorageImpl*, Cell*>::iterator i
   deferred_decref(reinterpret_cast<PyObject*>(c));
 }
 
+// `c` is watched in `s` from now on (null: nowhere). Its entry goes with its old storage: only the weak pointer keeps
+// that storage's address from being another's, which would then be taken for `c`.
+static void watch_in(Cell* c, const StorageRef& s) {
+  c10::StorageImpl* before = c->weak._unsafe_get_target();
+  auto it = before == s.get() ? g.table.end() : g.table.find(before);
+  const bool entered = it != g.table.end() && it->second == c;
+  if (entered) g.table.erase(it);
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    c->weak = WeakStorage(s);
+  }
+  if (entered) deferred_decref(reinterpret_cast<PyObject*>(c));
+}
+
 void sweep() {
   std::vector<c10::StorageImpl*> dead;
   for (auto& [s, c] : g.table)
@@ -509,7 +523,7 @@ static void make_stale(Cell* c) {
   }
   drop_slot(c);
   release_strong(c);
-  c->weak = WeakStorage(StorageRef());
+  watch_in(c, StorageRef());
 }
 
 // An op wrote to what had been saved. If the counter moved, that is autograd's error; if it did not (the op hides its
@@ -549,23 +563,18 @@ void expose_cell(Cell* c) {
       std::lock_guard<std::mutex> lock(g.mu);
       c->strong.reset();
     }
-    c10::StorageImpl* s = nullptr;
-    {
-      StorageRef live = c->weak.lock();
-      s = live.get();
-      c->weak = WeakStorage(StorageRef());
-    }
-    auto it = g.table.find(s);
-    if (it != g.table.end() && it->second == c) {
-      StorageRef live = StorageRef::reclaim_copy(s);
-      table_erase(it);
+    StorageRef live = c->weak.lock();
+    auto it = g.table.find(live.get());
+    const bool entered = it != g.table.end() && it->second == c;
+    watch_in(c, StorageRef());
+    if (entered) {
       Cell* fresh = new_cell();
       fresh->weak = WeakStorage(live);
       fresh->nbytes = static_cast<int64_t>(live->nbytes());
       fresh->versions = c->versions;
       fresh->last_access = g.clock;
       fresh->exposed = true;
-      enter(s, fresh);
+      enter(live.get(), fresh);
       Py_DECREF(fresh);
     }
   } else {
@@ -603,9 +612,7 @@ static void written_unseen(c10::TensorImpl* t) {
     c->strong.reset();
     disarm_locked(c);
   }
-  c->weak = WeakStorage(StorageRef());
-  it = g.table.find(s);
-  if (it != g.table.end()) table_erase(it);
+  watch_in(c, StorageRef());
   deferred_decref(reinterpret_cast<PyObject*>(c));
 }
 
@@ -749,7 +756,7 @@ bool bring_back(Cell* c, bool* recompute) {
                  prefetched ? "prefetched" : "read when needed", static_cast<long long>(slot));
     return false;
   }
-  if (c->strong && c->weak.expired()) c->weak = WeakStorage(c->strong);
+  if (c->strong && c->weak.expired()) watch_in(c, c->strong);
   g.n.reloads++;
   g.n.reload_bytes += n;
   if (prefetched)

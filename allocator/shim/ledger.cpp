@@ -69,12 +69,7 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
   if (static_cast<int64_t>(s->nbytes()) != c->nbytes)
     return PyErr_Format(PyExc_RuntimeError, "memmgr: recomputation gave %zu bytes instead of %lld", s->nbytes(),
                         static_cast<long long>(c->nbytes));
-  // The shell that the bytes left may still be the key of this cell.
-  StorageRef shell = c->strong ? c->strong : c->weak.lock();
-  if (shell) {
-    auto it = g.table.find(shell.get());
-    if (it != g.table.end() && it->second == c && shell.get() != s.get()) table_erase(it);
-  }
+  watch_in(c, s);
   {
     std::lock_guard<std::mutex> lock(g.mu);
     note_gone_over(c);
@@ -84,7 +79,6 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
       c->strong = s;
     else
       c->strong.reset();
-    c->weak = WeakStorage(s);
     c->filled_on = g.device && managed_here(s.get()) ? stream_now() : kNotFilled;
     c->versions.clear();
     c->versions.push_back({t->version_counter(), t->version_counter().current_version(), c->handles > 0});
@@ -152,7 +146,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
     } else {
       drop_slot(old);
       release_strong(old);
-      old->weak = WeakStorage(StorageRef());
+      watch_in(old, StorageRef());
     }
     it = g.table.find(s);
     if (it != g.table.end()) table_erase(it);
@@ -282,6 +276,13 @@ static PyObject* py_table(PyObject*, PyObject*) {
   PyObject* list = PyList_New(0);
   for (auto& [s, c] : g.table) PyList_Append(list, reinterpret_cast<PyObject*>(c));
   return list;
+}
+
+// Entries whose cell is watched in another storage. There are none: see watch_in().
+static PyObject* py_misplaced(PyObject*, PyObject*) {
+  long found = 0;
+  for (auto& [s, c] : g.table) found += c->weak._unsafe_get_target() != s;
+  return PyLong_FromLong(found);
 }
 
 // The roots that are held only because recipes name them.

@@ -379,6 +379,7 @@ PyMethodDef cell_functions[] = {
     {"end_pass", py_end_pass, METH_NOARGS, ""},
     {"forget_recipes", py_forget_recipes, METH_NOARGS, ""},
     {"table", py_table, METH_NOARGS, "all cells that are known by a storage"},
+    {"misplaced", py_misplaced, METH_NOARGS, "for tests: how many entries of the table stand for another storage; 0"},
     {"kept_roots", py_kept_roots, METH_NOARGS, ""},
     {"forget_all", py_forget_all, METH_NOARGS, ""},
     {"handled", py_handled, METH_NOARGS, ""},

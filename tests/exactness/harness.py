@@ -241,6 +241,7 @@ def managed(
 ) -> Managed:
     """Run ``fn`` under a budget; checks rule 10 and the budget itself as it goes."""
     import memmgr
+    from memmgr import _budget
 
     _reset(seed)
     before = global_state()
@@ -251,6 +252,8 @@ def managed(
         with memmgr.budget(limit, policy=policy, quiet=True, **options) as mm:
             managers.append(mm)
             yield mm
+            found = _budget.current()
+            assert found is None or found.native.misplaced() == 0
 
     if place == "loop":
         record = fn(seed, budget)

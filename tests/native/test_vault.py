@@ -236,6 +236,33 @@ def test_a_failed_read_without_a_recipe_is_a_clear_error(opened: Any) -> None:
         opened.unpack(handle)
 
 
+def test_the_address_of_a_storage_that_died_is_anothers(opened: Any) -> None:
+    """What nobody saved dies with the program's tensor; made again for what needs it, it lives in another storage."""
+    w = torch.full((16,), 5.0, requires_grad=True)
+    x = torch.ones(16)
+    others: list[Any] = []
+    for _ in range(100):  # until the system's allocator gives the address out again
+        between = x + 1
+        address = between.untyped_storage()._cdata
+        cell = opened.find(between)
+        others.append(between * 2)  # its recipe names the cell
+        del between
+        assert not cell.present and cell.handles == 0
+        with torch.no_grad():
+            again = x + 1
+        opened.fill(cell, again)  # as a replay does on its way to what it is after
+        assert cell.present
+        made = [w * 3 for _ in range(50)]
+        found = [q for q in made if q.untyped_storage()._cdata == address]
+        if found:
+            break
+        others += [cell, again, *made]
+    (q,) = found
+    assert opened.find(q) is not cell
+    (q * q).sum().backward()  # the product saves q
+    assert w.grad is not None and torch.equal(w.grad, torch.full_like(w, 2 * 15 * 3))
+
+
 def test_long_chains_die_without_recursion(opened: Any) -> None:
     x = torch.ones(16, requires_grad=True)
     y = x
