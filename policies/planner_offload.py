@@ -31,7 +31,7 @@ def offloading(
         budget_bytes: most bytes resident.
         link: the tier.
         at: the op of the unmanaged peak.
-        effort: steps of search of each way, in quarters and eighths.
+        effort: steps of search of each way, in quarters and eighths; of all ways, twice as many.
         gate: nothing is known to fit yet. Then nothing does unless a ladder gets there (`descend`), so that what fits a
             budget fits every larger one.
     """
@@ -40,13 +40,21 @@ def offloading(
         if fits is None:
             return
         fits.budget, fits.bias = budget_bytes, {}
-        fits.settle()
+        fits.settle(effort)
         yield fits.timeline, hide(fits.timeline, link, budget_bytes).seconds
     full = int((Timeline(problem).profile > budget_bytes).argmax())
-    for share, early in _SHARES:
-        yield from _advised(problem, budget_bytes, link, at, share, full if early else at, effort)
-    for price in _PRICES if any(problem.again) else _PRICES[:1]:
-        yield from _mixed(problem, budget_bytes, link, price, effort)
+    ways = [_advised(problem, budget_bytes, link, at, share, full if early else at, effort) for share, early in _SHARES]
+    prices = _PRICES if any(problem.again) else _PRICES[:1]
+    ways += [_mixed(problem, budget_bytes, link, price, effort) for price in prices]
+    left = 2 * effort
+    for way in ways:
+        for search, met in way:
+            if met:
+                search.settle(effort)
+                yield search.timeline, hide(search.timeline, link, budget_bytes).seconds
+            left -= search.work + problem.n_ops  # its timeline, and what it takes with the copies hidden
+            if left < 0:
+                return
 
 
 def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[int] = ()) -> dict[int, float]:
@@ -75,8 +83,8 @@ def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[in
 
 def _advised(
     problem: Problem, budget_bytes: int, link: TierLink, at: int, share: float, due: int, effort: int
-) -> Iterator[tuple[Timeline, float]]:
-    """What the relaxation reads back is offloaded over the moment `at`, the rest shaved."""
+) -> Iterator[tuple[Search, bool]]:
+    """What the relaxation reads back is offloaded over the moment `at`, the rest shaved; whether it fits."""
     slower = replace(
         link,
         read_bytes_per_second=share * link.read_bytes_per_second,
@@ -101,18 +109,14 @@ def _advised(
             if uses and timeline.pin[s] < moment and s in prices:
                 timeline.add(timeline.restore(s, uses[0]))
         search = Search(timeline, budget_bytes, bias=bias)
-        if search.shave(sharpness=sharpness, limit_work=effort // 8):
-            search.settle()
-            yield timeline, hide(timeline, link, budget_bytes).seconds
+        yield search, search.shave(sharpness=sharpness, limit_work=effort // 8)
 
 
 def _mixed(
     problem: Problem, budget_bytes: int, link: TierLink, price: float, effort: int
-) -> Iterator[tuple[Timeline, float]]:
-    """What costs less over the link than running again, at this price, is offloaded."""
+) -> Iterator[tuple[Search, bool]]:
+    """What costs less over the link than running again, at this price, is offloaded; whether it fits."""
     prices = prices_of(problem, link, price)
     for sharpness in _SHARPNESS:
         search = Search(Timeline(problem, prices), budget_bytes)
-        if search.shave(sharpness=sharpness, limit_work=effort // 4):
-            search.settle()
-            yield search.timeline, hide(search.timeline, link, budget_bytes).seconds
+        yield search, search.shave(sharpness=sharpness, limit_work=effort // 4)

@@ -12,6 +12,9 @@ from .planner_timeline import Timeline
 
 _NO_LIMIT = 1 << 62
 
+_MANY = 4_000
+"""Events beyond the program's own from which on they are taken out by the batch first."""
+
 
 class Search:
     """Moves on one timeline under one budget. All randomness comes from `seed`, all limits are counts: no clock.
@@ -43,7 +46,7 @@ class Search:
     @property
     def work(self) -> int:
         """Steps done so far, about 3 us each: what an effort is measured in."""
-        return self._looked + 8 * self.timeline.changes
+        return self._looked + self.timeline.changes
 
     # ---- what a recompute takes ----------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class Search:
             sharpness: how much more the highest excess counts than a small one, in the worth of a gap.
             noise: random share added to each gap's worth.
             limit_seconds: gives up once so much is run again.
-            limit_work: gives up after so many steps.
+            limit_work: gives up after so many steps, amid one peak after four times as many.
             splitting: may run things again in another order than the program's.
             fitting: bytes beyond what is over the budget count for nothing.
 
@@ -162,14 +165,20 @@ class Search:
             most = int(t.profile[x]) - self.budget if fitting else _NO_LIMIT
             heap = self._gaps(t.keys[x], sharpness, noise, splitting, most)
             heapq.heapify(heap)
-            if not self._lower(t.keys[x], heap) or t.extra_seconds > limit_seconds or self.work > until:
+            lower = self._lower(t.keys[x], heap, until=until + 3 * limit_work)
+            if not lower or t.extra_seconds > limit_seconds or self.work > until:
                 return False
 
-    def _lower(self, at: int, heap: list[tuple[float, int, float]], ceiling: int = _NO_LIMIT) -> bool:
-        """Drops from the cheapest on until event `at` fits; whether anything was won. No peak goes above `ceiling`."""
+    def _lower(
+        self, at: int, heap: list[tuple[float, int, float]], ceiling: int = _NO_LIMIT, until: int = _NO_LIMIT
+    ) -> bool:
+        """Drops from the cheapest on until event `at` fits; whether anything was won. No peak goes above `ceiling`.
+
+        Gives up when `work` is at `until`.
+        """
         t = self.timeline
         won = False
-        while heap:
+        while heap and self.work < until:
             x = bisect_left(t.keys, at)
             height = int(t.profile[x])
             if height <= self.budget:
@@ -219,7 +228,7 @@ class Search:
             at = t.keys[x]
             heap = self._gaps(at, sharpness, 0.0, True)
             heapq.heapify(heap)
-            if self._lower(at, heap, int(t.profile[x])):
+            if self._lower(at, heap, int(t.profile[x]), until + limit_work):
                 continue
             stage = t.stage(at)
             low = bisect_left(t.keys, stage * t.rows * t.stride)
@@ -288,11 +297,13 @@ class Search:
                 return True
         return False
 
-    def prune(self, keys: list[int]) -> float:
-        """Takes out each of `keys` that the budget does not need; returns the seconds saved."""
+    def prune(self, keys: list[int], until: int = _NO_LIMIT) -> float:
+        """Takes out each of `keys` that the budget does not need, until `work` is at `until`; returns the seconds saved."""
         t = self.timeline
         before = t.extra_seconds
         for q in keys:
+            if self.work > until:
+                break
             self._looked += 2
             if not t.has(q) or self.hopeless(q):
                 continue
@@ -318,10 +329,14 @@ class Search:
 
         return sorted(t.extras(), key=worth)
 
-    def settle(self, rounds: int = 3) -> None:
-        """Prunes until nothing more can go."""
+    def settle(self, limit_work: int = _NO_LIMIT, rounds: int = 3) -> None:
+        """Prunes until nothing more can go, or so many steps are done."""
+        until = self.work + limit_work
+        t = self.timeline
+        while len(t.keys) > t.problem.n_ops + _MANY and t.thin(self.dearest_first(), self.budget):
+            pass
         for _ in range(rounds):
-            if self.prune(self.dearest_first()) == 0.0:
+            if self.prune(self.dearest_first(), until) == 0.0:
                 return
 
     # ---- trading -------------------------------------------------------------------------------------------------
@@ -341,6 +356,7 @@ class Search:
                 sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
                 noise=self.random.choice((0.2, 1.0, 3.0)),
                 limit_seconds=before * 1.1,
+                limit_work=until - self.work,
                 fitting=self.random.random() < 0.5,
             )
             if kept:

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memmgr.policies import planner_search
 from memmgr.policies.bound import lower_bound_seconds
 from memmgr.policies.planner import Carried, Plan, carried, plan
+from memmgr.policies.planner_search import Search
+from memmgr.policies.planner_timeline import Problem, Timeline
 from memmgr.policies.schedule import Cost, Do, Step, replay
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
@@ -237,6 +240,71 @@ def test_an_in_place_write_takes_no_room() -> None:
     storages = tuple(Storage(str(i), 10, i, 4 if i == 2 else HELD) for i in range(4))
     assert plan(Trace(ops, storages, copy_on_write=False).check(), 30).seconds == 3.0
     assert plan(Trace(ops, storages, copy_on_write=True).check(), 30).seconds == 4.0  # a leaves and is made again
+
+
+# ---- very long passes
+
+
+def chain(steps: int) -> Trace:
+    """h = f(h, x) for all steps, then backward reads every h again; x is half of all bytes, and is done with by then."""
+    n = steps
+    ops = [Op("x", 100.0, (), (0,)), Op("zeros", 1.0, (), (1,))]
+    ops += [Op("f", 1.0, (k - 1, 0), (k,), saves=(k - 1,)) for k in range(2, n + 2)]
+    ops += [Op("grad", 1.0, (k - 1,), (k,), OpKind.ONCE, uses=(2 * n + 2 - k,)) for k in range(n + 2, 2 * n + 2)]
+    released = [n + 2, *(2 * n + 3 - k for k in range(1, n + 1)), n + 3, *(k + 2 for k in range(n + 2, 2 * n + 2))]
+    storages = tuple(Storage(str(k), 10 * n if k == 0 else 10, k, r) for k, r in enumerate(released))
+    return Trace(tuple(ops), storages, copy_on_write=True).check()
+
+
+def test_a_search_ends_when_its_effort_does() -> None:
+    """Not only between two peaks: a chain drops much at the first, each with all before it made again."""
+    trace = chain(1000)
+    budget = int(trace.unmanaged_peak[0] * 0.6)
+    search = Search(Timeline(Problem.of(trace)), budget)
+    assert not search.shave(limit_work=20_000)
+    assert search.work < 5 * 20_000  # four times, and the drop that it was at
+    search = Search(Timeline(Problem.of(trace)), budget)
+    assert search.shave()
+    assert search.work > 10 * 20_000
+    taken = search.work
+    search.settle(20_000)
+    assert search.work - taken < 5 * 20_000
+    search.timeline.check()
+
+
+def test_a_long_pass_is_planned_well_in_little_time() -> None:
+    trace = chain(3000)
+    made = plan(trace, int(trace.unmanaged_peak[0] * 0.6), effort=100_000, solve=False)
+    assert made.feasible
+    holds(trace, made)
+    assert made.overhead < 1.6  # with all the time there is 1.49
+
+
+@pytest.mark.parametrize("writer", PASSES)
+@pytest.mark.parametrize("rate", [None, 1e8])
+def test_batches_take_out_what_is_not_needed(
+    writer: LogWriter, rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = trace_of(writer)
+    peak = trace.unmanaged_peak[0]
+    link = TierLink("host", rate, rate) if rate else None
+    removed = []
+    thin = Timeline.thin
+
+    def counted(timeline: Timeline, order: list[int], budget_bytes: int) -> int:
+        before = timeline.extra_seconds
+        removed.append(thin(timeline, order, budget_bytes))
+        timeline.check()
+        assert timeline.peak <= budget_bytes and timeline.extra_seconds <= before
+        return removed[-1]
+
+    monkeypatch.setattr(planner_search, "_MANY", 0)
+    monkeypatch.setattr(Timeline, "thin", counted)
+    for ratio in (0.7, 0.5, 0.35):
+        made = plan(trace, int(peak * ratio), link=link, effort=20_000)
+        if made.feasible:
+            holds(trace, made, link)
+    assert sum(removed) > 0
 
 
 # ---- the plan as an object
