@@ -228,14 +228,15 @@ def stats() -> dict[str, Any]:
 
     Returns:
         A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what the
-        program itself holds), `floor_bytes` (the smallest budget that this run could have had), `unmanaged_peak_bytes`
-        (what it would have needed), `evicted_bytes`, `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`,
-        `offloads`, `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others.
-        Seconds: `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
-        `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does) of
-        `watched_seconds` (the passes in which that was seen: those that were recorded). Plans: `plans` (made),
-        `planned_passes` (followed one to the end), `plan_seconds` (making them took, beside training), `rankings` (how often
-        the policy was asked instead).
+        program itself holds), `floor_bytes` (the smallest budget that this run could have had, as far as it was recorded),
+        `unmanaged_peak_bytes` (what it would have needed), `recorded_peak_bytes` (the same of the passes that were recorded:
+        where that is less, a larger one came while the recorder slept, and the floor may be higher), `evicted_bytes`,
+        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`, `offloads`, `reloads`, `prefetch_hits`, `passes`,
+        `reclaims` (calls for bytes from inside malloc), and others. Seconds: `recompute_seconds`, `stall_seconds`,
+        `search_seconds` (choosing who leaves, where a search does), `checkpoint_seconds` (ops that the program itself ran
+        again inside backward, as activation checkpointing does) of `watched_seconds` (the passes in which that was seen:
+        those that were recorded). Plans: `plans` (made), `planned_passes` (followed one to the end), `plan_seconds` (making
+        them took, beside training), `rankings` (how often the policy was asked instead).
         `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
     """
     manager = last()

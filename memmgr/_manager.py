@@ -130,6 +130,7 @@ class Manager:
         self.rankings = 0
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
+        self._recorded_peak = 0  # unmanaged, over those of them that were recorded
         # A planner of its own decides that too, whatever the net beneath it does.
         self.may_evict = self._director() != "offload" or self.policy.planner not in ("", "plan")
         self.plans = Plans(self, config.plan and bool(config.policy.planner) and hasattr(native, "add_plan"))
@@ -516,6 +517,8 @@ class Manager:
         resident, unmanaged = self.native.peak()
         self.last.backward_growth = max(0.0, float(resident - self._at_turn))
         self._peaks = [max(self._peaks[0], resident), max(self._peaks[1], unmanaged)]
+        if not self.sleeper.asleep:
+            self._recorded_peak = max(self._recorded_peak, unmanaged)
         self.native.reset_peak()
         self.telemetry.ended_pass(resident, unmanaged, self.last.forward_seconds, self.last.backward_seconds)
         self.pressed = unmanaged > self.config.limit_bytes
@@ -783,6 +786,7 @@ class Manager:
             "held_bytes.peak": n["held_peak_bytes"],
             "floor_bytes": max(n["floor_bytes"], n["held_peak_bytes"]),
             "unmanaged_peak_bytes": max(a.get("unmanaged_peak_bytes", 0), self._peaks[1]),
+            "recorded_peak_bytes": self._recorded_peak,
             "outside_bytes": a.get("outside_bytes", 0),
             "evictions": n["evictions"],
             "evicted_bytes": n["evicted_bytes"],

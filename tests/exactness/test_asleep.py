@@ -163,7 +163,7 @@ def test_a_larger_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the large pass has too much goes to the tier from inside malloc; the same bits, inside the budget."""
     fn = LARGER[name]
     want = reference(fn)
-    measured = managed(fn, HUGE_BYTES, "keep").stats
+    measured = managed(fn, HUGE_BYTES, "keep", _sleep=False).stats  # asleep nobody sees the large pass's floor
     limit = max(measured["unmanaged_peak_bytes"] // 2, int(1.15 * measured["floor_bytes"]))
     met: list[int] = []
     surprise = Manager.surprise
@@ -177,6 +177,15 @@ def test_a_larger_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     got = managed(fn, limit, "auto")
     assert_same(want, got.record, "half")
     assert met and got.stats["offloads"] > 0, "no surprise came, so nothing was tested"
+
+
+def test_a_larger_pass_asleep_is_told() -> None:
+    """Nobody sees then what it needs at once, so `floor_bytes` is not about it."""
+    stats = managed(LARGER["mean_square"], HUGE_BYTES, "keep").stats
+    awake = managed(LARGER["mean_square"], HUGE_BYTES, "keep", _sleep=False).stats
+    assert awake["recorded_peak_bytes"] == awake["unmanaged_peak_bytes"]
+    assert stats["recorded_peak_bytes"] < 0.9 * stats["unmanaged_peak_bytes"]
+    assert stats["floor_bytes"] < awake["floor_bytes"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -652,15 +652,17 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     sys.unraisablehook = lambda u: unraisable.append(u.exc_type)
 
     def try_once() -> None:
-        nonlocal armed, hit, lost
+        nonlocal armed, hit, lost, duration
         restore()
         caught = False
         unraisable.clear()
         armed = True
+        began = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, max(1e-5, r.random() * duration))
         try:
             passes()
             armed = False
+            duration = time.perf_counter() - began  # it came too late: they may take less than they did
         except KeyboardInterrupt:
             caught = True
         finally:
@@ -674,7 +676,9 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
             assert torch.equal(v, start_state[k]), f"{k} changed"
 
     rounds = int(os.environ.get("EXACTNESS_INTERRUPTS", "24"))
-    for i in range(rounds):
+    tried = 0
+    while tried < rounds or (hit < rounds // 4 and tried < 4 * rounds):
+        tried += 1
         if stay == "stay":
             with memmgr.budget(limit, **options) as mm:
                 try_once()
@@ -688,7 +692,7 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
             restore()
             passes()
             got = result()
-        assert_same(want, got, f"round {i}")
+        assert_same(want, got, f"round {tried}")
         assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
         model.zero_grad(set_to_none=True)
         del got
@@ -696,9 +700,9 @@ def interrupted(policy: str, share: str, stay: str, throttle: str) -> None:
     after = global_state()
     changed = {k: (before[k], after[k]) for k in before if before[k] != after[k]}
     assert not changed, changed
-    print(f"{stalled:.3f} of {duration:.3f} s stalled; {hit} of {rounds} interrupts arrived, {lost} were swallowed")
+    print(f"{stalled:.3f} of {duration:.3f} s stalled; {hit} of {tried} interrupts arrived, {lost} were swallowed")
     assert hit >= rounds // 4, "hardly an interrupt arrived: little was tested"
-    assert lost <= rounds // 20, "interrupts are swallowed by callbacks"
+    assert lost <= tried // 20, "interrupts are swallowed by callbacks"
 
 
 def _digest(t: torch.Tensor) -> bytes:

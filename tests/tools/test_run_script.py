@@ -294,6 +294,8 @@ def _stats(**changed: float) -> dict[str, Any]:
 def test_what_the_summary_advises() -> None:
     assert advice(_stats())[0] == "the floor (the smallest budget that could work) is about 500 MB"
     assert "+800 MB of budget (1.8 GB)" in advice(_stats())[1]
+    assert "could work) is at least 500 MB" in advice(_stats(recorded_peak_bytes=10**9))[0]
+    assert "could work) is about 500 MB" in advice(_stats(recorded_peak_bytes=1.9 * 10**9))[0]
     own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
     assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
     assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
