@@ -5,8 +5,7 @@ The order of values is that of `circumstances()` in `allocator/shim/recorder.cpp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,21 +78,17 @@ def _apply(now: Sequence[int], then: Sequence[int]) -> None:
         C._set_cudnn_allow_tf32(bool(rest_then[1]))
 
 
-@contextmanager
-def circumstances(native: Any, wanted: int) -> Iterator[None]:
-    """Runs the body under the switches of environment `wanted` and puts the present ones back."""
-    present = native.environment()
-    if present == wanted:
-        yield
-        return
-    now, then = native.environment_values(present), native.environment_values(wanted)
-    try:
-        _apply(now, then)
-        if native.environment() != wanted:
-            raise RuntimeError(
-                "memmgr: cannot restore the numeric switches that a saved tensor was computed under: "
-                f"wanted {then}, have {native.environment_values(native.environment())}"
-            )
-        yield
-    finally:
-        _apply(native.environment_values(native.environment()), now)  # also from half-way, where Ctrl-C came in between
+def put(native: Any, wanted: int) -> None:
+    """The switches are those of environment `wanted`."""
+    now, then = native.environment_values(native.environment()), native.environment_values(wanted)
+    _apply(now, then)
+    if native.environment() != wanted:
+        raise RuntimeError(
+            "memmgr: cannot restore the numeric switches that a saved tensor was computed under: "
+            f"wanted {then}, have {native.environment_values(native.environment())}"
+        )
+
+
+def put_back(native: Any, before: int) -> None:
+    """The switches are those of environment `before`, also from half-way, where Ctrl-C came in between."""
+    _apply(native.environment_values(native.environment()), native.environment_values(before))

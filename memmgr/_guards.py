@@ -250,7 +250,7 @@ class Guards:
                 return original(kernel, *args, **kwargs)
             from ._recorder import tensors_in
 
-            tensors = list(tensors_in([args, kwargs]))
+            tensors = tensors_in([args, kwargs])
             # Any argument may be written: what was made from the old bytes must not need them any more (rule 6).
             manager.recorder.before_write(tensors)
             for tensor in tensors:

@@ -32,7 +32,7 @@ from ._measure import Measuring
 from ._placement import REMAP, Placement
 from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
-from ._replay import Replayer, _BelowAutograd
+from ._replay import Replayer
 from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
@@ -394,11 +394,10 @@ class Manager:
         finally:
             state.hooks.__enter__()
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
         """Ops of our own, below everything."""
-        with _BelowAutograd():
-            yield
+        below: contextlib.AbstractContextManager[None] = self.native.Below()
+        return below
 
     def mode_is_out(self) -> bool:
         """Is the mode off this thread's stack for the time of a backward?"""

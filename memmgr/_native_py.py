@@ -35,6 +35,7 @@ from ._py_types import (
 )
 from ._py_vault import Vault
 from ._py_versions import C, Version
+from ._sections import Below, Finally
 from ._sizes import UNLIMITED
 
 warned = False
@@ -56,6 +57,8 @@ class _Info:
 
 class Native(Vault):
     """The recorder, over the vault."""
+
+    Finally = Finally
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +90,10 @@ class Native(Vault):
         # What is page-locked is the parent's: to free it, a driver would be asked that works in no forked child.
         self._parents, self._tier = self._tier, None
         self._budget = UNLIMITED
+
+    def Below(self, recomputing: bool = False) -> Below:  # named as the shim's
+        """A section below autograd and autocast, without a mode and without gradient."""
+        return Below(recomputing, self.set_recomputing)
 
     # -- recipes --
 

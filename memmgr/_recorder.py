@@ -7,7 +7,6 @@ writes matter (design §3, rules 2, 3 and 6).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _rng
 from ._ops import OPAQUE, PURE, Op, describe
-from ._replay import _BelowAutograd, flat_outputs, run_recipe
+from ._replay import flat_outputs, run_recipe
 
 if TYPE_CHECKING:
     from ._manager import Manager
@@ -44,16 +43,15 @@ def make_mode(native: Any) -> type[TorchDispatchMode]:
     return RecorderMode
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested arguments."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested arguments. No generator: an interrupt that meets the end of one is swallowed by Python."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
 
 
 class Plain:
@@ -116,7 +114,7 @@ class Recorder:
 
     def _written(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         if op.cls == OPAQUE and not op.writes:
-            return list(tensors_in([args, kwargs]))  # not known: all count as written (rule 6)
+            return tensors_in([args, kwargs])  # not known: all count as written (rule 6)
         found: list[torch.Tensor] = []
         for i in op.written_args:
             if i < len(args):
@@ -264,7 +262,7 @@ class Recorder:
         native = self._native
         if not self._manager.proving or self._proof_attempts.get(recipe.kind, 0) >= MAX_PROOFS:
             return native.call(recipe, call, args, kwargs, True)
-        inputs = list(tensors_in([args, kwargs or {}]))
+        inputs = tensors_in([args, kwargs or {}])
         before = [native.checksum(t) for t in inputs]
         out = native.call(recipe, call, args, kwargs, True)  # writes nothing, so it may be tried twice
         changed = [t for t, sum_before in zip(inputs, before, strict=True) if native.checksum(t) != sum_before]
@@ -298,7 +296,7 @@ class Recorder:
         native = self._native
         try:
             native.set_no_reclaim(True)
-            with _BelowAutograd():
+            with native.Below():
                 native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
                 begun = time.perf_counter()
                 outputs = run_recipe(native, recipe)

@@ -9,37 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._circumstances import circumstances
+from . import _rng
+from ._circumstances import put, put_back
 from ._errors import RecomputeError
 
 if TYPE_CHECKING:
     from ._manager import Manager
-
-C: Any = torch._C
-
-
-class _BelowAutograd:
-    """As it was recorded: below autograd and autocast, no mode, no hooks, no gradient (rule 5)."""
-
-    __slots__ = ("grad", "guards")
-
-    def __enter__(self) -> None:
-        self.grad = torch.is_grad_enabled()
-        C._set_grad_enabled(False)
-        self.guards: Any = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
-        for guard in self.guards[1:]:
-            guard.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        for guard in reversed(self.guards[1:]):
-            guard.__exit__(None, None, None)
-        self.guards = ()
-        C._set_grad_enabled(self.grad)
 
 
 class Replayer:
@@ -64,12 +45,8 @@ class Replayer:
             torch.OutOfMemoryError: the budget cannot hold what must be in memory at once.
         """
         begun, stalled = time.perf_counter(), self._manager.stall_seconds()
-        with self._lock, _BelowAutograd():
-            before = self._native.set_recomputing(True)
-            try:
-                self._run(target)
-            finally:
-                self._native.set_recomputing(before)
+        with self._lock, self._native.Below(recomputing=True):
+            self._run(target)
         self.seconds += max(0.0, time.perf_counter() - begun - (self._manager.stall_seconds() - stalled))
 
     def _run(self, target: Any) -> None:
@@ -287,25 +264,35 @@ def run_recipe(native: Any, recipe: Any) -> list[Any]:
         blank = torch.empty(nbytes, dtype=torch.uint8, device=device)
         view = torch.empty(0, dtype=dtype, device=device).set_(blank.untyped_storage(), 0, size, stride)
         args = (view, *args[1:])
-    func = recipe.func
-    drawn = recipe.rng
-    with circumstances(native, recipe.env):
-        if drawn is None:
-            out = func(*args, **kwargs)
-        elif any(a.name == "generator" for a in func._schema.arguments):
-            twin = drawn.private()
-            args = tuple(None if isinstance(a, torch.Generator) else a for a in args)
-            kwargs["generator"] = twin
-            position = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), len(args))
-            if position < len(args):
-                args = (*args[:position], twin, *args[position + 1 :])
-                kwargs.pop("generator")
-            out = func(*args, **kwargs)
-        else:
-            with drawn.rewound():
-                out = func(*args, **kwargs)
+    present = native.environment()
+    if present == recipe.env:
+        out = _run_op(native, recipe, args, kwargs)
+    else:
+        with native.Finally(partial(put_back, native, present)):
+            put(native, recipe.env)
+            out = _run_op(native, recipe, args, kwargs)
     if blank is not None:
         return [blank]
     if writable:
         return list(writable.values())
     return flat_outputs(out)
+
+
+def _run_op(native: Any, recipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on restored arguments, with the random numbers that it drew; nothing global stays changed (rules 4 and 10)."""
+    func, drawn = recipe.func, recipe.rng
+    if drawn is None:
+        return func(*args, **kwargs)
+    if not any(a.name == "generator" for a in func._schema.arguments):
+        generator = drawn.generator
+        with _rng.lock, native.Finally(partial(generator.set_state, generator.get_state())):
+            drawn.restore(generator)
+            return func(*args, **kwargs)
+    twin = drawn.private()
+    args = tuple(None if isinstance(a, torch.Generator) else a for a in args)
+    kwargs["generator"] = twin
+    position = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), len(args))
+    if position < len(args):
+        args = (*args[:position], twin, *args[position + 1 :])
+        kwargs.pop("generator")
+    return func(*args, **kwargs)

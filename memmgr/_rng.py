@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,23 +64,13 @@ class Drawn:
     def private(self) -> torch.Generator:
         """A generator of its own in that state: for ops that take one, nothing global is touched."""
         twin = torch.Generator(device=self.generator.device)
-        self._restore(twin)
+        self.restore(twin)
         return twin
 
-    def _restore(self, generator: torch.Generator) -> None:
+    def restore(self, generator: torch.Generator) -> None:
+        """That generator goes on from here."""
         if isinstance(self.state, tuple):
             generator.manual_seed(self.state[0])
             generator.set_offset(self.state[1])
         else:
             generator.set_state(self.state)
-
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """The generator is in the recorded state inside, and as it was found afterwards."""
-        with lock:
-            found = Drawn(self.generator)
-            self._restore(self.generator)
-            try:
-                yield
-            finally:
-                found._restore(self.generator)

@@ -102,7 +102,7 @@ class Tracer:
 
     def end(self, links: Sequence[TierLink]) -> Measured | None:
         """The pass is over. `links` are the tiers below. None: an interrupt left it incomplete."""
-        if self._noting:
+        if self._noting or not self.active:
             self.abort()
             return None
         left = time.perf_counter()
@@ -153,7 +153,7 @@ class Tracer:
         try:
             out = native.run_op(func, types, args, kwargs)
         except BaseException:
-            self._between, self._left, self._waited = between, time.perf_counter(), self._elsewhere_seconds()
+            self.abort()  # what it saved and made before it failed belongs to no op
             raise
         self._noting = True
         ended = time.perf_counter()

@@ -19,6 +19,7 @@ Cell* private_copy(c10::TensorImpl* t);
 void discard_copy(Cell* c);
 bool cell_present(Cell* c);
 bool ready_types(PyObject* module);
+bool ready_sections(PyObject* module);
 bool find_payload(PyObject* sample);
 
 static PyObject* out_of_memory_type = nullptr;

@@ -2,6 +2,7 @@
 // clang-format off
 #include "cells.cpp"
 #include "cell_types.cpp"
+#include "sections.cpp"
 #include "ledger.cpp"
 #include "traffic.cpp"
 #include "recorder.cpp"

@@ -1,0 +1,194 @@
+"""Ctrl-C at every place of memmgr's Python, one after the other: what is left behind must be as if it had not come.
+
+A trace function raises KeyboardInterrupt where the interpreter begins a line or a call of the package, which is where a
+real one can come, among other places: `test_threads.py` sends real ones at random times. One place is no real one: a
+trace function may also raise at the end of a `with`, before its `__exit__` is called, where the interpreter never looks.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memmgr
+from memmgr import _budget
+
+from .harness import Record, differences, global_state
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("MEMMGR_SHIM") == "0",
+    reason="the fallback puts signals off instead (_py_signals), which a trace function does not go through",
+)
+
+POINTS = 160
+GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one that is being dropped
+
+
+class Interrupt:
+    """Raises at the `at`-th line or call of the package that this thread comes to."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self.seen = 0
+        self.where = ""
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _come(self, frame: FrameType) -> None:
+        self.seen += 1
+        if self.seen == self._at:
+            self.where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+            raise KeyboardInterrupt
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not frame.f_globals.get("__name__", "").startswith("memmgr."):
+            return None
+        if frame.f_code.co_flags & GENERATOR and frame.f_code.co_name.startswith("<"):
+            return None
+        self._come(frame)
+        lines: set[int] = set()
+
+        def line(frame: FrameType, event: str, arg: Any) -> Any:
+            number = frame.f_lineno
+            if event == "line":
+                again = number in lines and linecache.getline(name, number).strip().startswith("with ")
+                if not again:
+                    lines.add(number)
+                    self._come(frame)
+            return line
+
+        return line
+
+
+class Training:
+    """Two passes, from the same parameters and random numbers each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            *[
+                m
+                for _ in range(3)
+                for m in (nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh())
+            ]
+        )
+        self.data = [torch.randn(256, 32) for _ in range(2)]
+        self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.rng = torch.get_rng_state()
+
+    def restore(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        torch.set_rng_state(self.rng)
+
+    def passes(self) -> None:
+        for x in self.data:
+            self.model(x).square().mean().backward()
+
+    def result(self) -> Record:
+        record = Record()
+        record.model(self.model)
+        record.put("rng", torch.get_rng_state())
+        return record
+
+    def run(self) -> Record:
+        self.restore()
+        self.passes()
+        return self.result()
+
+
+def numbers() -> bytes:
+    return hashlib.sha1(torch.get_rng_state().numpy().tobytes()).digest()
+
+
+@pytest.mark.parametrize(
+    ("policy", "share", "planned", "measured"),
+    [
+        ("evict", 0.6, False, False),
+        ("evict", 0.6, True, False),
+        ("evict", 0.6, False, True),
+        ("auto", 0.6, True, False),
+        ("offload", 0.5, False, False),
+        ("torture", 1.0, False, False),
+    ],
+)
+def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned: bool, measured: bool) -> None:
+    training = Training()
+    legitimate = {numbers()}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            legitimate.add(numbers())
+            return out
+
+    training.restore()
+    with Watch():
+        training.passes()
+    want = training.run()
+    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
+        training.run()
+    limit = int(mm.stats()["unmanaged_peak_bytes"] * share)
+    before = global_state()
+    faults: list[str] = []
+    with memmgr.budget(limit, policy=policy, quiet=True, _plan=planned) as mm:
+        manager = _budget.current()
+        assert manager is not None
+
+        def attempt(body: Callable[[], Any], at: int) -> Interrupt:
+            training.restore()
+            if measured:
+                manager.measuring.want()
+            with Interrupt(at) as interrupt:
+                try:
+                    body()
+                except KeyboardInterrupt:
+                    pass
+                except Exception as error:
+                    faults.append(f"{interrupt.where}: {type(error).__name__}: {error}")
+            return interrupt
+
+        for _ in range(6):
+            training.run()
+        if measured:
+            manager.measuring.want()
+            training.run()
+        lines = attempt(training.passes, 1 << 60).seen
+        assert lines > 500
+        reached = 0
+        for at in range(1, lines, max(1, lines // POINTS)):
+            where = attempt(training.passes, at).where
+            reached += where != ""
+            if numbers() not in legitimate:
+                faults.append(f"{where}: the generator is in a state that no unmanaged run passes through")
+            if any(not torch.equal(v, training.start[k]) for k, v in training.model.named_parameters()):
+                faults.append(f"{where}: a parameter changed")
+            try:
+                faults += [f"{where}: {line}" for line in differences(want, training.run())]
+            except Exception as error:
+                faults.append(f"{where}, in the next pass: {type(error).__name__}: {error}")
+            assert len(faults) < 5, faults
+        assert reached > POINTS // 2
+    assert not faults
+    assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
+    assert mm.stats()["resident_bytes.peak"] <= limit
+    training.restore()
+    gc.collect()
+    after = global_state()
+    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
