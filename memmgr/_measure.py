@@ -60,7 +60,14 @@ class Measuring:
             self.tracer.abort()
             return
         tier = self._manager.tier()
-        measured = self.tracer.end([tier] if tier is not None else [])
+        try:
+            measured = self.tracer.end([tier] if tier is not None else [])
+        except Exception as error:  # costs plans, not correctness, so it must not cost the training
+            self.tracer.abort()
+            self.tracer = None
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"memmgr: a pass could not be measured ({why}); please report this", stacklevel=2)
+            return
         if measured is None:
             return
         self.last = self._ending = measured

@@ -65,6 +65,7 @@ class Tracer:
         self._base = 0  # of these: there from the start, and not known as a constant yet
         self._came: list[int] = []  # of these: storages that stand for what came later
         self._last: OpRow | None = None
+        self._last_at = -1  # its row
         self._began = False
         self._between = 0.0
         self._left = time.perf_counter()
@@ -189,7 +190,9 @@ class Tracer:
             self._any_saved = True
             self._storages[storage].saved = True
             self._index.setdefault(storage, index)
-            kept = pending if storage in read or self._last is None else self._last.saves
+            # What no op that was seen made counts as there from its first sight on, which is after the last op.
+            later = self._last is None or self._storages[storage].maker > self._last_at
+            kept = pending if storage in read or later or self._last is None else self._last.saves
             if storage not in kept:
                 kept.append(storage)
         return pending
@@ -302,7 +305,7 @@ class Tracer:
         self._number += 1
         self._between = 0.0
         self._ops.append(op)
-        self._last = op
+        self._last, self._last_at = op, at
 
     def _written(self, info: Any, args: Any, kwargs: Any) -> list[Any]:
         return self._manager.recorder._written(info, args, kwargs or {})

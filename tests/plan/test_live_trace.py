@@ -230,6 +230,52 @@ def test_it_can_be_planned_and_simulated(six: tuple[str, Measured, int]) -> None
     assert trace.seconds < cost.seconds <= run.seconds * 1.02
 
 
+class SavesUnseen(torch.autograd.Function):
+    """Saves what was made below the dispatcher, which no op of the program reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        below = torch._C._DisableTorchDispatch()
+        unseen = torch.ones(1 << 16)
+        del below
+        ctx.save_for_backward(unseen)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (unseen,) = ctx.saved_tensors
+        return gradients[0] * 2 * unseen[0]
+
+
+def test_what_was_made_unseen_may_be_saved() -> None:
+    w = torch.ones(8, requires_grad=True)
+
+    def step() -> None:
+        SavesUnseen.apply(w.exp()).sin().sum().backward()
+        w.grad = None
+
+    trace = measure(step).trace
+    (unseen,) = (k for k, s in enumerate(trace.storages) if s.size_bytes == 4 << 16)
+    assert [op.name for op in trace.ops if unseen in op.saves] == ["aten::sin"]  # the next that was seen
+
+
+def test_a_pass_that_cannot_be_written_down_costs_plans_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    training = Small(nn.Parameter(torch.randn(32, 64)), torch.randn(64, 32))
+    monkeypatch.setattr("memmgr._trace.Rows.trace", lambda *_: {}[0])
+    with memmgr.budget("1GB", quiet=True, _sleep=False):
+        training.step()
+        manager().measuring.want()
+        training.step()
+        with pytest.warns(UserWarning, match="could not be measured .KeyError: 0."):
+            training.step()
+        assert manager().measuring.last is None
+        manager().measuring.want()
+        training.step()  # and nobody measures any more
+        training.step()
+
+
 # ---- under pressure
 
 
