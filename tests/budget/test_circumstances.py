@@ -5,8 +5,8 @@ Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 
 import memmgr
 from memmgr import _budget, _replay
-from memmgr._circumstances import circumstances
+from memmgr import _circumstances as circumstances
+from memmgr._sections import Finally
 
 C: Any = torch._C
 
@@ -58,10 +59,12 @@ def test_put_back_for_a_replay_and_left_as_it_was(name: str) -> None:
     finally:
         put(before)
     assert wanted != present and native.environment() == present, f"{name} is no part of the circumstances"
-    with circumstances(native, wanted):
+    with native.Finally(partial(circumstances.put_back, native, present)):
+        circumstances.put(native, wanted)
         assert get() == other
     assert get() == before and native.environment() == present
-    with pytest.raises(KeyboardInterrupt), circumstances(native, wanted):
+    with pytest.raises(KeyboardInterrupt), native.Finally(partial(circumstances.put_back, native, present)):
+        circumstances.put(native, wanted)
         raise KeyboardInterrupt
     assert get() == before and native.environment() == present
 
@@ -74,7 +77,8 @@ def test_the_older_way_to_ask_for_a_precision_still_answers() -> None:
     wanted = native.environment()
     torch.set_float32_matmul_precision(before)
     plain = native.environment()
-    with circumstances(native, wanted):
+    with native.Finally(partial(circumstances.put_back, native, plain)):
+        circumstances.put(native, wanted)
         assert native.environment() == wanted != present
     assert native.environment() == plain and torch.get_float32_matmul_precision() == before
 
@@ -88,14 +92,12 @@ def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkey
     present = _budget._native().environment()
     in_backward = False
 
-    @contextmanager
-    def spied(native: Any, wanted: int) -> Iterator[None]:
-        with circumstances(native, wanted):
-            if in_backward and wanted != present:  # a kind that backward uses first is proven under what is now
-                seen.append(get())
-            yield
+    def spied(native: Any, wanted: int) -> None:
+        circumstances.put(native, wanted)
+        if in_backward and wanted != present:  # a kind that backward uses first is proven under what is now
+            seen.append(get())
 
-    monkeypatch.setattr(_replay, "circumstances", spied)
+    monkeypatch.setattr(_replay, "put", spied)
     with memmgr.budget("1GB", policy="torture", quiet=True):
         w = torch.randn(64, 64, requires_grad=True)
         for _ in range(4):  # by turns dropped and offloaded
@@ -109,3 +111,38 @@ def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkey
             in_backward = False
     assert seen and all(value == other for value in seen), f"recomputed under {seen}, recorded under {other}"
     assert get() == before
+
+
+@pytest.mark.parametrize("kind", ["shim", "python"])
+def test_what_is_put_back_is_put_back_again_if_an_interrupt_came(kind: str) -> None:
+    section = _budget._native().Finally if kind == "shim" else Finally
+    came: list[int] = []
+
+    def once_more() -> None:
+        came.append(len(came))
+        if len(came) < 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), section(once_more):
+        pass
+    assert came == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError), section(once_more):
+        _ = 1 // len([])
+    assert len(came) == 4
+    with pytest.raises(ValueError, match="own"), section(lambda: int("own")):
+        pass
+
+
+def test_below_switches_everything_back() -> None:
+    native = _budget._native()
+    x = torch.ones(4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(KeyboardInterrupt), native.Below(recomputing=True):
+            assert not torch.is_grad_enabled()
+            assert (x @ x).dtype is torch.float32 and not (x * 2).requires_grad
+            with native.Below():
+                assert not (x * 2).requires_grad
+            assert not (x * 2).requires_grad and native.set_recomputing(True)
+            raise KeyboardInterrupt
+        assert torch.is_grad_enabled() and (x * 2).requires_grad and (x @ x).dtype is torch.bfloat16
+    assert not native.set_recomputing(False)

@@ -197,7 +197,8 @@ def test_what_is_written_in_place_stays_where_it_is(placement: str) -> None:
     """Recomputable in-place (Coop): parameters, and what the optimizer writes, never migrate, whatever else is moved about."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.Tanh())]
-    with memmgr.budget("5.5MB", quiet=True, _placement=placement, _plan=False) as budget:
+    # Of 8 MB; 4.9 are the floor, and addresses that stay as they are fragment: how much depends on when copies end.
+    with memmgr.budget("6.3MB", quiet=True, _placement=placement, _plan=False) as budget:
         native()
         model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(model.parameters())
