@@ -383,9 +383,8 @@ def planned(quick: bool, rounds: int) -> list[Row]:
         if plan is not None:
             row["predicted"] = round(plan.overhead, 3)
             trace = series[row["what"]].trace
-            if trace is not None and row["what"].startswith(
-                "evict"
-            ):  # with the linear program, which live runs do without
+            # With the linear program, which live runs do without.
+            if trace is not None and row["what"].startswith("evict"):
                 row["lower_bound"] = round(plan_of(trace, limit).lower_bound, 3)
             row["planned_passes"] = series[row["what"]].stats["planned_passes"]
     return rows

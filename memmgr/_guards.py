@@ -248,7 +248,7 @@ class Guards:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             if not manager.open:
                 return original(kernel, *args, **kwargs)
-            from ._recorder import tensors_in
+            from ._ops import tensors_in
 
             tensors = tensors_in([args, kwargs])
             # Any argument may be written: what was made from the old bytes must not need them any more (rule 6).

@@ -21,6 +21,7 @@ import torch
 from ._py_encode import Encoder, NotPlain, numeric_switches
 from ._py_ledger import ThreadState
 from ._py_predict import Recent, is_plain
+from ._py_sections import Below, Finally
 from ._py_signals import Deferred
 from ._py_types import (
     OP_OPAQUE,
@@ -35,7 +36,6 @@ from ._py_types import (
 )
 from ._py_vault import Vault
 from ._py_versions import C, Version
-from ._sections import Below, Finally
 from ._sizes import UNLIMITED
 
 warned = False
@@ -93,7 +93,7 @@ class Native(Vault):
 
     def Below(self, recomputing: bool = False) -> Below:  # named as the shim's
         """A section below autograd and autocast, without a mode and without gradient."""
-        return Below(recomputing, self.set_recomputing)
+        return Below(self.set_recomputing if recomputing else None)
 
     # -- recipes --
 

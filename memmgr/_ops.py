@@ -198,3 +198,14 @@ def describe(func: Any) -> Op:
     if func.is_view:
         op.cls = VIEW
     return op
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested arguments. No generator: an interrupt that meets the end of one is swallowed by Python."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from . import _py_types as types
+from ._ops import tensors_in
 from ._py_device import HostMemory
-from ._py_predict import Predictions, is_dense, is_plain, tensors_in
+from ._py_predict import Predictions, is_dense, is_plain
 from ._py_streams import Streams
 from ._py_tier import address
 from ._py_types import Known

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._ops import tensors_in
 from ._py_versions import C, quiet
 
 _dispatch_keys = C._dispatch_keys
@@ -19,18 +20,6 @@ _OUTLANDISH = [
 # Their shape functions leave out a workspace that is kept for backward.
 _WORKSPACES = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 _plain: dict[int, bool] = {}
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested arguments or outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def is_plain(tensor: Any) -> bool:

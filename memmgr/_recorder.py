@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _rng
-from ._ops import OPAQUE, PURE, Op, describe
+from ._ops import OPAQUE, PURE, Op, describe, tensors_in
 from ._replay import flat_outputs, run_recipe
 
 if TYPE_CHECKING:
@@ -41,17 +41,6 @@ def make_mode(native: Any) -> type[TorchDispatchMode]:
             return True
 
     return RecorderMode
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments. No generator: an interrupt that meets the end of one is swallowed by Python."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 class Plain:

@@ -18,9 +18,6 @@ _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.
 _LADDERS = (1.0, 0.0, 3.0)
 """Sharpness on the way down to a budget that is hard to meet, in turn."""
 
-_SETTLE = 10
-"""Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
-
 _MOST_AGAIN = 3.0
 """A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
 
@@ -57,7 +54,7 @@ def shaved(problem: Problem, budget_bytes: int, moment: int, kept: dict[int, flo
         if search.shave(sharpness=sharpness, limit_seconds=2.2 * best, limit_work=effort):
             for s, key in held:
                 search.timeline.release(s, key)
-            search.settle(_SETTLE * effort)
+            search.settle(effort)
             best = min(best, search.timeline.extra_seconds)
             yield search
         effort -= search.work
@@ -150,7 +147,7 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
     found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
     if not found or budget_bytes < 1.5 * least_bytes(problem):
         fits.budget, fits.bias = budget_bytes, {}
-        fits.settle(_SETTLE * effort)
+        fits.settle(effort)
         found.append(fits)
     search = min(found, key=lambda search: search.timeline.extra_seconds)
     spent = sum(other.work for other in found)

@@ -12,6 +12,9 @@ from .planner_timeline import Timeline
 
 _NO_LIMIT = 1 << 62
 
+_SETTLE = 10
+"""Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
+
 _MANY = 4_000
 """Events beyond the program's own from which on they are taken out by the batch first."""
 
@@ -329,9 +332,9 @@ class Search:
 
         return sorted(t.extras(), key=worth)
 
-    def settle(self, limit_work: int = _NO_LIMIT, rounds: int = 3) -> None:
-        """Prunes until nothing more can go, or so many steps are done."""
-        until = self.work + limit_work
+    def settle(self, effort: int, rounds: int = 3) -> None:
+        """Prunes until nothing more can go, or `_SETTLE` times `effort` steps are done."""
+        until = self.work + _SETTLE * effort
         t = self.timeline
         while len(t.keys) > t.problem.n_ops + _MANY and t.thin(self.dearest_first(), self.budget):
             pass

@@ -77,29 +77,20 @@ void Finally_dealloc(PyObject* o) {
 PyObject* Finally_enter(PyObject*, PyObject*) { Py_RETURN_NONE; }
 
 PyObject* Finally_exit(PyObject* o, PyObject*) {
-  PyObject* call = reinterpret_cast<Finally*>(o)->call;
-  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-  PyObject* done = nullptr;
-  for (int i = 0; i < 100 && !(done = PyObject_CallNoArgs(call)); ++i) {
-    // An error of its own is an error; an interrupt waits until it is done.
-    if (PyErr_ExceptionMatches(PyExc_Exception)) break;
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;  // of an interrupt that came meanwhile
+  for (int i = 0; i < 100; ++i) {
+    if (PyObject* done = PyObject_CallNoArgs(reinterpret_cast<Finally*>(o)->call)) {
+      Py_DECREF(done);
+      if (!type) Py_RETURN_FALSE;
+      break;
+    }
     Py_CLEAR(type);
     Py_CLEAR(value);
     Py_CLEAR(trace);
+    // An error of its own is an error; an interrupt waits until it is done.
+    if (PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyErr_Fetch(&type, &value, &trace);
   }
-  if (!done || !type) {
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    if (!done) {
-      if (!PyErr_Occurred()) PyErr_SetNone(PyExc_KeyboardInterrupt);  // a hundred of them
-      return nullptr;
-    }
-    Py_DECREF(done);
-    Py_RETURN_FALSE;
-  }
-  Py_DECREF(done);
   PyErr_Restore(type, value, trace);
   return nullptr;
 }
@@ -114,27 +105,23 @@ PyMethodDef Finally_methods[] = {{"__enter__", Finally_enter, METH_NOARGS, nullp
 PyTypeObject BelowType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 PyTypeObject FinallyType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+bool add_type(PyObject* m, PyTypeObject* type, const char* name, size_t size, newfunc make, PyMethodDef* methods) {
+  type->tp_name = name;
+  type->tp_basicsize = static_cast<Py_ssize_t>(size);
+  type->tp_flags = Py_TPFLAGS_DEFAULT;
+  type->tp_new = make;
+  type->tp_methods = methods;
+  return PyModule_AddType(m, type) == 0;
+}
+
 }  // namespace
 
 bool ready_sections(PyObject* m) {
-  BelowType.tp_name = "memmgr._native.Below";
-  BelowType.tp_basicsize = sizeof(Below);
-  BelowType.tp_flags = Py_TPFLAGS_DEFAULT;
   BelowType.tp_doc = "Below(recomputing=False): below autograd and autocast, no mode, no gradient";
-  BelowType.tp_new = Below_new;
-  BelowType.tp_methods = Below_methods;
-  FinallyType.tp_name = "memmgr._native.Finally";
-  FinallyType.tp_basicsize = sizeof(Finally);
-  FinallyType.tp_flags = Py_TPFLAGS_DEFAULT;
   FinallyType.tp_doc = "Finally(callable): calls it at the end, again if an interrupt came in it";
-  FinallyType.tp_new = Finally_new;
   FinallyType.tp_dealloc = Finally_dealloc;
-  FinallyType.tp_methods = Finally_methods;
-  if (PyType_Ready(&BelowType) < 0 || PyType_Ready(&FinallyType) < 0) return false;
-  Py_INCREF(&BelowType);
-  Py_INCREF(&FinallyType);
-  return PyModule_AddObject(m, "Below", reinterpret_cast<PyObject*>(&BelowType)) == 0 &&
-         PyModule_AddObject(m, "Finally", reinterpret_cast<PyObject*>(&FinallyType)) == 0;
+  return add_type(m, &BelowType, "memmgr._native.Below", sizeof(Below), Below_new, Below_methods) &&
+         add_type(m, &FinallyType, "memmgr._native.Finally", sizeof(Finally), Finally_new, Finally_methods);
 }
 
 }  // namespace memmgr

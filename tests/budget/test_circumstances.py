@@ -5,8 +5,10 @@ Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 import memmgr
 from memmgr import _budget, _replay
 from memmgr import _circumstances as circumstances
-from memmgr._sections import Finally
+from memmgr._native_py import Native
+from memmgr._py_sections import Finally
 
 C: Any = torch._C
 
@@ -146,3 +149,19 @@ def test_below_switches_everything_back() -> None:
             raise KeyboardInterrupt
         assert torch.is_grad_enabled() and (x * 2).requires_grad and (x @ x).dtype is torch.bfloat16
     assert not native.set_recomputing(False)
+
+
+def test_signals_wait_where_python_sections_begin_and_end() -> None:
+    native = Native()
+    waits: dict[str, bool] = {}
+
+    def called(frame: FrameType, event: str, arg: Any) -> None:
+        waits[frame.f_code.co_name] = native._deferred._must_wait(frame)
+
+    sys.settrace(called)
+    try:
+        with native.Below(recomputing=True), native.Finally(int):
+            torch.is_grad_enabled()
+    finally:
+        sys.settrace(None)
+    assert {name for name, wait in waits.items() if wait} >= {"__enter__", "__exit__"}

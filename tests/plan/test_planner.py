@@ -267,8 +267,8 @@ def test_a_search_ends_when_its_effort_does() -> None:
     assert search.shave()
     assert search.work > 10 * 20_000
     taken = search.work
-    search.settle(20_000)
-    assert search.work - taken < 5 * 20_000
+    search.settle(2_000)
+    assert search.work - taken < 5 * 10 * 2_000
     search.timeline.check()
 
 

@@ -1,6 +1,6 @@
 """Sections that end whatever happens in them, for where there is no compiler: the shim's are of the same names.
 
-*Known limitation*: an interrupt that comes as Python enters `__exit__` keeps these from their work; the shim's are one step.
+A signal that comes while one of these functions begins or runs is put off (`_py_signals`).
 """
 
 from __future__ import annotations
@@ -10,47 +10,37 @@ from typing import Any
 
 import torch
 
-C: Any = torch._C
+from ._py_versions import C
 
 
 class Below:
     """As it was recorded: below autograd and autocast, no mode, no gradient (rule 5).
 
     Args:
-        recomputing: what is allocated in it is a replay's.
-        told: called with that, returns what it was; None: nobody wants to know.
+        told: called with True, and at the end with what it returned then; None: nobody wants to know.
     """
 
-    __slots__ = ("_before", "_grad", "_guards", "_recomputing", "_told")
+    __slots__ = ("_before", "_grad", "_guards", "_told")
 
-    def __init__(self, recomputing: bool = False, told: Callable[[bool], bool] | None = None) -> None:
-        self._recomputing = recomputing
-        self._told = told if recomputing else None
-        self._before: bool | None = None
-        self._guards: list[Any] = []
+    def __init__(self, told: Callable[[bool], bool] | None = None) -> None:
+        self._told = told
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        try:
-            C._set_grad_enabled(False)
-            if self._told is not None:
-                self._before = False
-                self._before = self._told(True)
-            self._guards = [C._DisableTorchDispatch()]
-            for guard in (C._AutoDispatchBelowAutograd(), C._DisableAutocast()):
-                guard.__enter__()
-                self._guards.append(guard)
-        except BaseException:
-            self.__exit__()
-            raise
+        C._set_grad_enabled(False)
+        self._guards: Any = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
+        for guard in self._guards[1:]:
+            guard.__enter__()
+        if self._told is not None:
+            self._before = self._told(True)
 
     def __exit__(self, *exc: object) -> None:
+        if self._told is not None:
+            self._told(self._before)
         for guard in reversed(self._guards[1:]):
             guard.__exit__(None, None, None)
-        self._guards = []
+        self._guards = ()
         C._set_grad_enabled(self._grad)
-        if self._told is not None and self._before is not None:
-            self._told(self._before)
 
 
 class Finally:
