@@ -231,9 +231,10 @@ def stats() -> dict[str, Any]:
         program itself holds), `floor_bytes` (the smallest budget that this run could have had, as far as it was recorded),
         `unmanaged_peak_bytes` (what it would have needed), `recorded_peak_bytes` (the same of the passes that were recorded:
         where that is less, a larger one came while the recorder slept, and the floor may be higher), `evicted_bytes`,
-        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `recomputes`, `offloads`, `reloads`, `prefetch_hits`, `passes`,
-        `reclaims` (calls for bytes from inside malloc), and others. Seconds: `recompute_seconds`, `stall_seconds`,
-        `search_seconds` (choosing who leaves, where a search does), `checkpoint_seconds` (ops that the program itself ran
+        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `binarized` (of these: left as bits), `recomputes`, `offloads`,
+        `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others. Seconds:
+        `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
+        `checkpoint_seconds` (ops that the program itself ran
         again inside backward, as activation checkpointing does) of `watched_seconds` (the passes in which that was seen:
         those that were recorded). Plans: `plans` (made), `planned_passes` (followed one to the end), `plan_seconds` (making
         them took, beside training), `rankings` (how often the policy was asked instead).

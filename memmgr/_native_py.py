@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -179,7 +178,10 @@ class Native(Vault):
                         made.maker = str(recipe._func)
                         if recipe.ok:  # a recipe that cannot run would only keep the cell from being a root
                             made.recipe = recipe
-            recipe.made.append(weakref.ref(made) if made is not None and made.recipe is not None else None)
+            if made is not None and made.recipe is not None:
+                recipe.note_made(made)
+            else:
+                recipe.made.append(None)
         elif isinstance(out, list | tuple):
             for item in out:
                 self.adopt(recipe, item)

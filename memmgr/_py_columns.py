@@ -8,6 +8,7 @@ import numpy as np
 
 from ._py_table import Table
 from ._py_types import EVICTED, KEEP, Cell, Recipe, can_evict
+from ._sizes import UNLIMITED
 
 
 class Columns(Table):
@@ -31,11 +32,17 @@ class Columns(Table):
             np.array([cell.cost for cell in cells], dtype=np.float64),
             np.array(chain, dtype=np.float64),
             np.array(component, dtype=np.float64),
-            np.array([can_evict(cell) for cell in cells], dtype=np.uint8),
+            np.array([can_evict(cell) and self._room_to_remake(cell) for cell in cells], dtype=np.uint8),
             np.array([cell.slot >= 0 for cell in cells], dtype=np.uint8),
             np.array([cell.seq for cell in cells], dtype=np.int64),
         )
         return (cells, *(bytearray(column.tobytes()) for column in columns))
+
+    def _room_to_remake(self, cell: Cell) -> bool:
+        """Is what making the bytes takes at once there beside the floor, when backward asks for them? See vault.cpp."""
+        if not self._can_offload() or self._budget == UNLIMITED or cell.recipe is None:
+            return True
+        return cell.recipe.room_bytes <= max(0, self._budget - self._floor) + cell.nbytes
 
     def _chain_cost(self, recipe: Recipe) -> float:
         """The cost of what must run again before the recipe can, each op once."""

@@ -28,8 +28,9 @@ from ._sizes import UNLIMITED
 
 _CELLS_PER_SCAN = 8  # cells that an op may look at on average to find out what the program holds
 COUNTERS = (
-    "evictions evicted_bytes offloads offload_bytes reloads reload_bytes prefetch_hits prefetch_misses prefetch_cancels "
-    "clean_drops stall_ns recorded_ops packs unpacks write_backs unranked tier_errors"
+    "evictions evicted_bytes binarized binarized_bytes expand_ns offloads offload_bytes reloads reload_bytes "
+    "prefetch_hits prefetch_misses prefetch_cancels clean_drops stall_ns recorded_ops packs unpacks write_backs unranked "
+    "tier_errors"
 ).split()
 
 
@@ -39,6 +40,7 @@ class ThreadState(threading.local):
     stall_ns = 0
     no_reclaim = False
     recomputing = False
+    refused_floor = 0
     promised = 0  # bytes that its op was told it may make, until they are in the books
     critical = 0  # more than 0 while state is half changed without the lock
 
@@ -296,8 +298,11 @@ class Ledger(Watch):
         may_leave = min(self._may_leave_bytes(), resident)
         self._held_estimate = held = self._program_bytes()
         floor = max(self._floor, resident - may_leave + min(held, may_leave) + want)
-        if not self._tls.no_reclaim:  # a trial may fail; a recomputation that does ends the run
+        # A trial may fail, and a recomputation may find another way; one that does not ends the run.
+        if self._counts_for_floor():
             self._floor = floor
+        elif not self._tls.no_reclaim:
+            self._tls.refused_floor = floor
         text = (
             f"{self._memory.words} {'y' if self._memory.words.endswith(':') else 'Y'}ou tried to allocate {want} bytes. memmgr: "
             "the budget of "
@@ -308,7 +313,10 @@ class Ledger(Watch):
             text += f" The {self._memory.tier} tier failed: {self._tier_error}."
         error = torch.OutOfMemoryError(text)
         error.memmgr_said_it = True  # type: ignore[attr-defined]
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # else it is held by the frame that it holds, and with it all that the frames below have
 
     def _counts_for_floor(self) -> bool:
         """Not a trial, nor a recomputation that offloading would have spared: neither says what the run needs."""
@@ -407,6 +415,10 @@ class Ledger(Watch):
     def set_no_reclaim(self, value: bool) -> None:
         self._tls.no_reclaim = bool(value)
 
+    def refused(self) -> None:
+        """This thread's recomputation was refused memory for good: the floor is higher."""
+        self._floor = max(self._floor, self._tls.refused_floor)
+
     def set_recomputing(self, value: bool) -> bool:
         """Returns what it was: this thread's allocations are a replay's."""
         before = self._tls.recomputing
@@ -481,6 +493,7 @@ class Ledger(Watch):
             **self._n,
             "gone_bytes": gone,
             "offloaded_bytes": offloaded,
+            "bits_bytes": 0,  # the shim alone keeps any
             "floor_bytes": self._floor,
             "held_peak_bytes": self._held_peak,
         }

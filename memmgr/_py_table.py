@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -240,7 +239,7 @@ class Table(Cells):
             if recipe is not None:
                 cell.recipe, cell.cost = recipe, recipe.cost
                 cell.maker = str(recipe._func)
-                recipe.made.append(weakref.ref(cell))
+                recipe.note_made(cell)
             return cell
 
     def would_strand(self, thing: Any) -> list[Cell]:

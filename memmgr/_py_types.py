@@ -77,8 +77,19 @@ def _measure_alone() -> tuple[int, int]:
     return _references(slot.strong)
 
 
+def _through(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return _references(storage)
+
+
 # How the two counts read when one slot of ours holds a storage and nobody else has it; it depends on torch's version.
 _ALONE = _measure_alone()
+_ONE_TENSOR = _through(torch.empty(8, dtype=torch.uint8))
+
+
+def only_tensor(tensor: torch.Tensor) -> bool:
+    """Nobody can reach the tensor's storage but through it."""
+    return _through(tensor) == _ONE_TENSOR
 
 
 # ---- cells, recipes, refs -------------------------------------------------------------------------------------------
@@ -187,6 +198,11 @@ class Cell:
     def present(self) -> bool:
         """The bytes are in memory."""
         return self.storage() is not None
+
+    @property
+    def stored(self) -> bool:
+        """The bytes are in the tier."""
+        return self.slot >= 0
 
     @property
     def fresh(self) -> bool:
@@ -333,7 +349,9 @@ class Recipe:
         "made",
         "module",
         "ok",
+        "reads_bytes",
         "rng",
+        "room_bytes",
         "serial",
         "special",
         "stamp",
@@ -352,6 +370,18 @@ class Recipe:
         self.stamp = 0
         self.serial = 0
         self.module = 0
+        above = {cell: cell.recipe for cell in inputs if cell.recipe is not None}
+        self.reads_bytes: int = sum(
+            cell.nbytes for cell in above
+        )  # of inputs that are made again themselves if need be
+        # The most that an op of its chain reads and makes: its making takes at least that at once.
+        self.room_bytes: int = max((recipe.room_bytes for recipe in above.values()), default=0)
+
+    def note_made(self, cell: Cell) -> None:
+        """The op made this cell, too."""
+        self.made.append(weakref.ref(cell))
+        self.reads_bytes += cell.nbytes
+        self.room_bytes = max(self.room_bytes, self.reads_bytes)
 
     def __del__(self) -> None:
         if self.serial:

@@ -15,7 +15,7 @@ from ._py_columns import Columns
 from ._py_device import checksum_of
 from ._py_host import HostTier
 from ._py_tier import open_tier
-from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell, can_evict
+from ._py_types import EVICT, EVICTED, KEEP, OFFLOAD, OFFLOADED, PRESENT, Cell, can_evict, only_tensor
 from ._py_versions import bytes_of
 from ._py_watch import HAPPENED_EVICT, HAPPENED_OFFLOAD, HAPPENED_RELOAD
 
@@ -42,17 +42,17 @@ class Vault(Columns):
             return False
         gone = PRESENT
         tier = self._tier
+        drop = action == EVICT and self._may_evict and can_evict(cell) and self._room_to_remake(cell)
         if cell.slot >= 0 and tier is not None:
             state, slot = 1 if tier.ordered else tier.poll(cell.slot), cell.slot
             if state == 0:
                 # A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it
                 # has to end before the bytes go, and its copy goes with them.
-                evict = action == EVICT and self._may_evict and can_evict(cell)
-                cell.slot = -1 if evict else slot
-                code = self._unlocked(cell, lambda: tier.free(slot) if evict else tier.wait(slot))
-                if code < 0 or not self._loose(cell) or (not evict and cell.slot != slot):
+                cell.slot = -1 if drop else slot
+                code = self._unlocked(cell, lambda: tier.free(slot) if drop else tier.wait(slot))
+                if code < 0 or not self._loose(cell) or (not drop and cell.slot != slot):
                     return False
-                gone = PRESENT if evict else OFFLOADED
+                gone = PRESENT if drop else OFFLOADED
             elif state > 0:
                 gone = OFFLOADED  # clean: copied when the bytes were ours alone, and nobody has had them since
             else:
@@ -61,7 +61,7 @@ class Vault(Columns):
                 tier.free(slot)
         if gone == OFFLOADED:
             self._n["clean_drops"] += 1
-        if gone == PRESENT and action == EVICT and self._may_evict and can_evict(cell):
+        if gone == PRESENT and drop and can_evict(cell):  # asked again: the lock was not held all the time
             gone = EVICTED
         if gone == PRESENT and tier is not None and self._may_offload and cell.slot < 0:
             source = self._memory.for_tier(cell.strong)
@@ -166,7 +166,7 @@ class Vault(Columns):
                     break
                 if not cell.ours_alone:
                     continue
-                evictable = self._may_evict and can_evict(cell)
+                evictable = self._may_evict and can_evict(cell) and self._room_to_remake(cell)
                 if not evictable and not (self._tier is not None and self._may_offload) and cell.slot < 0:
                     continue
                 errors = self._n["tier_errors"]
@@ -296,6 +296,21 @@ class Vault(Columns):
         if source.nbytes():
             self._memory.copy(copy, source)
         return bytes_of(copy)
+
+    def take(self, cell: Cell, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor, if it alone has the cell's bytes and nobody will ask the cell for them: the caller may write there.
+
+        The cell is one that died with its bytes then. None otherwise: `clone_storage` gives bytes to write to.
+        """
+        with self._lock:
+            known = cell.known
+            wanted = cell.handles > 0 or cell.strong is not None or cell.slot >= 0 or cell.busy or cell.managed
+            if wanted or cell.gone != PRESENT or known is None or known.cell is not cell:
+                return None
+            if known() is not tensor.untyped_storage() or not only_tensor(tensor):
+                return None
+            known.cell = cell.known = None
+            return tensor
 
     def lease(self, cell: Cell) -> torch.Tensor | None:
         """A byte tensor over the whole storage: while it lives the cell is not ours alone, so it stays."""

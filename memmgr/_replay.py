@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from memmgr.policies import Action
 
 from . import _rng
 from ._circumstances import put, put_back
@@ -57,13 +59,12 @@ class Replayer:
             return self._make(target, [target])
         number, others, later = planned
         try:
-            if not others and not later:
-                return self._make(target, [target])
-            try:
-                return self._make(target, sorted([target, *others], key=_saved_at), later)
-            except Exception:
-                self.forget()  # the others were a matter of speed, and what is wrong with them is theirs to say
-                self._make(target, [target])
+            if others or later:
+                try:
+                    return self._make(target, sorted([target, *others], key=_saved_at), later, may_spill=False)
+                except Exception:
+                    self.forget()  # the others were a matter of speed, and what is wrong with them is theirs to say
+            self._make(target, [target])
         finally:
             self._kept.pop(number, None)
 
@@ -76,17 +77,25 @@ class Replayer:
         kept, self._kept = self._kept, {}
         return sum(tensor.nbytes for tensors in kept.values() for tensor in tensors)
 
-    def _make(self, target: Any, wanted: list[Any], later: Sequence[tuple[int, list[Any], int]] = ()) -> None:
+    def _make(
+        self,
+        target: Any,
+        wanted: list[Any],
+        later: Sequence[tuple[int, list[Any], int]] = (),
+        may_spill: bool = True,
+    ) -> None:
         """Until `target` is in memory; on the way the others of `wanted` are made once.
 
         Args:
             target: a cell that is gone.
             wanted: it, and others that are.
             later: (number of a burst of the plan, its cells, bytes) for each for which the plan keeps something of this one.
+            may_spill: where there is no room otherwise, what was made on the way waits in the tier below.
         """
         native = self._native
         pins: dict[Any, Any] = {}  # bytes made on the way, kept until their last planned use
         kept: dict[int, list[Any]] | None = None
+        spilled: list[Any] = []  # handles on what is in the tier only for us
         for _ in range(1000):
             order, uses = self._plan(wanted)
             if kept is None:
@@ -96,23 +105,51 @@ class Replayer:
             for cell in [c for c in pins if c not in uses]:
                 del pins[cell]
             for recipe in order:
-                inputs = recipe.inputs
-                for parent in inputs:
-                    if not parent.present and parent.slot >= 0 and not native.bring_back(parent):
-                        pins[parent] = native.lease(parent)
-                # Leases keep the inputs from leaving while the op makes room for its outputs.
-                leases = [native.lease(parent) for parent in inputs]
-                if any(lease is None for lease in leases):
-                    break  # something in memory when the plan was made has left since: plan again, keep what is pinned
-                self._execute(recipe, inputs, uses, pins)
-                del leases
+                try:
+                    if not self._step(recipe, uses, pins):
+                        break
+                except torch.OutOfMemoryError:
+                    if not may_spill:
+                        raise
+                    if not self._spill(recipe, pins, spilled):
+                        native.refused()
+                        raise
+                    break
             if target.present:
                 for number, cells in kept.items():  # others may have kept something for it, too
                     self._kept.setdefault(number, []).extend(pins[cell] for cell in cells if cell in pins)
                 return
-            if target.slot >= 0 and not native.bring_back(target):
+            if target.stored and not native.bring_back(target):
                 return
         raise RecomputeError("memmgr: recomputation does not come to an end; this is a bug in memmgr")
+
+    def _step(self, recipe: Any, uses: dict[Any, int], pins: dict[Any, Any]) -> bool:
+        """Runs one op of the plan. False: an input has left since the plan was made, so a new one is due."""
+        native = self._native
+        inputs = recipe.inputs
+        for parent in inputs:
+            if not parent.present and parent.stored and not native.bring_back(parent):
+                pins[parent] = native.lease(parent)
+        # Leases keep the inputs from leaving while the op makes room for its outputs.
+        leases = {parent: native.lease(parent) for parent in inputs}
+        if any(lease is None for lease in leases.values()):
+            return False  # what is pinned is kept
+        self._execute(recipe, leases, uses, pins)
+        return True
+
+    def _spill(self, recipe: Any, pins: dict[Any, Any], spilled: list[Any]) -> bool:
+        """Offloads what was made on the way and this op does not read. False: there was nothing."""
+        native = self._native
+        if not self._manager.has_tier:
+            return False
+        moved, read = False, set(recipe.inputs)
+        for cell in [c for c in pins if c not in read]:
+            if cell.handles == 0:  # its bytes are wanted from now on, until this recomputation is over
+                spilled.append(native.handle(pins[cell]))
+            del pins[cell]
+            native.release(cell, Action.OFFLOAD)
+            moved |= cell.slot >= 0
+        return moved
 
     def _shared(self, order: list[Any], cells: list[Any], most_bytes: int) -> list[Any]:
         """What `order` makes, nobody saved, and the recipes of `cells` read that `order` does not run; at most so much."""
@@ -144,7 +181,7 @@ class Replayer:
         stack: list[tuple[Any, bool]] = [(cell, False) for cell in reversed(wanted)]
         while stack:
             cell, expanded = stack.pop()
-            if cell.present or cell.slot >= 0:
+            if cell.present or cell.stored:
                 continue
             recipe = cell.recipe
             if recipe is None or not recipe.ok:
@@ -167,9 +204,10 @@ class Replayer:
             stack.extend((parent, False) for parent in inputs)
         return order, uses
 
-    def _execute(self, recipe: Any, inputs: tuple[Any, ...], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
+    def _execute(self, recipe: Any, leases: dict[Any, Any], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
         native = self._native
-        for parent in inputs:
+        inputs = recipe.inputs
+        for parent in leases:
             if not parent.fresh:
                 raise RecomputeError(
                     f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
@@ -177,7 +215,20 @@ class Replayer:
                 )
         detail = self._manager.telemetry.detail
         begun, stalled = (time.perf_counter(), self._manager.stall_seconds()) if detail else (0.0, 0.0)
-        outputs = run_recipe(native, recipe)
+
+        def spare(cell: Any) -> Any:
+            # Made on the way, for this op and nobody after it: what writes there needs no copy (rule 2).
+            if cell.handles > 0 or cell not in pins or uses.get(cell) != 1:
+                return None
+            del leases[cell]
+            own = native.take(cell, pins[cell])
+            if own is None:
+                leases[cell] = native.lease(cell)
+            else:
+                del pins[cell]
+            return own
+
+        outputs = run_recipe(native, recipe, spare)
         self.recomputes += 1
         if detail:
             spent = time.perf_counter() - begun - (self._manager.stall_seconds() - stalled)
@@ -228,20 +279,26 @@ def _extra_bytes(order: list[Any]) -> dict[Any, int]:
     return extra
 
 
-def _restore(native: Any, value: Any, writable: dict[int, Any]) -> Any:
+def _restore(native: Any, value: Any, writable: dict[int, Any], spare: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind is native.Ref:
         if value.mutated:
-            # The op writes: it gets a private copy of the whole storage (rule 2).
-            copy = native.clone_storage(value.cell)
-            writable[len(writable)] = copy
-            return native.tensor(value, copy)
+            # The op writes: it gets the whole storage for itself, by a copy if need be (rule 2).
+            own = spare(value.cell)
+            if own is None:
+                own = native.clone_storage(value.cell)
+            writable[len(writable)] = own
+            return native.tensor(value, own)
         return native.tensor(value)
     if kind is tuple:
-        return tuple(_restore(native, v, writable) for v in value)
+        return tuple(_restore(native, v, writable, spare) for v in value)
     if kind is list:
-        return [_restore(native, v, writable) for v in value]
+        return [_restore(native, v, writable, spare) for v in value]
     return value
+
+
+def _nothing_spare(cell: Any) -> None:
+    return None
 
 
 def flat_outputs(out: Any) -> list[Any]:
@@ -251,19 +308,25 @@ def flat_outputs(out: Any) -> list[Any]:
     return [out if isinstance(out, torch.Tensor) else None]
 
 
-def run_recipe(native: Any, recipe: Any) -> list[Any]:
-    """Runs a recipe whose inputs are present; returns its outputs, flat. For ops that write, the written storage."""
+def run_recipe(native: Any, recipe: Any, spare: Callable[[Any], Any] = _nothing_spare) -> list[Any]:
+    """Runs a recipe whose inputs are present; returns its outputs, flat. For ops that write, the written storage.
+
+    Args:
+        spare: of a cell that the op writes to: a tensor over its whole storage if the op may write there, else None.
+    """
     writable: dict[int, Any] = {}
-    args = _restore(native, recipe.args, writable)
-    kwargs = {k: _restore(native, v, writable) for k, v in (recipe.kwargs or {}).items()}
+    args = _restore(native, recipe.args, writable, spare)
+    kwargs = {k: _restore(native, v, writable, spare) for k, v in (recipe.kwargs or {}).items()}
     special = recipe.special
     blank = None
     if special is not None and special[0] == "fill":
         # The op overwrites everything, so what was there before is not needed.
         _, nbytes, size, stride, dtype, device = special
         blank = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        view = torch.empty(0, dtype=dtype, device=device).set_(blank.untyped_storage(), 0, size, stride)
-        args = (view, *args[1:])
+        # Without a Python object for the storage, which would count as somebody who has the bytes, too.
+        whole = blank[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        args = (whole.as_strided(size, stride), *args[1:])
+        del whole
     present = native.environment()
     if present == recipe.env:
         out = _run_op(native, recipe, args, kwargs)

@@ -62,6 +62,14 @@ class Stock:
         self._finalizers.clear()
 
 
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A leaf's. None also of a tensor that another thread has half made, or half ended: it answers to nothing."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        return None
+
+
 def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Who holds the resident bytes: by kind, and the largest modules by class name.
 
@@ -98,8 +106,8 @@ def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict
                 for value in list(state.values()):
                     take(value, "optimizer state")
     for thing in native.objects_of((torch.Tensor,)):
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_leaf and thing.grad is not None:
-            take(thing.grad, "gradients")
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            take(_gradient(thing), "gradients")
     for cell in native.handled():
         if cell.present:
             lease = native.lease(cell)

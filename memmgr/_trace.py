@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from memmgr.policies.trace import OpKind, TierLink
 
 from ._ops import OPAQUE, VIEW, describe
-from ._trace_rows import BETWEEN, Measured, OpRow, Rows, StorageRow
+from ._trace_rows import BETWEEN, Measured, OpRow, Rows, StorageRow, leave_bits
 
 if TYPE_CHECKING:
     from ._manager import Manager
@@ -116,6 +116,7 @@ class Tracer:
         self.active = False
         if self._base > 0:
             self._storages.append(StorageRow("elsewhere", self._base, -1))
+        leave_bits(self._ops, self._storages, self._native.bits_seconds)
         rows = Rows(self._ops, self._storages, self._turn, self._between)
         trace = rows.trace(str(self._manager.device), tuple(links))
         index = {rows.order[s]: i for s, i in self._index.items()}
@@ -293,6 +294,8 @@ class Tracer:
                 made.append(self._now[block])
                 writes.append((old, self._now[block]))
                 self._storages.append(StorageRow("", storage.size_bytes, at))
+            if len(writes) == 1 and len(written) == 1:
+                self._storages[writes[0][1]].bits = self._native.as_bits(written[0])
         kind = OpKind.VIEW if not made else OpKind.COMPUTE if can_run else OpKind.ONCE
         if scratch > need * _UNSEEN_SHARE:
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind

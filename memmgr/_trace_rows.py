@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
@@ -58,6 +60,43 @@ class StorageRow:
     released: int = HELD
     alone: int = -1  # when autograd alone held it, for the first time
     saved: bool = False
+    bits: int = 0  # bytes that it leaves behind as bits when it is evicted; 0: none
+
+
+def leave_bits(ops: list[OpRow], storages: list[StorageRow], seconds: Callable[[int], float]) -> None:
+    """Says of a pass what an eviction of two-valued bytes leaves behind (allocator/shim/bits.cpp): rows are changed.
+
+    Such bytes come from an op that wrote in place to what nobody else read (a dropout's mask is drawn, then scaled). In the
+    trace the first makes the bits, which stay as long as the mask may be asked for, and the second makes the mask of them,
+    in the time that packing and unpacking take. So whoever plans or simulates needs to know nothing of bits. The sum of
+    both times stays; until the second has run the trace has less resident than there was, and no more right after.
+
+    Args:
+        ops: as noted.
+        storages: the same.
+        seconds: what packing and unpacking so many bytes take.
+    """
+    readers: Counter[int] = Counter()
+    for op in ops:
+        readers.update({*op.inputs, *op.uses})
+
+    def makes(op: OpRow) -> list[int]:
+        return [i for i in op.outputs if storages[i].name != "scratch"]
+
+    for op in ops:
+        if op.kind != OpKind.COMPUTE or len(op.writes) != 1 or len(makes(op)) != 1:
+            continue
+        old, new = (storages[i] for i in op.writes[0])
+        if not new.bits or not new.saved or old.saved or readers[op.writes[0][0]] != 1 or old.maker < 0:
+            continue
+        drawn = ops[old.maker]
+        if drawn.kind != OpKind.COMPUTE or len(makes(drawn)) != 1:
+            continue
+        moved = min(max(0.0, seconds(new.size_bytes) - op.seconds), drawn.seconds)
+        op.seconds += moved
+        drawn.seconds -= moved
+        op.writes = ()
+        old.size_bytes, old.released = new.bits, new.released
 
 
 class Rows:

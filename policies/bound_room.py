@@ -1,10 +1,10 @@
-"""Lower bounds on room: budgets below which no schedule exists."""
+"""Room: budgets below which no schedule exists, and what making a storage again takes at once."""
 
 from __future__ import annotations
 
 from .bound import Rows, Unsolved, optional
 from .planner_timeline import Problem
-from .trace import Trace
+from .trace import OpKind, Trace
 
 
 def least_bytes(problem: Problem) -> int:
@@ -22,6 +22,20 @@ def least_bytes(problem: Problem) -> int:
         loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
         most = max(most, level + loose - problem.handed[k])
     return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
+
+
+def room_bytes(trace: Trace) -> list[int]:
+    """Per storage, the most that an op of its chain reads and makes, constants left out: its making takes that at once.
+
+    What has less room than that beside `least_bytes` cannot safely be dropped: backward may ask for it when the rest is at
+    its floor. The live rule is the vault's (allocator/shim/vault.cpp, `room_to_remake`).
+    """
+    ops: list[int] = []
+    for op in trace.ops:
+        read = [s for s in op.inputs if s not in trace.constants]
+        own = sum(trace.storages[s].size_bytes for s in {*read, *op.outputs}) if op.kind != OpKind.CONSTANT else 0
+        ops.append(max([own, *(ops[trace.storages[s].maker] for s in read)]))
+    return [ops[s.maker] for s in trace.storages]
 
 
 _MOST = 16

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .bound_room import least_bytes, room_bytes
+from .planner_timeline import Problem
 from .prefetchers import Upcoming
 from .rank import rank
 from .registry import Policy
@@ -105,6 +107,11 @@ class Simulation:
         self.recomputable = np.array(
             [trace.ops[s.maker].kind == OpKind.COMPUTE for s in trace.storages], dtype=np.bool_
         )
+        # Where there is another way, what needs more room to be made again than there is beside the floor is not dropped.
+        self.droppable = self.recomputable
+        if tier is not None and tier.write_bytes_per_second > 0:
+            spare = max(budget_bytes - least_bytes(Problem.of(trace)), 0)
+            self.droppable = self.recomputable & (np.array(room_bytes(trace), dtype=np.int64) <= spare + self.size)
         self.resident = np.zeros(n, dtype=np.bool_)
         self.held = np.zeros(n, dtype=np.bool_)
         self.clean = np.zeros(n, dtype=np.bool_)
@@ -290,7 +297,7 @@ class Simulation:
             cost_seconds=self.cost[index],
             chain_seconds=np.array([self.chains.chain_seconds(s) for s in chosen], dtype=np.float64),
             component_seconds=np.array([self.chains.component_seconds(s) for s in chosen], dtype=np.float64),
-            recomputable=self.recomputable[index],
+            recomputable=self.droppable[index],
             clean=self.clean[index],
             offloadable=np.full(len(index), can_write, dtype=np.bool_),
             next_use=(later[index] - 1).astype(np.int64),

@@ -53,7 +53,8 @@ class Candidates:
         cost_seconds: float64, device time of the op that made the cell.
         chain_seconds: float64, sum of the costs of evicted ancestors that a recompute has to run as well (e* of DTR).
         component_seconds: float64, union-find estimate of the evicted neighbourhood's cost (DTR's h_eq).
-        recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7).
+        recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7), and, where there is a tier, the room that
+            running it takes is there beside the floor.
         clean: bool, a copy exists below: letting go costs no write.
         offloadable: bool, the tier below has room and may take it. A clean cell counts as offloadable either way.
         next_use: int64, expected number of saved-tensor uses until this cell is needed (reverse of save order).

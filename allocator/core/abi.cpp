@@ -7,6 +7,7 @@
 #include <string>
 
 #include "arena.h"
+#include "bits.h"
 #include "device.h"
 #include "file_tier.h"
 #include "guarded.h"
@@ -163,5 +164,9 @@ void mm_tier_stats_get(mm_tier* tier, mm_tier_stats* out) { Of(tier)->Stats(out)
 void mm_tier_inject(mm_tier* tier, int write_errno, int after_writes, int read_errno, int after_reads) {
   Of(tier)->Inject(write_errno, after_writes, read_errno, after_reads);
 }
+
+uint64_t mm_bits_pack(const void* src, uint64_t bytes, mm_bits* out) { return memmgr::PackBits(src, bytes, out); }
+void mm_bits_unpack(const mm_bits* from, void* dst, uint64_t bytes) { memmgr::UnpackBits(*from, dst, bytes); }
+void mm_bits_free(mm_bits* from) { memmgr::FreeBits(from); }
 
 }  // extern "C"

@@ -23,6 +23,10 @@ static void Cell_dealloc(PyObject* self) {
 static PyObject* Cell_present(PyObject* self, void*) {
   return PyBool_FromLong(is_present(reinterpret_cast<Cell*>(self)));
 }
+static PyObject* Cell_stored(PyObject* self, void*) {
+  const auto* c = reinterpret_cast<Cell*>(self);
+  return PyBool_FromLong(c->slot >= 0 || c->bits);
+}
 static PyObject* Cell_recipe(PyObject* self, void*) {
   auto* r = reinterpret_cast<PyObject*>(reinterpret_cast<Cell*>(self)->recipe);
   if (!r) Py_RETURN_NONE;
@@ -104,6 +108,7 @@ static int Cell_set_note(PyObject* self, PyObject* v, void*) {
 
 static PyGetSetDef Cell_getset[] = {
     {"present", Cell_present, nullptr, "the bytes are in memory", nullptr},
+    {"stored", Cell_stored, nullptr, "bring_back() has them without an op: in the tier, or as bits", nullptr},
     {"recipe", Cell_recipe, nullptr, nullptr, nullptr},
     {"fresh", Cell_fresh, nullptr, "no version counter moved since the cell was seen", nullptr},
     {"use_count", Cell_use_count, nullptr, nullptr, nullptr},

@@ -123,15 +123,20 @@ static void wait_not_busy(Cell* c) {
 }
 
 static void drop_slot(Cell* c) {
+  if (c->bits && c->busy) wait_not_busy(c);  // they are being counted, or unpacked
   mm_slot slot;
   at::DataPtr incoming;
+  Bits* bits;
   {
     std::lock_guard<std::mutex> lock(g.mu);
     slot = c->slot;
     c->slot = -1;
     c->slot_state = NO_SLOT;
     incoming = take_incoming_locked(c);
+    bits = c->bits;
+    c->bits = nullptr;
   }
+  end_bits(bits, true);
   // Waits for what is under way, or memory is reused in stream order: either way `incoming` may go after it.
   if (slot >= 0 && g.tier) mm_tier_free(g.tier, slot);
 }
@@ -236,7 +241,7 @@ static void remove_handle(Cell* c) {
   const bool root_in_use = !c->recipe && c->names > 0;
   if (c->gone != PRESENT) {
     // Gone and unwanted. A root that recipes still need keeps its copy below; the rest is forgotten.
-    if (root_in_use && c->slot >= 0) return;
+    if (root_in_use && (c->slot >= 0 || c->bits)) return;
     {
       std::lock_guard<std::mutex> lock(g.mu);
       note_gone_over(c);
@@ -320,7 +325,7 @@ static void cut(Cell* first, bool itself, bool dry_run, std::vector<Cell*>* stra
     head = false;
     if (!only_children) {
       if (!dry_run && c != first) drop_recipe(c);
-      const bool has_bytes = c != first && (is_present(c) || c->slot >= 0);
+      const bool has_bytes = c != first && (is_present(c) || c->slot >= 0 || c->bits);
       if (has_bytes) {
         if (!dry_run && c->names > 0) {
           hold(c);
@@ -669,6 +674,69 @@ static int read_back(mm_tier* tier, mm_slot slot, size_t n, at::DataPtr* bytes) 
   return rule_holds(RULE_PREFETCHED) ? mm_tier_use(tier, slot, stream_now()) : 0;
 }
 
+static void arrived_locked(Cell* c, at::DataPtr bytes) {
+  c->has_checksum = false;
+  note_gone_over(c);
+  c->gone = PRESENT;
+  if (!c->strong)  // its shell went with the last handle, and a recipe still names it: a new one
+    c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
+                                                      at::DataPtr(nullptr, bytes.device()),
+                                                      c10::GetAllocator(g.place.type()), true);
+  c->strong->set_data_ptr_noswap(std::move(bytes));
+  c->filled_on = g.device ? stream_now() : kNotFilled;
+  if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
+  price_locked(c);
+}
+
+// From its bits, if nobody is quicker; the GIL is held, and dropped meanwhile. False: a Python error.
+static bool expand(Cell* c) {
+  const uint64_t t0 = now_ns(), stalled = tl_stall_ns;
+  Bits* bits;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    if (c->busy || c->gone != EVICTED || !c->bits) return true;
+    bits = c->bits;
+    c->busy = true;
+  }
+  std::string oom;
+  bool differs = false;
+  Py_BEGIN_ALLOW_THREADS {
+    at::DataPtr bytes;
+    const auto n = static_cast<size_t>(c->nbytes);
+    try {
+      bytes = managed_block(n);
+      mm_bits_unpack(&bits->packed, bytes.get(), n);
+      differs = c->has_checksum && checksum_bytes(bytes.get(), n) != c->checksum;
+    } catch (const std::exception& e) {
+      oom = e.what();
+    }
+    const bool arrived = oom.empty() && !differs;
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      if (arrived) {
+        arrived_locked(c, std::move(bytes));
+        c->bits = nullptr;
+      }
+      c->busy = false;
+    }
+    if (arrived) end_bits(bits, true);
+  }
+  Py_END_ALLOW_THREADS if (!oom.empty()) {
+    raise_oom(oom);
+    return false;
+  }
+  if (differs) {
+    PyErr_Format(PyExc_RuntimeError, "memmgr: %lld bytes that were kept as bits came back other than they went",
+                 static_cast<long long>(c->nbytes));
+    return false;
+  }
+  if (c->strong && c->weak.expired()) watch_in(c, c->strong);
+  const uint64_t dt = now_ns() - t0 - (tl_stall_ns - stalled);
+  g.n.expand_ns += dt;
+  note_event(HAPPENED_RECOMPUTE, c, dt);
+  return true;
+}
+
 // Reloads an offloaded cell, or says that it wants recomputation. The GIL is held; it is dropped while waiting, and
 // nobody who waits for a busy cell with the GIL waits for us: the cell is busy only while we do without.
 bool bring_back(Cell* c, bool* recompute) {
@@ -684,6 +752,10 @@ bool bring_back(Cell* c, bool* recompute) {
       Py_END_ALLOW_THREADS
     }
     if (c->gone == PRESENT && is_present(c)) return true;
+    if (c->gone == EVICTED && c->bits) {
+      if (!expand(c)) return false;
+      continue;
+    }
     if (c->gone != OFFLOADED || c->slot < 0 || !g.tier) {
       *recompute = true;
       return true;
@@ -713,17 +785,7 @@ bool bring_back(Cell* c, bool* recompute) {
   {
     std::lock_guard<std::mutex> lock(g.mu);
     if (oom.empty() && rc >= 0 && !differs) {
-      c->has_checksum = false;
-      note_gone_over(c);
-      c->gone = PRESENT;
-      if (!c->strong)  // its shell went with the last handle, and a recipe still names it: a new one
-        c->strong = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c->nbytes,
-                                                          at::DataPtr(nullptr, bytes.device()),
-                                                          c10::GetAllocator(g.place.type()), true);
-      c->strong->set_data_ptr_noswap(std::move(bytes));
-      c->filled_on = g.device ? stream_now() : kNotFilled;
-      if (c->listed) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
-      price_locked(c);
+      arrived_locked(c, std::move(bytes));
     }
     c->busy = false;
   }

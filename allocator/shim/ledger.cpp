@@ -69,9 +69,13 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
   if (static_cast<int64_t>(s->nbytes()) != c->nbytes)
     return PyErr_Format(PyExc_RuntimeError, "memmgr: recomputation gave %zu bytes instead of %lld", s->nbytes(),
                         static_cast<long long>(c->nbytes));
+  if (c->busy) wait_not_busy(c);
   watch_in(c, s);
+  Bits* bits;
   {
     std::lock_guard<std::mutex> lock(g.mu);
+    bits = c->bits;
+    c->bits = nullptr;
     note_gone_over(c);
     if (c->listed && c->gone != PRESENT) g.handled_bytes += static_cast<uint64_t>(c->nbytes);
     c->gone = PRESENT;
@@ -86,6 +90,7 @@ static PyObject* py_fill(PyObject*, PyObject* args) {
     c->last_access = g.clock;
     price_locked(c);
   }
+  end_bits(bits, true);
   enter(s.get(), c);
   Py_RETURN_NONE;
 }
@@ -165,6 +170,7 @@ static PyObject* py_overwritten(PyObject*, PyObject* args) {
     c->maker = r->kind;
     c->cost = r->cost;
     r->outputs.push_back(c);
+    note_made(r, c->nbytes);
   }
   enter(s, c);
   return reinterpret_cast<PyObject*>(c);

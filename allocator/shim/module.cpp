@@ -127,9 +127,10 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
   PyObject* m = PyModule_Create(&memmgr::module_def);
   if (!m) return nullptr;
   if (!memmgr::ready_types(m) || !memmgr::ready_sections(m) || PyModule_AddFunctions(m, memmgr::recorder_methods) < 0 ||
-      PyModule_AddFunctions(m, memmgr::cell_functions) < 0 || PyModule_AddFunctions(m, memmgr::vault_methods) < 0 ||
-      PyModule_AddFunctions(m, memmgr::window_methods) < 0 || PyModule_AddFunctions(m, memmgr::watch_methods) < 0 ||
-      PyModule_AddFunctions(m, memmgr::plan_methods) < 0 || PyModule_AddFunctions(m, memmgr::trace_methods) < 0) {
+      PyModule_AddFunctions(m, memmgr::cell_functions) < 0 || PyModule_AddFunctions(m, memmgr::bits_functions) < 0 ||
+      PyModule_AddFunctions(m, memmgr::vault_methods) < 0 || PyModule_AddFunctions(m, memmgr::window_methods) < 0 ||
+      PyModule_AddFunctions(m, memmgr::watch_methods) < 0 || PyModule_AddFunctions(m, memmgr::plan_methods) < 0 ||
+      PyModule_AddFunctions(m, memmgr::trace_methods) < 0) {
     Py_DECREF(m);
     return nullptr;
   }

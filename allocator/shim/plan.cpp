@@ -61,7 +61,7 @@ bool arm_planned(Cell* c, uint8_t action) {
   if (!c->listed || c->armed != KEEP || c->gone != PRESENT) return true;
   if (!ours_alone_locked(c)) return false;
   if (action == OFFLOAD) write_back_locked(c);
-  arm_locked(c, action);
+  arm_locked(c, action, true);
   return true;
 }
 

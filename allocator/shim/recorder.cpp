@@ -196,7 +196,19 @@ static Recipe* encode(PyObject* func, PyObject* args, PyObject* kwargs) {
   }
   Recipe* r = new_recipe(static_cast<int>(e.cells.size()));
   if (!r) return nullptr;
-  for (size_t i = 0; i < e.cells.size(); ++i) link_recipe_input(r, static_cast<int>(i), e.cells[i]);
+  const uint32_t stamp = ++g.stamp;
+  for (size_t i = 0; i < e.cells.size(); ++i) {
+    Cell* c = e.cells[i];
+    link_recipe_input(r, static_cast<int>(i), c);
+    if (!c->recipe || c->stamp == stamp) continue;  // roots are there anyway, and each counts once
+    c->stamp = stamp;
+    r->reads_bytes += static_cast<uint64_t>(c->nbytes);
+    if (c->handles == 0) {
+      r->above_seconds += seconds_to_remake(c->recipe);
+      r->above_drawn |= is_drawn(c->recipe);
+    }
+    r->room_bytes = std::max(r->room_bytes, c->recipe->room_bytes);
+  }
   for (Cell* copy : e.copies) Py_DECREF(copy);
   Py_INCREF(func);
   r->func = func;
@@ -233,6 +245,7 @@ static void adopt_one(Recipe* r, PyObject* o) {
       }
     }
     r->outputs.push_back(made && made->recipe ? made : nullptr);
+    if (made) note_made(r, made->nbytes);
     return;
   }
   if (PyTuple_Check(o) || PyList_Check(o)) {

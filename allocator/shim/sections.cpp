@@ -43,7 +43,10 @@ PyObject* Below_enter(PyObject* o, PyObject*) {
   tls.excluded_ = tls.excluded_ | off;
   c10::impl::_force_tls_local_dispatch_key_set(tls);
   c10::GradMode::set_enabled(false);
-  if (self->recomputing) tl_recomputing = true;
+  if (self->recomputing) {
+    tl_recomputing = true;
+    tl_refused_floor = 0;
+  }
   Py_RETURN_NONE;
 }
 

@@ -9,6 +9,7 @@
 #include "saved.cpp"
 #include "module.cpp"
 #include "window.cpp"
+#include "bits.cpp"
 #include "vault.cpp"
 #include "vault_api.cpp"
 #include "device.cpp"

@@ -63,7 +63,14 @@ struct Kind {
   uint64_t hash;
   std::atomic<uint8_t> trust{TRUST_NEW};
   PyObject* func;
-  double seconds{-1};  // what the op takes, -1: it never ran
+  double seconds{-1};               // what the op takes, -1: it never ran
+  std::atomic<bool> binary{false};  // what it makes could be kept as bits when it was last evicted
+};
+
+// What an evicted cell left behind: see bits.cpp.
+struct Bits {
+  mm_bits packed;
+  uint64_t size;
 };
 
 // A version counter and the value at which the cell's bytes were seen. Tensors made by `.data` share the storage but
@@ -102,6 +109,7 @@ struct Cell {
   uint64_t checksum;
   void* priced_at;       // the block that has our price (window.cpp), null: none
   at::DataPtr incoming;  // a read is under way into it
+  Bits* bits;            // evicted: its bytes, as bits; owned
   mm_stream filled_on;   // present: the stream that we brought its bytes back on; gone: whose block it last had
   const Kind* maker;     // the kind of op that made it, for reports; kinds live as long as the process
   uint32_t module;       // where it was made, while the telemetry asks (0: unknown)
@@ -125,6 +133,7 @@ struct Cell {
   bool lost;       // a root whose bytes are gone for good
   bool busy;       // a copy is being taken without the lock
   bool has_checksum;
+  bool by_plan;  // armed by a plan, which knows how much room there is when it is needed
   bool managed;  // belongs to a ManagedTensor
   bool pinned;   // never released
 };
@@ -143,12 +152,27 @@ struct Recipe {
   uint32_t stamp;
   uint32_t module;  // where the op ran, while the telemetry asks
   double cost;
+  bool above_drawn;      // of what it reads and nobody saved, something was drawn at random
+  double above_seconds;  // of making again what it reads and nobody saved
+  uint64_t reads_bytes;  // of inputs that are made again themselves if need be
+  uint64_t room_bytes;   // the most that an op of its chain reads and makes: its making takes at least that at once
   bool ok;
 };
+
+// An op of the recipe made this many bytes more.
+inline void note_made(Recipe* r, int64_t nbytes) {
+  r->reads_bytes += static_cast<uint64_t>(nbytes);
+  r->room_bytes = std::max(r->room_bytes, r->reads_bytes);
+}
 
 // What running the recipe's op once more takes. The kind knows better than one call does: the first call of a shape
 // pays for compiling and for cold caches, and any call may have been interrupted.
 inline double seconds_of(const Recipe* r) { return r->kind && r->kind->seconds >= 0 ? r->kind->seconds : r->cost; }
+
+// The same with what nobody saved before it. What two inputs share counts twice: it is a guess.
+inline double seconds_to_remake(const Recipe* r) { return r->above_seconds + seconds_of(r); }
+
+inline bool is_drawn(const Recipe* r) { return r->rng || r->above_drawn; }
 
 // One call took so long. What counts is about the median of late: a call moves the estimate by five percent towards it,
 // however far off it is. Only what took less than half is believed at once, because a first call compiles.
@@ -198,7 +222,7 @@ struct Written {
 struct Counters {
   std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, reloads{0}, reload_bytes{0},
       prefetch_hits{0}, prefetch_misses{0}, prefetch_cancels{0}, clean_drops{0}, stall_ns{0}, recorded_ops{0}, packs{0},
-      unpacks{0}, write_backs{0}, unranked{0}, tier_errors{0};
+      unpacks{0}, write_backs{0}, unranked{0}, tier_errors{0}, binarized{0}, binarized_bytes{0}, expand_ns{0};
 };
 
 struct Shim {
@@ -276,6 +300,7 @@ struct Shim {
   std::atomic<uint64_t> held_peak_bytes{0};
   std::atomic<uint64_t> held_estimate{0};  // bytes of cells with handles that the program holds too
   std::atomic<uint64_t> largest_request{0};
+  std::atomic<uint64_t> bits_bytes{0};  // of evicted cells, counted as outside the arena
 
   PyObject* on_slow = nullptr;      // (func, types, args, kwargs, class)
   PyObject* on_new_kind = nullptr;  // (func, args, kwargs): first use of a kind
@@ -291,11 +316,12 @@ struct Shim {
 };
 
 extern Shim g;
-extern thread_local bool tl_no_reclaim;   // this thread's allocations fail rather than reclaim
-extern thread_local bool tl_recomputing;  // ... are a recomputation's
-extern thread_local int tl_side;          // where the op that runs allocates: MM_SIDE_*
-extern thread_local bool tl_ask_daemon;   // false in the daemon itself
-extern thread_local uint32_t tl_module;   // see watch.cpp
+extern thread_local bool tl_no_reclaim;         // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_recomputing;        // ... are a recomputation's
+extern thread_local uint64_t tl_refused_floor;  // the budget that the recomputation which was refused last would need
+extern thread_local int tl_side;                // where the op that runs allocates: MM_SIDE_*
+extern thread_local bool tl_ask_daemon;         // false in the daemon itself
+extern thread_local uint32_t tl_module;         // see watch.cpp
 extern thread_local const Kind* tl_op;
 extern thread_local uint32_t tl_op_module;
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
@@ -329,6 +355,7 @@ void arena_free(void* p);
 void device_free(void* p);
 void tell_profiler(mm_arena* arena, const at::Device& where, void* p, bool allocated);
 bool counts_for_floor();
+void raise_floor(uint64_t value);
 bool foreign_memory(const c10::StorageImpl* s);
 void expose_cell(Cell* c);
 uint64_t release_from_vault(uint64_t want);
@@ -339,11 +366,20 @@ bool saved_current(const Cell* c);
 void disarm_locked(Cell* c);
 void scan_floor(bool at_op_boundary);
 bool can_evict(const Cell* c);
+bool room_to_remake(const Cell* c);
 uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock);
 uint64_t checksum_bytes(const void* p, size_t n);
 uint64_t now_ns();
 void close_doomed_tier();
 void throw_out_of_memory(size_t bytes);
+
+// bits.cpp
+double bits_seconds(int64_t nbytes);
+bool worth_bits(const Cell* c);
+Bits* pack_bits(const void* from, int64_t nbytes);
+void count_bits(const Bits* bits);
+void end_bits(Bits* bits, bool counted);
+extern PyMethodDef bits_functions[];
 
 // device.cpp
 enum StreamRule : uint32_t {
@@ -378,7 +414,7 @@ int install_device_allocator();
 void uninstall_device_allocator();
 
 // traffic.cpp
-void arm_locked(Cell* c, uint8_t action);
+void arm_locked(Cell* c, uint8_t action, bool by_plan);
 void clear_armed_locked();
 bool write_back_locked(Cell* c);
 int begin_reload(Cell* c, uint64_t keep_free);

@@ -90,8 +90,11 @@ static PyObject* py_columns(PyObject*, PyObject* args) {
       chain[i] = chain_cost(c, ++g.stamp, work);
       component[i] = chain[i] + children_cost(c, ++g.stamp, work2);
     }
-    recomputable[i] =
-        c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() == TRUST_YES && !c->exposed;
+    if (c->recipe && c->recipe->kind && c->recipe->kind->binary.load() && worth_bits(c)) {
+      cost[i] = bits_seconds(c->nbytes);
+      chain[i] = component[i] = 0;
+    }
+    recomputable[i] = can_evict(c) && room_to_remake(c);
     clean[i] = c->slot >= 0;
     seq[i] = c->seq;
   }
@@ -99,8 +102,9 @@ static PyObject* py_columns(PyObject*, PyObject* args) {
 }
 
 // Onto the list that malloc takes from, at its end.
-void arm_locked(Cell* c, uint8_t action) {
+void arm_locked(Cell* c, uint8_t action, bool by_plan) {
   c->armed = action;
+  c->by_plan = by_plan;
   c->armed_at = static_cast<int64_t>(g.armed.size());
   g.armed.push_back(c);
   g.armed_bytes += static_cast<uint64_t>(c->nbytes);
@@ -124,7 +128,7 @@ static PyObject* py_arm(PyObject*, PyObject* o) {
     PyObject* item = PySequence_Fast_GET_ITEM(seq, i);
     auto* c = reinterpret_cast<Cell*>(PyTuple_GET_ITEM(item, 0));
     const auto action = static_cast<uint8_t>(PyLong_AsLong(PyTuple_GET_ITEM(item, 1)));
-    if (action != KEEP && c->armed == KEEP && c->listed) arm_locked(c, action);
+    if (action != KEEP && c->armed == KEEP && c->listed) arm_locked(c, action, false);
   }
   Py_DECREF(seq);
   Py_RETURN_NONE;
@@ -232,6 +236,28 @@ static PyObject* py_clone_storage(PyObject*, PyObject* o) {
   Py_END_ALLOW_THREADS return oom.empty() ? wrap(byte_tensor(std::move(copy))) : raise_oom(oom);
 }
 
+// take(cell, tensor) -> the tensor, if it alone has the bytes of `cell` and nobody will ask the cell for them: they are
+// the caller's to write to, and the cell is one that died with its bytes. None otherwise: clone_storage() then.
+static PyObject* py_take(PyObject*, PyObject* args) {
+  PyObject *co, *to;
+  if (!PyArg_ParseTuple(args, "O!O", &CellType, &co, &to)) return nullptr;
+  auto* c = reinterpret_cast<Cell*>(co);
+  c10::TensorImpl* t = impl_of(to);
+  if (!t || !is_plain(t)) Py_RETURN_NONE;
+  StorageRef s = storage_of(t);
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    // Two: the tensor's and the one just made.
+    if (c->handles > 0 || c->strong || c->busy || c->managed || c->slot >= 0 || c->gone != PRESENT ||
+        c->weak._unsafe_get_target() != s.get() || s.use_count() != 2 || !data_present(s.get()))
+      Py_RETURN_NONE;
+  }
+  if (!wait_for_filling(s.get(), c->filled_on, RULE_FILLED_REPLAY)) return nullptr;
+  note_stream(s.get(), RULE_REPLAYED);
+  watch_in(c, StorageRef());
+  return Py_NewRef(to);
+}
+
 // lease(cell) -> a byte tensor over the whole storage, or None when the bytes are not in memory. While it lives the
 // cell is not ours alone, so it stays.
 static PyObject* py_lease(PyObject*, PyObject* o) {
@@ -321,7 +347,14 @@ static PyObject* py_set_no_reclaim(PyObject*, PyObject* o) {
 static PyObject* py_set_recomputing(PyObject*, PyObject* o) {
   const bool before = tl_recomputing;
   tl_recomputing = PyObject_IsTrue(o) == 1;
+  if (tl_recomputing) tl_refused_floor = 0;
   return PyBool_FromLong(before);
+}
+
+static PyObject* py_refused(PyObject*, PyObject*) {
+  raise_floor(tl_refused_floor);
+  tl_refused_floor = 0;
+  Py_RETURN_NONE;
 }
 
 static PyObject* py_storage_info(PyObject*, PyObject* o) {
@@ -390,6 +423,7 @@ PyMethodDef cell_functions[] = {
     {"write_back", py_write_back, METH_O, ""},
     {"prefetch", py_prefetch, METH_VARARGS, "prefetch(cell, keep_free)"},
     {"clone_storage", py_clone_storage, METH_O, ""},
+    {"take", py_take, METH_VARARGS, "take(cell, tensor) -> the tensor, if its bytes are the caller's now, or None"},
     {"lease", py_lease, METH_O, "keeps a cell's bytes in memory while the result lives"},
     {"expose", py_expose, METH_O, "a pointer to the tensor's memory was handed out"},
     {"offloaded", py_offloaded, METH_O, "(cells, position, bytes in flight)"},
@@ -397,6 +431,8 @@ PyMethodDef cell_functions[] = {
     {"position", py_position, METH_NOARGS, "order of the save that was used last"},
     {"set_no_reclaim", py_set_no_reclaim, METH_O, ""},
     {"set_recomputing", py_set_recomputing, METH_O, "returns what it was: this thread's allocations are a replay's"},
+    {"refused", py_refused, METH_NOARGS,
+     "this thread's recomputation was refused memory for good: the floor is higher"},
     {"storage_info", py_storage_info, METH_O, ""},
     {"objects_of", py_objects_of, METH_O,
      "objects_of((type, ...)) -> list of what the garbage collector knows of them"},

@@ -13,6 +13,7 @@ namespace memmgr {
 Shim g;
 thread_local bool tl_no_reclaim = false;
 thread_local bool tl_recomputing = false;
+thread_local uint64_t tl_refused_floor = 0;
 thread_local bool tl_ask_daemon = true;
 thread_local int tl_side = MM_SIDE_LOW;
 thread_local uint64_t tl_stall_ns = 0;
@@ -79,11 +80,23 @@ bool can_evict(const Cell* c) {
   return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() == TRUST_YES && !c->exposed;
 }
 
+// Backward asks for the bytes when the run holds up to its floor, the bytes themselves among that. What making them
+// takes at once beyond that has to be there, or dropping them ends the run, where offloading would not.
+bool room_to_remake(const Cell* c) {
+  if (!g.tier || !g.may_offload || !c->recipe) return true;
+  const uint64_t budget = mm_arena_budget(g.arena);
+  if (budget == MM_UNLIMITED) return true;
+  const uint64_t floor = std::min(budget, g.floor_bytes.load(std::memory_order_relaxed));
+  return c->recipe->room_bytes <= budget - floor + static_cast<uint64_t>(c->nbytes);
+}
+
 // Lets the bytes of `c` go if they are ours alone. Called with the lock held; the lock is dropped while bytes are
 // copied
 // (`busy` keeps the cell alive then) or freed, so the caller must not touch `c` afterwards. With only_free, nothing
 // that needs a copy is done now.
 bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& lock, bool only_free) {
+  const bool drop = action == EVICT && g.may_evict && can_evict(c) && (c->by_plan || room_to_remake(c));
+  c->by_plan = false;
   disarm_locked(c);
   if (!ours_alone_locked(c) || !versions_current(c)) return false;
   if (c->incoming.get()) return false;
@@ -104,27 +117,27 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     } else {
       // A write is under way. To offload, waiting for it is cheaper than beginning another one; to evict, it has to end
       // before the bytes go, and its copy goes with them.
-      const bool evict = action == EVICT && g.may_evict && can_evict(c);
       c->busy = true;
       const mm_slot slot = c->slot;
-      if (evict) {
+      if (drop) {
         c->slot = -1;
         c->slot_state = NO_SLOT;
       }
       lock.unlock();
       int rc = 0;
-      if (evict)
+      if (drop)
         mm_tier_free(g.tier, slot);
       else
         rc = mm_tier_order(g.tier, slot);
       lock.lock();
       c->busy = false;
-      if (rc < 0 || !ours_alone_locked(c) || (!evict && c->slot != slot)) return false;
-      if (!evict) gone = OFFLOADED;
+      if (rc < 0 || !ours_alone_locked(c) || (!drop && c->slot != slot)) return false;
+      if (!drop) gone = OFFLOADED;
     }
   }
   if (gone == OFFLOADED) g.n.clean_drops++;
-  if (gone == PRESENT && action == EVICT && g.may_evict && can_evict(c)) gone = EVICTED;
+  // Asked again: the recipe may have been cut while the lock was not held.
+  if (gone == PRESENT && drop && can_evict(c)) gone = EVICTED;
   if (gone == PRESENT) {
     if (only_free) return false;
     if (g.tier && g.may_offload) {
@@ -155,6 +168,21 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
     if (gone == PRESENT && g.may_evict && can_evict(c)) gone = EVICTED;
     if (gone == PRESENT) return false;
   }
+  Bits* bits = nullptr;
+  if (gone == EVICTED && worth_bits(c)) {
+    Kind* kind = c->recipe->kind;  // lives as long as the process; the recipe may be cut meanwhile
+    c->busy = true;
+    const void* p = c->strong->_mutable_data_ptr_no_checks().get();
+    lock.unlock();
+    bits = pack_bits(p, c->nbytes);
+    lock.lock();
+    c->busy = false;
+    if (!ours_alone_locked(c) || !versions_current(c) || (!bits && !can_evict(c))) {
+      end_bits(bits, false);
+      return false;
+    }
+    if (kind) kind->binary.store(bits != nullptr, std::memory_order_relaxed);
+  }
   const uint64_t nth = gone == EVICTED ? g.n.evictions.load() : g.n.offloads.load();
   if (g.verify || (g.sample && nth % g.sample == 0)) {
     const void* p = c->strong->_mutable_data_ptr_no_checks().get();
@@ -167,6 +195,7 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
       lock.lock();
       c->busy = false;
       if (!got || c->slot != slot || !ours_alone_locked(c) || !versions_current(c)) return false;
+      if (gone == EVICTED && !can_evict(c)) return false;
       c->checksum = sum;
     } else {
       c->checksum = checksum_bytes(p, static_cast<size_t>(c->nbytes));
@@ -176,6 +205,10 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
   if (gone == EVICTED) {
     g.n.evictions++;
     g.n.evicted_bytes += static_cast<uint64_t>(c->nbytes);
+    if (bits) {
+      g.n.binarized++;
+      g.n.binarized_bytes += static_cast<uint64_t>(c->nbytes);
+    }
     note_event(HAPPENED_EVICT, c, 0);
   } else {
     g.offloaded_cells++;
@@ -190,10 +223,14 @@ bool release_cell_locked(Cell* c, uint8_t action, std::unique_lock<std::mutex>& 
   at::DataPtr bytes = std::move(c->strong->_mutable_data_ptr_no_checks());
   c->strong->set_data_ptr_noswap(at::DataPtr(nullptr, bytes.device()));
   const int64_t n = c->nbytes;
+  c->bits = bits;
+  c->busy = bits != nullptr;  // whoever wants them waits until they are counted
   lock.unlock();
   bytes.clear();
   if (g.arena) mm_arena_note_virtual(g.arena, n);
+  if (bits) count_bits(bits);
   lock.lock();
+  if (bits) c->busy = false;
   return true;
 }
 
@@ -241,7 +278,7 @@ uint64_t release_from_vault(uint64_t want) {
     found = false;
     for (Cell* c = g.oldest; c; c = c->next) {
       if (!ours_alone_locked(c)) continue;
-      const bool evictable = g.may_evict && can_evict(c);
+      const bool evictable = g.may_evict && can_evict(c) && room_to_remake(c);
       if (!evictable && !(g.tier && g.may_offload) && c->slot < 0) continue;
       const auto n = static_cast<uint64_t>(c->nbytes);
       const uint64_t errors = g.n.tier_errors.load();
@@ -286,6 +323,8 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
   }
 }
 
+void raise_floor(uint64_t value) { raise_to(g.floor_bytes, value); }
+
 // A trial takes only what is there, and what a recomputation needs could have been spared by offloading: neither says
 // what the run needs.
 bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier && g.may_offload); }
@@ -294,7 +333,8 @@ bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier &&
 // temporaries.
 void scan_floor(bool at_op_boundary) {
   if (!g.arena || !g.watching.load(std::memory_order_relaxed)) return;
-  const uint64_t resident = mm_arena_resident(g.arena);
+  // Bits are there because something was evicted; offloaded it would leave none.
+  const uint64_t all = mm_arena_resident(g.arena), resident = all - std::min<uint64_t>(all, g.bits_bytes.load());
   auto& mark = at_op_boundary ? g.held_peak_bytes : g.floor_bytes;
   std::unique_lock<std::mutex> lock(g.mu, std::try_to_lock);
   if (!lock.owns_lock()) return;
@@ -316,8 +356,11 @@ void throw_out_of_memory(size_t bytes) {
   uint64_t floor = std::max<uint64_t>(g.floor_bytes.load(), resident - may_leave + g.held_estimate.load() + bytes);
   // Reclaim has taken all that could go, so what is there now has to be, whatever the last look at it said.
   if (!tl_no_reclaim) floor = std::max<uint64_t>(floor, resident + bytes);
-  // A trial may fail; a recomputation that does ends the run, so its budget was too small whatever it could have been.
-  if (!tl_no_reclaim) raise_to(g.floor_bytes, floor);
+  // A trial may fail, and a recomputation may find another way. One that does not ends the run: see raise_floor().
+  if (counts_for_floor())
+    raise_to(g.floor_bytes, floor);
+  else if (!tl_no_reclaim)
+    tl_refused_floor = floor;
   auto mib = [](uint64_t b) {
     return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
   };

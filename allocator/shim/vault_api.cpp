@@ -441,6 +441,9 @@ static PyObject* py_counters(PyObject*, PyObject*) {
   PUT(write_backs);
   PUT(unranked);
   PUT(tier_errors);
+  PUT(binarized);
+  PUT(binarized_bytes);
+  PUT(expand_ns);
 #undef PUT
   uint64_t gone, offloaded;
   {
@@ -450,6 +453,7 @@ static PyObject* py_counters(PyObject*, PyObject*) {
   }
   put(d, "gone_bytes", gone);
   put(d, "offloaded_bytes", offloaded);
+  put(d, "bits_bytes", g.bits_bytes.load());
   put(d, "floor_bytes", g.floor_bytes.load());
   put(d, "held_peak_bytes", g.held_peak_bytes.load());
   return d;
@@ -457,6 +461,9 @@ static PyObject* py_counters(PyObject*, PyObject*) {
 
 static PyObject* py_reset_counters(PyObject*, PyObject*) {
 #define ZERO(name) g.n.name.store(0)
+  ZERO(binarized);
+  ZERO(binarized_bytes);
+  ZERO(expand_ns);
   ZERO(evictions);
   ZERO(evicted_bytes);
   ZERO(offloads);

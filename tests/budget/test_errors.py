@@ -186,3 +186,24 @@ def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
     optimizer.state[first] = {"step": torch.zeros(()), **moments}
     optimizer.state[second] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(second)}
     assert missing_states(native, "cpu") - before == 8 * bytes_of(model) // 4 - 3 * first.nbytes
+
+
+def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the soak: on an undefined tensor `is_leaf` raises, and the out-of-memory error became that."""
+    half = torch.ones(3)
+    asked: list[int] = []
+    whole = torch._C.TensorBase.is_leaf
+
+    def is_leaf(tensor: torch.Tensor) -> bool:
+        if tensor is half:
+            asked.append(1)
+            raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
+        return bool(whole.__get__(tensor))
+
+    limit = bytes_already_there() + 4 * MB
+    with memmgr.budget(limit, quiet=True), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_leaf", property(is_leaf), raising=False)
+        with pytest.raises(memmgr.BudgetError, match="Held now"):
+            held = [torch.randn(MB // 4) for _ in range(8)]
+            held.clear()
+    assert asked

@@ -55,7 +55,14 @@ class TierStats(c.Structure):
     ] + [("direct", c.c_int32)]
 
 
+class Bits(c.Structure):
+    _fields_ = [("bits", c.c_void_p), ("item", c.c_uint32), ("values", c.c_uint64 * 2)]
+
+
 _SIGNATURES = {
+    "mm_bits_pack": (c.c_uint64, [c.c_void_p, c.c_uint64, c.POINTER(Bits)]),
+    "mm_bits_unpack": (None, [c.POINTER(Bits), c.c_void_p, c.c_uint64]),
+    "mm_bits_free": (None, [c.POINTER(Bits)]),
     "mm_abi_version": (c.c_int, []),
     "mm_arena_create": (c.c_void_p, [c.c_uint64, c.c_uint64, c.c_char_p, c.c_size_t]),
     "mm_arena_destroy": (c.c_int, [c.c_void_p]),

@@ -293,7 +293,7 @@ def test_the_cost_of_a_kind_follows_its_calls(opened: Any) -> None:
 
 @pytest.mark.parametrize("recomputing", [False, True])
 def test_what_found_no_room_names_a_larger_budget(recomputing: bool) -> None:
-    """Also when it was a recomputation: it ends the run, whatever could have been offloaded instead."""
+    """Also when it was a recomputation, once it gives up: that ends the run, whatever could have been offloaded instead."""
     with memmgr.budget("4MB", policy="keep", quiet=True):
         n = native()
         before = n.set_recomputing(recomputing)
@@ -302,6 +302,9 @@ def test_what_found_no_room_names_a_larger_budget(recomputing: bool) -> None:
                 torch.empty(8_000_000, dtype=torch.uint8)
         finally:
             n.set_recomputing(before)
+        if recomputing:
+            assert n.counters()["floor_bytes"] <= 4_000_000, "it may find another way"
+            n.refused()
         assert n.counters()["floor_bytes"] > 4_000_000
 
 

@@ -18,12 +18,13 @@ from .shim import native
 
 MB = 1 << 20
 EVICT, OFFLOAD = 1, 2
+PATTERN = (torch.arange(MB // 4) % 7 + 1).float()  # of two values bits would stay, and need room as well
 SEARCHES = ["window+strict", "score+strict", "dte+strict", "window", "window+apart"]
 
 
 def saved(n: Any, count: int, held: dict[int, torch.Tensor], keep: set[int] | None = None) -> list[tuple[Any, float]]:
     """Handles on `count` blocks of 1 MiB side by side, made by a recorded op; what `keep` names the program holds."""
-    root = torch.ones(MB // 4)
+    root = PATTERN.clone()
     handles = []
     for index in range(count):
         made = root * (index + 1)
@@ -42,7 +43,7 @@ def price_all(n: Any, handles: list[tuple[Any, float]], costs: list[float], acti
 
 def all_right(n: Any, handles: list[tuple[Any, float]]) -> None:
     for handle, value in handles:
-        assert torch.equal(n.unpack(handle), torch.full((MB // 4,), value))
+        assert torch.equal(n.unpack(handle), PATTERN * value)
 
 
 @pytest.fixture(params=SEARCHES)
@@ -107,7 +108,7 @@ def test_what_the_program_took_since_is_pinned_and_another_run_is_found(window: 
     gone = [index for index, (handle, _) in enumerate(handles) if not handle.cell.present]
     assert gone == [3, 4, 5]
     assert window.arena_stats()["searches"] > searches
-    assert torch.equal(mine, torch.full((MB // 4,), 3.0))
+    assert torch.equal(mine, PATTERN * 3.0)
     # Let go of, it is found again although nobody ranks anew.
     del mine
     more = torch.empty(8 * MB, dtype=torch.uint8)
@@ -145,7 +146,7 @@ def test_a_cell_that_ends_leaves_no_price_behind(window: Any) -> None:
         torch.empty(2 * MB, dtype=torch.uint8)
     window.set_budget(10**9)
     for index in range(8):
-        assert torch.equal(held[index], torch.full((MB // 4,), index + 1.0))
+        assert torch.equal(held[index], PATTERN * (index + 1.0))
 
 
 def test_price_refuses_columns_of_another_length(window: Any) -> None:

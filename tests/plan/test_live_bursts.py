@@ -122,10 +122,10 @@ def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ran: list[int] = []
     original = _replay.run_recipe
 
-    def noted(native: Any, recipe: Any) -> list[Any]:
+    def noted(native: Any, recipe: Any, *rest: Any) -> list[Any]:
         if str(recipe.func) == "aten.addmm.default":
             ran.append(id(recipe))
-        return original(native, recipe)
+        return original(native, recipe, *rest)
 
     monkeypatch.setattr(_replay, "run_recipe", noted)
     return ran
@@ -208,11 +208,11 @@ def test_others_that_fail_do_not_matter(projections: list[int], monkeypatch: pyt
     original = _replay.Replayer._make
     failed = []
 
-    def make(self: Any, target: Any, wanted: list[Any], later: Any = ()) -> None:
+    def make(self: Any, target: Any, wanted: list[Any], later: Any = (), **more: Any) -> None:
         if len(wanted) > 1:
             failed.append(target.nbytes)
             raise torch.OutOfMemoryError("no room")
-        original(self, target, wanted, later)
+        original(self, target, wanted, later, **more)
 
     monkeypatch.setattr(_replay.Replayer, "_make", make)
     limit = limit_bytes()

@@ -184,6 +184,20 @@ int mm_arena_log(mm_arena*, uint64_t capacity);
 uint64_t mm_arena_log_length(mm_arena*);
 uint64_t mm_arena_log_read(mm_arena*, mm_log_entry* out, uint64_t capacity);  // how many were copied
 
+// ---- bits ------------------------------------------------------------------------------------------------------
+
+// Bytes whose elements take two values only, as a bit each.
+typedef struct {
+  void* bits;     // malloc's
+  uint32_t item;  // bytes of an element: 1, 2, 4 or 8
+  uint64_t values[2];
+} mm_bits;
+// Bytes that the bits take; 0 if there are more than two values for every size of element, or no memory. `src` does not
+// change meanwhile.
+uint64_t mm_bits_pack(const void* src, uint64_t bytes, mm_bits* out);
+void mm_bits_unpack(const mm_bits*, void* dst, uint64_t bytes);  // as many bytes as were packed: the same
+void mm_bits_free(mm_bits*);
+
 // ---- file tier -------------------------------------------------------------------------------------------------
 
 // In a forked child the file is closed, every call returns -ECANCELED (or does nothing), and close does not wait.
