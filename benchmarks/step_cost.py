@@ -14,8 +14,9 @@ Sections:
   planned   at the peak that full activation checkpointing reaches: auto, evict and offload with plans and without them; the
             plan's own prediction and the bound that no recompute-only schedule passes beside evict.
   own       at the same peak, in planned passes: which share of a step memmgr itself takes, by part.
-  prefetch  both, offload at 50 % with the prefetcher and without it, on the tier as it is and throttled to 1 GB/s, and the share
-            of reloads that were hits.
+  prefetch  both, offload at 50 % with the prefetcher and without it, on the tier as it is, throttled so that a step's reads take
+            0.3 of it (what is read is waited for without a prefetcher, and hidden with one), and to 1 GB/s; and the share of
+            reloads that were hits.
   link      both, auto at 50 % beside evict and offload, on the tier as it is and throttled.
 
 Each ratio is of two runs that take turns, step by step or block by block, so that what else the machine does falls on
@@ -57,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs wi
 from _training import MODELS, TIGHT, Run, demo_gpt
 
 WARM_STEPS = 3
+READ_SHARE = 0.3  # of a step: enough to be seen when it is waited for, and less than backward has
 CHAIN = 100  # ops of a pass, where a tensor's way through forward and backward is timed
 
 
@@ -400,11 +402,11 @@ def own(quick: bool, rounds: int) -> list[Row]:
     in_ops = 0.0
     whole = _replay.run_recipe
 
-    def timed(native: Any, recipe: Any) -> Any:
+    def timed(*args: Any) -> Any:
         nonlocal in_ops
         begun = time.perf_counter()
         try:
-            return whole(native, recipe)
+            return whole(*args)
         finally:
             in_ops += time.perf_counter() - begun
 
@@ -453,7 +455,13 @@ def prefetch(quick: bool, rounds: int) -> list[Row]:
     for name, model in TIGHT.items():
         build = functools.partial(model, quick)
         limit = needs(build) // 2
-        for speed, throttle in (("the tier as it is", 0), ("1 GB/s", 1_000_000_000)):
+        paced = 0  # bytes per second at which a step's reads take `READ_SHARE` of it
+        for speed in ("the tier as it is", "paced", "1 GB/s"):
+            throttle = {"1 GB/s": 1_000_000_000, "paced": paced}.get(speed, 0)
+            if speed == "paced":
+                if not paced:
+                    continue  # it did not run as it is
+                speed = f"{paced / 1e9:.1f} GB/s"
             series = interleaved(
                 {
                     "plain": (build, plain),
@@ -467,6 +475,8 @@ def prefetch(quick: bool, rounds: int) -> list[Row]:
             rows += ratio_rows(section, series)
             stats = series["offload"].stats
             if stats:
+                bytes_read = stats["reload_bytes"] / max(1, stats["passes"])
+                paced = paced or int(bytes_read / (READ_SHARE * statistics.median(series["plain"].seconds)))
                 with_it, without = (statistics.median(series[n].seconds) for n in ("offload", "offload, no prefetch"))
                 hits = stats["prefetch_hits"] / max(1, stats["reloads"])
                 faster = without / with_it
