@@ -84,13 +84,12 @@ class Guards:
             if not manager.open or manager.captures.under_way:
                 return original(*args, **kwargs)
             depth = getattr(local, "backward", 0)
-            local.backward = depth + 1
             create_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph", False))
-            try:
+            # A depth that an interrupt left behind would make this thread's next backwards inner ones, that end no pass.
+            with manager.native.Finally(functools.partial(setattr, local, "backward", depth)):
+                local.backward = depth + 1
                 with manager.backward_scope(outermost=depth == 0, create_graph=create_graph):
                     return original(*args, **kwargs)
-            finally:
-                local.backward = depth
 
         return run_backward
 

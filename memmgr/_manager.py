@@ -338,18 +338,25 @@ class Manager:
         state = getattr(self._tls, "state", None)
         if state is None or not state.mode_in or not state.hooks_in:
             return False
+        return self._mode_on_top(state) and self._hooks_on_top()
+
+    def _mode_on_top(self, state: _Thread) -> bool:
         depth = torch._C._len_torch_dispatch_stack()
-        if depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not state.mode:
-            return False
+        return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is state.mode
+
+    def _hooks_on_top(self) -> bool:
         top = hooks_on_top()
         return top is not None and top[0] is self.native.pack
 
     def step_out(self) -> None:
-        """Takes mode and hooks off this thread's stacks."""
+        """Takes mode and hooks off this thread's stacks, where they are on top; again if an interrupt left it half done."""
         state = self._tls.state
-        state.hooks.__exit__(None, None, None)
-        state.mode.__exit__(None, None, None)
-        state.hooks_in = state.mode_in = False
+        if self._hooks_on_top():
+            state.hooks.__exit__(None, None, None)
+        state.hooks_in = False
+        if self._mode_on_top(state):
+            state.mode.__exit__(None, None, None)
+        state.mode_in = False
         self._under = (torch._C._len_torch_dispatch_stack(), hooks_on_top())
 
     def can_step_in(self) -> bool:
@@ -365,11 +372,14 @@ class Manager:
         return bool(torch._C._len_torch_dispatch_stack() == depth and same)
 
     def step_in(self) -> None:
-        """Puts them back."""
+        """Puts them back; again if an interrupt left it half done."""
         state = self._tls.state
-        state.hooks.__enter__()  # may be refused
-        state.mode.__enter__()
-        state.hooks_in = state.mode_in = True
+        if not self._hooks_on_top():
+            state.hooks.__enter__()  # may be refused
+        state.hooks_in = True
+        if not self._mode_on_top(state):
+            state.mode.__enter__()
+        state.mode_in = True
 
     @contextmanager
     def thread_scope(self) -> Iterator[None]:
@@ -432,21 +442,20 @@ class Manager:
         uses = native.unpack_count()
         self._at_turn = native.resident()
         clock = native.clock()
-        popped = self._pop_for_backward(create_graph)
         measured = self.measuring.here
         if measured:
             self.measuring.turn()
         completed = False
         try:
-            yield
+            with native.Finally(self._push_after_backward):
+                self._pop_for_backward(create_graph)
+                yield
             completed = True
         except torch.OutOfMemoryError as error:
             if isinstance(error, BudgetError):
                 raise
             self.explain(error)
         finally:
-            if popped:
-                self._push_after_backward()
             end = time.perf_counter()
             if measured:
                 self.measuring.end(completed)
@@ -464,7 +473,7 @@ class Manager:
                     native.end_pass()
                 self._end_of_pass()
 
-    def _pop_for_backward(self, create_graph: bool) -> bool:
+    def _pop_for_backward(self, create_graph: bool) -> None:
         """Takes the mode off for a backward in which nothing is gone and little or nothing will have to go.
 
         Then no recipe is needed, so nobody's writes need watching; should room run out all the same, cells are
@@ -474,20 +483,18 @@ class Manager:
         native = self.native
         resident, budget, saved, gone, *_ = native.pressure()
         if create_graph or gone or self.policy.torture or not self.has_tier or not self.ours_on_top():
-            return False
+            return
         if native.several_streams() or self.measuring.here:
-            return False  # the mode notes on which stream backward uses what may leave, and what a pass does
+            return  # the mode notes on which stream backward uses what may leave, and what a pass does
         last = self.last
         beyond = resident + last.backward_growth - budget  # as in the last pass
         if self.config.disk_bytes or native.counters()["tier_errors"]:
             beyond += last.backward_growth * 0.1 + budget // 50  # a tier that may be full is no net to fall into
         if not self.passes or (beyond > 0 and self._offload_seconds(beyond, saved) > last.uses * MODE_SECONDS):
-            return False
-        state = self._tls.state
+            return
+        self._tls.state.popped = True  # first: whatever an interrupt leaves half done is put back
         native.set_options(False, True, self.config.verify, 0)
         self.pop_mode()
-        state.popped = True
-        return True
 
     def _offload_seconds(self, nbytes: float, saved_bytes: int) -> float:
         """To write so many of the saved bytes and to read them back, in cells of the size that they have in this pass."""
@@ -503,14 +510,17 @@ class Manager:
 
     def _push_after_backward(self) -> None:
         state = getattr(self._tls, "state", None)
-        if state is None:
+        if state is None or not state.popped:
             return
-        state.popped = False
-        if not state.mode_in:
+        stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+        if any(mode is state.mode for mode in stack):
+            state.mode_in = True
+        else:
             self.push_mode()
         # Whatever was written unseen: recipes that still name it must not run.
         self.native.forget_recipes()
         self.restore_options()
+        state.popped = False
 
     def _end_of_pass(self) -> None:
         resident, unmanaged = self.native.peak()

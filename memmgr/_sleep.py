@@ -154,21 +154,31 @@ class Sleeper:
         # graph that is kept) may need what is overwritten next.
         if native.pressure()[3] and manager.replayer.dropped():
             return
-        native.forget_recipes()
-        native.set_options(False, True, manager.config.verify, 0)
-        native.set_watching(False)
+        with native.Finally(self._fall_asleep):
+            pass
+        manager.telemetry.happened("sleep")
+
+    def _fall_asleep(self) -> None:
+        manager = self._manager
+        manager.native.forget_recipes()
+        manager.native.set_options(False, True, manager.config.verify, 0)
+        manager.native.set_watching(False)
         manager.step_out()
         self.asleep = True
-        manager.telemetry.happened("sleep")
 
     def wake(self) -> None:
         """Records again, if nobody else's mode or hooks are in the way; else the next end of a pass tries again."""
         manager = self._manager
         if not manager.can_step_in():
             return
+        with manager.native.Finally(self._wake):
+            pass
+        manager.telemetry.happened("wake")
+
+    def _wake(self) -> None:
+        manager = self._manager
         manager.step_in()
         manager.native.forget_recipes()  # of other threads, which went on recording
         manager.restore_options()
         manager.native.set_watching(True)
         self.asleep = False
-        manager.telemetry.happened("wake")

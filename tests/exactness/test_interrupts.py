@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
 from memmgr import _budget
+from memmgr._sleep import hooks_on_top
 
 from .harness import Record, differences, global_state
 
@@ -37,10 +38,11 @@ GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one 
 
 
 class Interrupt:
-    """Raises at the `at`-th line or call of the package that this thread comes to."""
+    """Raises at the `at`-th line or call of the package, or of these modules of it, that this thread comes to."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, modules: tuple[str, ...] = ("",)) -> None:
         self._at = at
+        self._modules = tuple(f"memmgr.{module}" for module in modules)
         self.seen = 0
         self.where = ""
 
@@ -59,7 +61,7 @@ class Interrupt:
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        if not frame.f_globals.get("__name__", "").startswith("memmgr."):
+        if not frame.f_globals.get("__name__", "").startswith(self._modules):
             return None
         if frame.f_code.co_flags & GENERATOR and frame.f_code.co_name.startswith("<"):
             return None
@@ -181,8 +183,11 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
                 faults.append(f"{where}: the generator is in a state that no unmanaged run passes through")
             if any(not torch.equal(v, training.start[k]) for k, v in training.model.named_parameters()):
                 faults.append(f"{where}: a parameter changed")
+            passes = manager.passes
             try:
                 faults += [f"{where}: {line}" for line in differences(want, training.run())]
+                if manager.passes != passes + len(training.data) or not manager.ours_on_top():
+                    faults.append(f"{where}: the next backwards end no pass, or are not recorded")
             except Exception as error:
                 faults.append(f"{where}, in the next pass: {type(error).__name__}: {error}")
             assert len(faults) < 5, faults
@@ -190,6 +195,65 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
     assert not faults
     assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
     assert mm.stats()["resident_bytes.peak"] <= limit
+    training.restore()
+    gc.collect()
+    after = global_state()
+    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "share", "turns"),
+    [
+        ("evict", 0.6, {"run_backward", "backward_scope", "_end_of_pass"}),
+        ("auto", 0.97, {"pop_mode", "_push_after_backward"}),
+        ("auto", 1.3, {"_fall_asleep", "step_out"}),
+        ("auto", 1.3, {"_wake", "step_in"}),
+    ],
+)
+def test_an_interrupt_where_a_pass_ends_leaves_the_next_ones_whole(policy: str, share: float, turns: set[str]) -> None:
+    """Around backward: its depth, mode and hooks on their stacks (off for a backward that needs no recipe; asleep)."""
+    there = bytes_already_there()
+    training = Training()
+    want = training.run()
+    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
+        training.run()
+    limit = there + int((mm.stats()["unmanaged_peak_bytes"] - there) * share)
+    before = global_state()
+    faults: list[str] = []
+    seen: set[str] = set()
+    with memmgr.budget(limit, policy=policy, quiet=True, _plan=False) as mm:
+        manager = _budget.current()
+        assert manager is not None
+        sleeper = manager.sleeper
+        for _ in range(3):
+            training.run()
+        at, reached = 0, True
+        while reached or at < 50:
+            at += 1
+            if "_wake" in turns and not sleeper.asleep:
+                sleeper._sleep()
+            if "_fall_asleep" in turns and sleeper.asleep:
+                sleeper.wake()
+            sleeper.surprises = int("_wake" in turns)  # it wakes at the next end of a pass
+            sleeper._spared = int("_fall_asleep" in turns)  # it falls asleep then
+            training.restore()
+            with Interrupt(at, ("_guards", "_manager", "_sleep")) as interrupt:
+                try:
+                    training.passes()
+                except KeyboardInterrupt:
+                    pass
+            reached, where = interrupt.where != "", interrupt.where
+            seen.add(where.rpartition(" ")[2])
+            passes = manager.passes
+            faults += [f"{where}: {line}" for line in differences(want, training.run())]
+            if manager.passes != passes + len(training.data):
+                faults.append(f"{where}: the next backwards end no pass")
+            stacked = torch._C._len_torch_dispatch_stack(), hooks_on_top() is not None
+            if stacked != ((0, False) if sleeper.asleep else (1, True)):
+                faults.append(f"{where}: on the stacks {stacked}, asleep {sleeper.asleep}")
+            assert len(faults) < 5, faults
+    assert not faults
+    assert turns <= seen, turns - seen
     training.restore()
     gc.collect()
     after = global_state()
