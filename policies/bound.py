@@ -156,11 +156,13 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     last_use = [u[-1] if u else -1 for u in uses]
     rows = Rows()
     seen = [_moment(problem, t, last_use) for t in at]
+    if any(m.forced_bytes > budget_bytes for m in seen):
+        return INFEASIBLE, {}
+    if not SOLVE.get():
+        return max(_knapsack(problem, budget_bytes, m, last_use) for m in seen), {}
     kept: list[dict[int, int]] = []
     again: list[dict[int, int]] = []
     for m in seen:
-        if m.forced_bytes > budget_bytes:
-            return INFEASIBLE, {}
         kept.append(_kept(rows, problem, m, budget_bytes))
         makers = {problem.maker[s] for s in m.relevant if problem.again[s]}
         again.append({k: rows.variable(problem.cost[k] / unit) for k in sorted(makers)})
@@ -188,6 +190,50 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     if found is None:
         return INFEASIBLE, {}
     return max(0.0, found[0] * unit), {s: found[1][x] for s, x in kept[0].items()}
+
+
+MOST_WORK = 6_000
+"""Of `tighter`: storages that matter, summed over the moments of all programs it solves. HiGHS takes 0.02 to 0.1 ms for one."""
+
+
+def tighter(
+    problem: Problem, budget_bytes: int, known: float, moments: Sequence[int], most_work: int = MOST_WORK
+) -> float:
+    """A bound in extra seconds over more moments than one, for a pass that has a schedule.
+
+    Where memory is short for another reason than at the unmanaged peak (there much of what is resident may leave, here
+    little may), another moment says more; and what is kept for one moment is not there for the other. Each moment is asked
+    alone, then the others join the one that says most while that makes it say more.
+
+    Args:
+        problem: the pass.
+        budget_bytes: most bytes resident.
+        known: the bound over one moment.
+        moments: op numbers, the most promising first: where a good schedule has no room left.
+        most_work: nothing more is asked then.
+
+    Returns:
+        At least `known`.
+    """
+    uses = _uses(problem)
+    last_use = [u[-1] if u else -1 for u in uses]
+    weight = {t: len(_moment(problem, t, last_use).relevant) for t in moments}
+    alone: dict[int, float] = {}
+    for t in weight:
+        most_work -= weight[t]
+        if most_work >= 0:
+            alone[t] = relaxation(problem, budget_bytes, [t])[0]
+    ranked = sorted(alone, key=lambda t: -alone[t])
+    together, best = ranked[:1], max([0.0, *alone.values()])
+    for t in ranked[1:]:
+        most_work -= sum(weight[m] for m in together) + weight[t]
+        if most_work < 0:
+            break
+        seconds = relaxation(problem, budget_bytes, sorted((*together, t)))[0]
+        if seconds > best * 1.0005:
+            together.append(t)
+        best = max(best, seconds)
+    return max(known, best)
 
 
 def _knapsack(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[int]) -> float:

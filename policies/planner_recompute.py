@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .bound import INFEASIBLE, relaxation
+from .bound import INFEASIBLE, relaxation, tighter
 from .bound_room import least_bytes
 from .online import run_online
 from .planner_search import Search
@@ -23,6 +23,10 @@ _MOST_AGAIN = 3.0
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
+
+
+_MOMENTS = 6
+"""The highest summits of the timeline that was found, for a tighter bound."""
 
 
 def _hold(timeline: Timeline, moment: int, kept: dict[int, float]) -> list[tuple[int, int]]:
@@ -129,7 +133,8 @@ def _replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
 
 
 def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort: int) -> tuple[Timeline | None, float]:
-    """(the cheapest timeline found, the bound in extra seconds over the relaxation at the unmanaged peak).
+    """(the cheapest timeline found, a bound in extra seconds: the relaxation at the unmanaged peak, and where that leaves a
+    gap, at the timeline's highest summits).
 
     Args:
         problem: the pass.
@@ -157,4 +162,6 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
             break
         search.bias = before if turn % 2 else {}
         search.improve(max(effort - spent, effort // 4) // 8)
+    if search.timeline.extra_seconds > bound * (1 + _GOOD):
+        bound = tighter(problem, budget_bytes, bound, search.timeline.summits(_MOMENTS))
     return search.timeline, bound

@@ -146,6 +146,16 @@ class Timeline:
         """Most bytes resident at any event."""
         return int(self._profile[: self._n].max())
 
+    def summits(self, most: int) -> list[int]:
+        """Up to `most` of the program's ops before or in which the profile has a summit, highest first."""
+        n = self.problem.n_ops
+        height = [0] * (n + 2)
+        for key, level in zip(self.keys, self.profile.tolist(), strict=True):
+            stage = self.stage(key)
+            height[stage] = max(height[stage], level)
+        found = [t for t in range(n) if height[t - 1] <= height[t] > height[t + 1] or t + 1 == n]
+        return sorted(found, key=lambda t: -height[t])[:most]
+
     def stage(self, key: int) -> int:
         """The op before whose end, and after whose predecessor's, the event happens."""
         return key // (self.stride * self.rows)

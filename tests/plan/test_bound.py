@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memmgr.policies.bound import INFEASIBLE, lower_bound_seconds
+from memmgr.policies.bound import INFEASIBLE, lower_bound_seconds, tighter
 from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
 from memmgr.policies.planner import plan
 from memmgr.policies.planner_timeline import Problem
@@ -41,7 +41,7 @@ def test_the_bound_is_the_references(name: str, ratio: str) -> None:
 
 
 def test_no_bound_is_above_an_optimum() -> None:
-    feasible = positive = 0
+    feasible = positive = more = 0
     for seed in range(12):
         trace = trace_of(tangle(seed, ops=8))
         slack = 1e-6 * trace.seconds
@@ -59,9 +59,40 @@ def test_no_bound_is_above_an_optimum() -> None:
             assert cost.valid, cost.why
             assert cost.seconds == pytest.approx(trace.seconds + optimum.extra_seconds)
             assert many <= optimum.extra_seconds + slack
+            found = tighter(Problem.of(trace), budget, single, range(len(trace.ops)))
+            assert single <= found <= optimum.extra_seconds + slack
+            more += found > single + slack
             feasible += 1
             positive += many > slack
-    assert feasible >= 12 and positive >= 6
+    assert feasible >= 12 and positive >= 6 and more >= 1
+
+
+def test_where_little_may_leave_another_moment_says_more() -> None:
+    """At the unmanaged peak b may be made again for 1 s; at `narrow`, which needs less room, a for 10 s."""
+    builder = TraceBuilder()
+    builder.constant("w", 8)
+    builder.call("a", 10.0, ["w"], [("a", 100, -1)])
+    builder.call("narrow", 1.0, ["w"], [("n", 250, -1)])
+    builder.release("n")
+    builder.call("b", 1.0, ["w"], [("b", 200, -1)])
+    builder.call("wide", 1.0, ["a"], [("u", 100, -1)])
+    builder.release("u")
+    builder.call("use b", 1.0, ["b"], [("v", 8, -1)])
+    builder.release("b")
+    builder.call("use a", 1.0, ["a"], [("x", 8, -1)])
+    builder.release("a")
+    trace = builder.build().check()
+    at = [op.name for op in trace.ops].index("narrow")
+    budget = 330
+    assert trace.unmanaged_peak[1] != at
+    alone = lower_bound_seconds(trace, budget)
+    assert alone < 1.0 and lower_bound_seconds(trace, budget, moments=[at]) > 2.5
+    problem = Problem.of(trace)
+    found = tighter(problem, budget, alone, [trace.unmanaged_peak[1], at])
+    assert found > 2.5
+    assert tighter(problem, budget, alone, [trace.unmanaged_peak[1], at], most_work=0) == alone
+    made = plan(trace, budget)
+    assert made.seconds >= made.bound_seconds > trace.seconds + 2.5
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -321,7 +321,7 @@ def test_the_same_arguments_give_the_same_plan() -> None:
 def test_a_plan_says_how_far_it_may_be_from_the_best() -> None:
     trace = trace_of(network(9, depth=12))
     made = plan(trace, int(trace.unmanaged_peak[0] * 0.5))
-    assert made.lower_bound == pytest.approx(1 + lower_bound_seconds(trace, made.budget_bytes) / trace.seconds)
+    assert 1 + lower_bound_seconds(trace, made.budget_bytes) / trace.seconds <= made.lower_bound + 1e-9
     assert 1 < made.lower_bound <= made.overhead
     assert made.gap == pytest.approx(made.overhead / made.lower_bound - 1)
     away = {absence.storage for absence in made.absences}
