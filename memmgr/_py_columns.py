@@ -45,7 +45,7 @@ class Columns(Table):
         return cell.recipe.room_bytes <= max(0, self._budget - self._floor) + cell.nbytes
 
     def _chain_cost(self, recipe: Recipe) -> float:
-        """The cost of what must run again before the recipe can, each op once."""
+        """The cost of what must run again before the recipe can, each op once. See traffic.cpp."""
         self._stamp += 1
         recipe.stamp = stamp = self._stamp
         total, work = 0.0, [recipe]
@@ -54,7 +54,9 @@ class Columns(Table):
                 break
             for parent in work.pop().inputs:
                 above = parent.recipe
-                if above is None or above.stamp == stamp or parent.slot >= 0 or parent.present:
+                if above is None or above.stamp == stamp or parent.slot >= 0:
+                    continue
+                if parent.present and (parent.handles > 0 or not above.inputs):
                     continue
                 above.stamp = stamp
                 total += above.cost

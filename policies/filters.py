@@ -28,7 +28,7 @@ def _staleness(c: Candidates) -> Floats:
 def dtr(c: Candidates) -> Floats:
     """(c + sum of e* c) / (m s), in 1/byte. Source: DTR (Kirisame et al., ICLR 2021), section 3, h_DTR.
 
-    Known limitations: `chain_seconds` holds evicted ancestors; evicted descendants (the other half of e*) count only if
+    Known limitations: `chain_seconds` holds ancestors; evicted descendants (the other half of e*) count only if
     the caller adds them. Staleness is a guess at the next use; here it happens to be right, as backward reverses.
     """
     return (c.cost_seconds + c.chain_seconds) / (_bytes(c) * _staleness(c))

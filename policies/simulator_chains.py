@@ -3,10 +3,11 @@ of its evicted neighbourhood, kept up to date."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .trace import OpKind, Trace
 
+_CHILDREN, _FAN = 128, 32  # steps, and readers of one storage that are looked at: as live
 _WALK = 256  # a chain of so many ops is dear, whatever comes on top
 
 
@@ -17,9 +18,25 @@ class Chains:
         readers: per storage, the ops so far that read it and could run again.
     """
 
-    def __init__(self, trace: Trace, gone: Callable[[int], bool]) -> None:
-        """`gone(s)`: s was made, and has to be made again before it can be read (neither resident nor in a tier)."""
+    def __init__(self, trace: Trace, gone: Callable[[int], bool], saved: Collection[int] | None = None) -> None:
+        """The chains of a pass in which nothing has run.
+
+        Args:
+            trace: the pass.
+            gone: s was made, and has to be made again before it can be read (neither resident nor in a tier).
+            saved: what autograd saves. The rest is there as long as the program has it, which is not until backward wants
+                what was made from it, so it is part of a chain as well, but for what is made from nothing (the program's
+                data). None: nobody knows.
+        """
         self._gone = gone
+        self._as_live = saved is not None
+        self._stays = [
+            saved is None
+            or s in saved
+            or trace.ops[storage.maker].kind != OpKind.COMPUTE
+            or not trace.ops[storage.maker].inputs
+            for s, storage in enumerate(trace.storages)
+        ]
         self._ops = trace.ops
         self._maker = [s.maker for s in trace.storages]
         self._cost = [op.seconds for op in trace.ops]
@@ -57,7 +74,7 @@ class Chains:
         return dead
 
     def chain_seconds(self, s: int) -> float:
-        """Evicted ancestors' ops, each once, without the op of s itself."""
+        """The ops of ancestors that are evicted, or were never saved, each once, without the op of s itself."""
         known = self._chain.get(s)
         if known is None:
             known = self._chain[s] = self._walk(s)
@@ -69,7 +86,7 @@ class Chains:
         while todo and len(seen) <= _WALK:
             for i in self._ops[todo.pop()].inputs:
                 m = self._maker[i]
-                if m not in seen and self._gone(i):
+                if m not in seen and (not self._stays[i] or self._gone(i)):
                     seen.add(m)
                     todo.append(m)
                     total += self._cost[m]
@@ -86,6 +103,20 @@ class Chains:
                     seen.update(fresh)
                     todo += fresh
 
+    def _children_seconds(self, s: int) -> float:
+        total, steps, todo, seen = 0.0, 0, [s], set[int]()
+        while todo and steps < _CHILDREN:
+            steps += 1
+            for r in self.readers[todo.pop()][-_FAN:]:
+                if r in seen:
+                    continue
+                seen.add(r)
+                gone = next((y for y in self._ops[r].outputs if self._held[y] and self._gone(y)), None)
+                if gone is not None:
+                    total += self._cost[r]
+                    todo.append(gone)
+        return total
+
     # ---- DTR's h_eq
 
     def _find(self, s: int) -> int:
@@ -100,7 +131,10 @@ class Chains:
         return {self._find(n) for n in near if n in self._parent}
 
     def component_seconds(self, s: int) -> float:
-        """Sum over the components beside s."""
+        """The neighbourhood of s: as published the sum over the components beside it, as live its chain and what is evicted
+        of what was made from it."""
+        if self._as_live:
+            return self.chain_seconds(s) + self._children_seconds(s)
         return sum(self._component[root] for root in self._neighbours(s))
 
     def join(self, s: int) -> None:

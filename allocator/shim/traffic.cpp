@@ -3,7 +3,9 @@
 
 namespace memmgr {
 
-// The cost of what must run again before `c` can, ancestors that are not in memory included, each op once.
+// The cost of what must run again before `c` can, each op once: ancestors that are not in memory, and those that nobody
+// saved. These are there as long as the program has them, which is not until backward wants `c`; but for what was made
+// from nothing, the program's data.
 static double chain_cost(Cell* c, uint32_t stamp, std::vector<Recipe*>& work) {
   double sum = 0;
   work.clear();
@@ -17,7 +19,8 @@ static double chain_cost(Cell* c, uint32_t stamp, std::vector<Recipe*>& work) {
     work.pop_back();
     for (int i = 0; i < r->nlinks; ++i) {
       Cell* p = r->links[i].cell;
-      if (!p || !p->recipe || p->recipe->stamp == stamp || p->slot >= 0 || is_present(p)) continue;
+      if (!p || !p->recipe || p->recipe->stamp == stamp || p->slot >= 0) continue;
+      if (is_present(p) && (p->handles > 0 || p->recipe->nlinks == 0)) continue;
       p->recipe->stamp = stamp;
       sum += seconds_of(p->recipe);
       work.push_back(p->recipe);

@@ -509,6 +509,32 @@ def columns_and_arming() -> None:
 
 
 @check
+def what_nobody_saved_counts_as_run_again() -> None:
+    """It is there as long as the program has it. Once that lets go, what was made from it cannot be made without it."""
+    with opened("1GB") as native:
+        x = torch.randn(512, 512, requires_grad=True)
+        for _ in range(3):  # the kinds prove themselves
+            y = x * 2.0  # saves nothing
+            z = y.exp()  # saves its result
+            loss = z.sum()
+            cell = max((c for c in saved(native) if c.nbytes == x.nbytes), key=lambda c: c.seq)
+            del z
+
+        def chain() -> tuple[float, float]:
+            cells, *buffers = native.columns()
+            at = next(i for i, c in enumerate(cells) if c is cell)
+            return tuple(torch.frombuffer(buffers[k], dtype=torch.float64)[at].item() for k in (3, 4))
+
+        made_y = cell.recipe.inputs[0].recipe
+        assert cell.recipe.inputs[0].present and made_y.cost > 0
+        assert made_y.inputs[0].recipe is not None  # x can be made again, but is the program's own
+        assert chain() == (made_y.cost, made_y.cost)
+        w = y.sin()  # saves y
+        assert chain() == (0.0, 0.0)
+        del loss, w, y
+
+
+@check
 def pressure_releases_in_the_armed_order() -> None:
     with opened("1GB") as native, torch.no_grad():
         ys = [torch.zeros(256, 256) + i for i in range(4)]

@@ -16,6 +16,7 @@ from memmgr.policies.delta_paper import delta_online, delta_taco, director, knap
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do, Step, judge_records, replay
 from memmgr.policies.simulator import Run, simulate
+from memmgr.policies.simulator_chains import Chains
 from memmgr.policies.simulator_decided import Accesses
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.types import Action
@@ -37,6 +38,28 @@ def link_for(trace: Trace, passes: float) -> TierLink:
     """A link that carries the unmanaged peak so many times during a pass."""
     rate = passes * trace.unmanaged_peak[0] / trace.seconds
     return TierLink("host", rate, rate, trace.seconds / 1000)
+
+
+def test_what_nobody_saves_is_part_of_a_chain() -> None:
+    """It is there when b is dropped, and gone when backward wants b."""
+    builder = TraceBuilder()
+    builder.constant("c", 1)
+    builder.call("f", 5.0, ["c"], [("a", 10, -1)])
+    builder.call("f", 1.0, ["a"], [("b", 10, -1)])
+    trace = builder.build()
+    a, b = (op.outputs[0] for op in trace.ops[1:])
+    for saved, seconds in (({b}, 5.0), ({a, b}, 0.0), (None, 0.0)):
+        chains = Chains(trace, lambda s: False, saved)
+        chains.ran(1)
+        chains.ran(2)
+        assert chains.chain_seconds(b) == chains.component_seconds(b) == seconds
+    gone: set[int] = set()
+    chains = Chains(trace, gone.__contains__, {a, b})
+    chains.ran(1)
+    chains.ran(2)
+    gone.add(b)
+    chains.changed(b)
+    assert chains.component_seconds(a) == 1.0  # as live: what is evicted of what was made from it
 
 
 def run(name: str, trace: Trace, budget: int, tier: TierLink | None = None) -> Run:
