@@ -165,7 +165,7 @@ def exceptions_in_forward_and_backward(policy: str) -> Iterator[None]:
             yield
 
 
-@scenario(150)
+@scenario(80)
 def entering_and_leaving(policy: str) -> Iterator[None]:
     import memmgr
 
@@ -175,7 +175,7 @@ def entering_and_leaving(policy: str) -> Iterator[None]:
         model(torch.randn(128, 32)).square().mean().backward()
 
     limit = _tight(step)
-    for _ in range(150):
+    for _ in range(80):
         with memmgr.budget(limit, policy=policy, quiet=True):
             step()
             step()
