@@ -223,6 +223,9 @@ def tighter(
         most_work -= weight[t]
         if most_work >= 0:
             alone[t] = relaxation(problem, budget_bytes, [t])[0]
+    alone = {
+        t: seconds for t, seconds in alone.items() if seconds < INFEASIBLE
+    }  # there is a schedule: that was rounding
     ranked = sorted(alone, key=lambda t: -alone[t])
     together, best = ranked[:1], max([0.0, *alone.values()])
     for t in ranked[1:]:
@@ -230,9 +233,9 @@ def tighter(
         if most_work < 0:
             break
         seconds = relaxation(problem, budget_bytes, sorted((*together, t)))[0]
-        if seconds > best * 1.0005:
+        if best * 1.0005 < seconds < INFEASIBLE:
             together.append(t)
-        best = max(best, seconds)
+        best = max(best, seconds) if seconds < INFEASIBLE else best
     return max(known, best)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .bound import INFEASIBLE, relaxation, tighter
+from .bound import INFEASIBLE, SOLVE, relaxation, tighter
 from .bound_room import least_bytes
 from .online import run_online
 from .planner_search import Search
@@ -23,7 +23,6 @@ _MOST_AGAIN = 3.0
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
-
 
 _MOMENTS = 6
 """The highest summits of the timeline that was found, for a tighter bound."""
@@ -162,6 +161,6 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
             break
         search.bias = before if turn % 2 else {}
         search.improve(max(effort - spent, effort // 4) // 8)
-    if search.timeline.extra_seconds > bound * (1 + _GOOD):
+    if SOLVE.get() and search.timeline.extra_seconds > bound * (1 + _GOOD):
         bound = tighter(problem, budget_bytes, bound, search.timeline.summits(_MOMENTS))
     return search.timeline, bound

@@ -86,11 +86,14 @@ class Chains:
         while todo and len(seen) <= _WALK:
             for i in self._ops[todo.pop()].inputs:
                 m = self._maker[i]
-                if m not in seen and (not self._stays[i] or self._gone(i)):
+                if m not in seen and self._runs_again(i):
                     seen.add(m)
                     todo.append(m)
                     total += self._cost[m]
         return total
+
+    def _runs_again(self, s: int) -> bool:
+        return not self._stays[s] or self._gone(s)
 
     def changed(self, s: int) -> None:
         """s went or came: chains through it are no longer known."""
@@ -98,7 +101,7 @@ class Chains:
         while todo and len(seen) <= _WALK:
             for y in self._ops[todo.pop()].outputs:
                 self._chain.pop(y, None)
-                if self._gone(y):
+                if self._runs_again(y):
                     fresh = [r for r in self.readers[y] if r not in seen]
                     seen.update(fresh)
                     todo += fresh

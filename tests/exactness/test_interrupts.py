@@ -116,6 +116,22 @@ class Training:
         return self.result()
 
 
+def limited(share: float) -> tuple[Training, int]:
+    """A training, and a budget of this share of what it needs beside what is there already."""
+    there = bytes_already_there()
+    training = Training()
+    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
+        training.run()
+    return training, there + int((mm.stats()["unmanaged_peak_bytes"] - there) * share)
+
+
+def nothing_stays(training: Training, before: dict[str, Any]) -> None:
+    training.restore()
+    gc.collect()
+    after = global_state()
+    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+
+
 def numbers() -> bytes:
     return hashlib.sha1(torch.get_rng_state().numpy().tobytes()).digest()
 
@@ -132,8 +148,7 @@ def numbers() -> bytes:
     ],
 )
 def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned: bool, measured: bool) -> None:
-    there = bytes_already_there()
-    training = Training()
+    training, limit = limited(share)
     legitimate = {numbers()}
 
     class Watch(TorchDispatchMode):
@@ -146,9 +161,6 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
     with Watch():
         training.passes()
     want = training.run()
-    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
-        training.run()
-    limit = there + int((mm.stats()["unmanaged_peak_bytes"] - there) * share)
     before = global_state()
     faults: list[str] = []
     with memmgr.budget(limit, policy=policy, quiet=True, _plan=planned) as mm:
@@ -195,10 +207,7 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
     assert not faults
     assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
     assert mm.stats()["resident_bytes.peak"] <= limit
-    training.restore()
-    gc.collect()
-    after = global_state()
-    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+    nothing_stays(training, before)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +221,8 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
 )
 def test_an_interrupt_where_a_pass_ends_leaves_the_next_ones_whole(policy: str, share: float, turns: set[str]) -> None:
     """Around backward: its depth, mode and hooks on their stacks (off for a backward that needs no recipe; asleep)."""
-    there = bytes_already_there()
-    training = Training()
+    training, limit = limited(share)
     want = training.run()
-    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
-        training.run()
-    limit = there + int((mm.stats()["unmanaged_peak_bytes"] - there) * share)
     before = global_state()
     faults: list[str] = []
     seen: set[str] = set()
@@ -254,7 +259,5 @@ def test_an_interrupt_where_a_pass_ends_leaves_the_next_ones_whole(policy: str, 
             assert len(faults) < 5, faults
     assert not faults
     assert turns <= seen, turns - seen
-    training.restore()
-    gc.collect()
-    after = global_state()
-    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+    assert mm.stats()["resident_bytes.peak"] <= limit
+    nothing_stays(training, before)

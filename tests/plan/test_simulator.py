@@ -62,6 +62,26 @@ def test_what_nobody_saves_is_part_of_a_chain() -> None:
     assert chains.component_seconds(a) == 1.0  # as live: what is evicted of what was made from it
 
 
+def test_an_eviction_above_what_nobody_saves_lengthens_the_chains_below() -> None:
+    builder = TraceBuilder()
+    builder.constant("c", 1)
+    for name, read, seconds in (("a", "c", 5.0), ("u", "a", 2.0), ("b", "u", 1.0)):
+        builder.call("f", seconds, [read], [(name, 10, -1)])
+    trace = builder.build()
+    a, _, b = (op.outputs[0] for op in trace.ops[1:])
+    gone: set[int] = set()
+    chains = Chains(trace, gone.__contains__, {a, b})
+    for k in (1, 2, 3):
+        chains.ran(k)
+    assert chains.chain_seconds(b) == 2.0
+    gone.add(a)
+    chains.changed(a)
+    assert chains.chain_seconds(b) == 7.0
+    gone.clear()
+    chains.changed(a)
+    assert chains.chain_seconds(b) == 2.0
+
+
 def run(name: str, trace: Trace, budget: int, tier: TierLink | None = None) -> Run:
     return BY_NAME[name](trace, budget, tier) if name in BY_NAME else simulate(trace, budget, parse_policy(name), tier)
 
