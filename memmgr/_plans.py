@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
 from memmgr.policies.steady import steadied
 from memmgr.policies.trace import TierLink, Trace
 
+from ._plan_saves import Made, bursts, decisions, in_triggers
 from ._sizes import UNLIMITED
 
 if TYPE_CHECKING:
@@ -49,22 +49,6 @@ MOST_FEEDBACK = 12  # passes after which triggers stay where they are
 Ended = tuple[int, int, int, int, bool, bytes, list[int]]
 
 
-@dataclass
-class Made:
-    """What a planner decided.
-
-    Attributes:
-        away: (storage, action, op before which it has to be asked for again), in the order of going.
-        plan: with bound and prediction, where the planner has them.
-        carried: (bytes of a storage that nobody saved, the op before which it is made again, a later op before which it is read
-            to make others).
-    """
-
-    away: list[tuple[int, Action, int]]
-    plan: Plan | None = None
-    carried: list[tuple[int, int, int]] = field(default_factory=list)
-
-
 Planner = Callable[[Trace, int, TierLink | None, bool, bool], Made | None]
 
 
@@ -72,9 +56,16 @@ def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
     made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=solve)
     if not made.feasible:
         return None
-    away = [(a.storage, Action.OFFLOAD if a.offloaded else Action.EVICT, a.back) for a in made.absences]
+    away, again = [], []
+    gone: set[int] = set()
+    for a in made.absences:
+        action = Action.OFFLOAD if a.offloaded else Action.EVICT
+        away.append((a.storage, action, a.back))
+        if a.storage in gone:
+            again.append((a.storage, action, a.after, a.back))
+        gone.add(a.storage)
     kept = [(trace.storages[c.storage].size_bytes, c.made, c.read) for c in carried(trace, made.steps)]
-    return Made(away, replace(made, steps=(), absences=()), kept)  # the schedule is as long as the pass
+    return Made(away, replace(made, steps=(), absences=()), kept, again)  # the schedule is as long as the pass
 
 
 def _decided(decisions: Sequence[Decision]) -> Made:
@@ -301,95 +292,3 @@ class Plans:
     def brings_back(self) -> bool:
         """Does the plan that is followed say when what was written out comes back, so that nobody else need?"""
         return self.allowed and bool(self._manager.native.plan_brings_back())
-
-
-def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What happens to each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
-
-    A storage's first absence decides; what was made again leaves, if it has to, by the dynamic policies.
-    """
-    actions = np.full(saves, int(Action.KEEP), dtype=np.uint8)
-    decided: set[int] = set()
-    for storage, action, _ in made.away:
-        if storage in decided:
-            continue
-        decided.add(storage)
-        index = measured.save_index.get(storage)
-        if index is not None and index < saves:
-            actions[index] = int(action)
-    return actions
-
-
-def bursts(
-    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]]
-) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Which saves are made again in one go, and what is kept from one go to a later one.
-
-    Between two ops of backward a plan often makes several again that share what nobody saved (the output of one projection
-    whose three parts attention saves). Made when each is asked for, what they share would be made for each.
-
-    Args:
-        made: the decisions.
-        measured: the pass they are for.
-        actions: of each save, from `decisions`.
-
-    Returns:
-        int32, shape (saves,): the number of the burst, -1 for what is not made again; int64, shape (n, 3): (burst, later
-        burst, bytes that nobody saved and the one makes for both).
-    """
-    numbers = np.full(len(actions), -1, dtype=np.int32)
-    burst: dict[int, int] = {}  # by the op before which it runs
-    seen: set[int] = set()
-    for storage, _, back in made.away:
-        save = measured.save_index.get(storage)
-        if save is None or save in seen or save >= len(actions):
-            continue
-        seen.add(save)
-        if actions[save] == Action.EVICT:
-            numbers[save] = burst.setdefault(back, len(burst))
-    kept: dict[tuple[int, int], int] = {}
-    for size, first, later in made.carried:
-        if first in burst and later in burst:
-            pair = burst[first], burst[later]
-            kept[pair] = kept.get(pair, 0) + size
-    rows = [(*pair, size) for pair, size in kept.items()]
-    return numbers, np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-
-def in_triggers(
-    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]], earlier: dict[int, int]
-) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """With the use of which save each save that is offloaded begins to come back: int32, shape (n, 2), (used, save).
-
-    A plan names the op before which the read starts. What a live run can see of ops in backward is which save they ask for:
-    the last such use before that op, or as many uses earlier as the feedback of late ones says (Capuchin, section 4.4, moves
-    a trigger by 5 % of the swap time).
-
-    Args:
-        made: the decisions.
-        measured: the pass they are for.
-        actions: of each save, from `decisions`.
-        earlier: of a save: by how many uses its trigger has moved.
-    """
-    uses: list[tuple[int, int]] = []  # (op, save) of the first use of each in backward
-    position: dict[int, int] = {}
-    for k, op in enumerate(measured.trace.ops):
-        for storage in op.uses:
-            save = measured.save_index.get(storage)
-            if save is not None and save not in position:
-                position[save] = len(uses)
-                uses.append((k, save))
-    ops = [k for k, _ in uses]
-    pairs: list[tuple[int, int]] = []
-    seen: set[int] = set()
-    for storage, _, back in sorted(made.away, key=lambda a: a[2]):
-        save = measured.save_index.get(storage)
-        if save is None or save in seen or save not in position or save >= len(actions):
-            continue
-        seen.add(save)
-        if actions[save] != Action.OFFLOAD:
-            continue
-        at = min(bisect_left(ops, back) - 1, position[save] - 1) - earlier.get(save, 0)
-        if position[save] > 0:
-            pairs.append((uses[max(0, at)][1], save))
-    return np.array(pairs, dtype=np.int32).reshape(-1, 2)

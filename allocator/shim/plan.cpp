@@ -14,6 +14,13 @@ namespace memmgr {
 
 namespace {
 
+// An absence after a cell's first.
+struct Again {
+  uint32_t save;
+  uint8_t action;  // Action
+  int32_t burst;   // in which it returns; -1: none
+};
+
 struct LivePlan {
   int id;
   std::vector<int64_t> sizes;                   // bytes of what is saved, in the order of the first save in the pass
@@ -23,6 +30,7 @@ struct LivePlan {
   std::vector<int32_t> burst;                   // by save: the number of the burst in which its op runs again; -1: none
   std::vector<std::vector<uint32_t>> bursts;    // by number: its saves
   std::vector<std::array<int64_t, 3>> carried;  // (burst, a later one, bytes): made in the one, kept for the other
+  std::vector<std::vector<Again>> again;  // by the save that is used in backward: who may go once more from then on
 };
 
 struct ThisPass {
@@ -34,6 +42,8 @@ struct ThisPass {
   std::vector<uint32_t> owed;                // triggered, and there was no room so far
   std::vector<uint32_t> late;                // was asked for before it was there
   std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
+  std::vector<Again> again;                  // may go once more, and is not back yet
+  std::unordered_map<uint32_t, int32_t> burst;  // by save: of what went more than once, the burst of its next return
 };
 
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
@@ -50,10 +60,39 @@ void forget_waiting() {
   waiting.swap(pass.waiting);
   pass.away.clear();
   pass.owed.clear();
+  pass.again.clear();
   for (Cell* c : waiting) deferred_decref(reinterpret_cast<PyObject*>(c));
 }
 
-int32_t burst_of(size_t save) { return save < pass.plan->burst.size() ? pass.plan->burst[save] : -1; }
+int32_t burst_of(size_t save) {
+  auto it = pass.burst.find(static_cast<uint32_t>(save));
+  if (it != pass.burst.end()) return it->second;
+  return save < pass.plan->burst.size() ? pass.plan->burst[save] : -1;
+}
+
+// What is back and may go once more waits, like what was saved, until the program has let go of it.
+void wait_again() {
+  size_t kept = 0;
+  for (const Again& next : pass.again) {
+    auto it = pass.away.find(next.save);
+    if (it == pass.away.end()) continue;  // nobody asks for it any more
+    Cell* c = it->second;
+    bool back;
+    {
+      std::lock_guard<std::mutex> lock(g.mu);
+      back = c->gone == PRESENT;
+    }
+    if (!back) {
+      pass.again[kept++] = next;
+      continue;
+    }
+    pass.burst[next.save] = next.burst;
+    c->wish = next.action;
+    Py_INCREF(c);
+    pass.waiting.push_back(c);
+  }
+  pass.again.resize(kept);
+}
 
 // Who may go by the plan goes onto the list that malloc takes from; what is to be written out is written from now on.
 bool arm_planned(Cell* c, uint8_t action) {
@@ -73,8 +112,9 @@ bool plan_leads() { return pass.plan && !g.plan_short.load(std::memory_order_rel
 // Does it say when what was written out comes back?
 bool plan_brings_back() { return plan_leads() && !pass.plan->triggers.empty(); }
 
-// Between two ops: the program has let go of more.
+// Between two ops, the program's or a replay's: more has been let go of.
 void plan_settle() {
+  if (!pass.again.empty()) wait_again();
   if (pass.waiting.empty()) return;
   // The end of a cell may run Python, and so another thread that saves: the list is not touched meanwhile.
   std::vector<Cell*> looked_at, kept;
@@ -124,8 +164,12 @@ void plan_let_go(const Cell* c) {
 
 // Backward asks for a cell: what the plan brings back from here on begins to come (Capuchin's in-trigger).
 void plan_unpacked(const Cell* c) {
-  if (!pass.plan || pass.plan->triggers.empty()) return;
-  if (c->saved_in == g.pass && c->save_index < pass.plan->triggers.size())
+  if (!pass.plan) return;
+  const bool own = c->saved_in == g.pass;
+  if (own && c->save_index < pass.plan->again.size())
+    for (const Again& next : pass.plan->again[c->save_index]) pass.again.push_back(next);
+  if (pass.plan->triggers.empty()) return;
+  if (own && c->save_index < pass.plan->triggers.size())
     for (const uint32_t k : pass.plan->triggers[c->save_index]) pass.owed.push_back(k);
   if (pass.owed.empty()) return;
   // The GIL is dropped below, and another thread may come by: what is being asked for belongs to this call.
@@ -155,18 +199,20 @@ void plan_late(const Cell* c) {
 
 // ---- Python ----
 
-// add_plan(id, sizes, actions, triggers, bursts, carried): int64, uint8 and (bursts) int32, one entry for each save of
-// the pass; int32 pairs (used, k): with the first use in backward of save `used`, save k begins to come back; saves
-// with one burst >= 0 are made again in one go; int64 triples (burst, later burst, bytes): so much is kept from one to
-// the other.
+// add_plan(id, sizes, actions, triggers, bursts, carried, again): int64, uint8 and (bursts) int32, one entry for each
+// save of the pass; int32 pairs (used, k): with the first use in backward of save `used`, save k begins to come back;
+// saves with one burst >= 0 are made again in one go; int64 triples (burst, later burst, bytes): so much is kept from
+// one to the other; int32 quadruples (used, k, action, burst): from the first use of save `used` on, save k may go once
+// more when it is there, and returns with that burst.
 static PyObject* py_add_plan(PyObject*, PyObject* args) {
   int id;
-  Py_buffer sizes, actions, triggers, bursts, carried;
-  if (!PyArg_ParseTuple(args, "iy*y*y*y*y*", &id, &sizes, &actions, &triggers, &bursts, &carried)) return nullptr;
+  Py_buffer sizes, actions, triggers, bursts, carried, again;
+  if (!PyArg_ParseTuple(args, "iy*y*y*y*y*y*", &id, &sizes, &actions, &triggers, &bursts, &carried, &again))
+    return nullptr;
   const auto n = static_cast<size_t>(actions.len);
   const bool fits = static_cast<size_t>(sizes.len) == 8 * n && static_cast<size_t>(bursts.len) == 4 * n && n > 0;
   if (fits) {
-    auto* plan = new LivePlan{id, {}, {}, {}, {}, {}, {}, {}};
+    auto* plan = new LivePlan{id, {}, {}, {}, {}, {}, {}, {}, {}};
     const auto* size = static_cast<const int64_t*>(sizes.buf);
     plan->sizes.assign(size, size + n);
     plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
@@ -181,16 +227,28 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
     }
     const auto* burst = static_cast<const int32_t*>(bursts.buf);
     plan->burst.assign(burst, burst + n);
-    for (size_t k = 0; k < n; ++k) {
-      if (burst[k] < 0 || static_cast<size_t>(burst[k]) >= n) continue;
-      if (plan->bursts.size() <= static_cast<size_t>(burst[k])) plan->bursts.resize(static_cast<size_t>(burst[k]) + 1);
-      plan->bursts[static_cast<size_t>(burst[k])].push_back(static_cast<uint32_t>(k));
+    const auto* next = static_cast<const int32_t*>(again.buf);
+    const auto most = n + static_cast<size_t>(again.len) / 16;  // bursts
+    const auto joins = [plan, most](size_t k, int32_t number) {
+      const auto at = static_cast<size_t>(number);
+      if (number < 0 || at >= most) return;
+      if (plan->bursts.size() <= at) plan->bursts.resize(at + 1);
+      plan->bursts[at].push_back(static_cast<uint32_t>(k));
+    };
+    for (size_t k = 0; k < n; ++k) joins(k, burst[k]);
+    for (size_t i = 0; i + 3 < static_cast<size_t>(again.len) / 4; i += 4) {
+      const auto used = static_cast<size_t>(next[i]), k = static_cast<size_t>(next[i + 1]);
+      if (used >= n || k >= n) continue;
+      if (plan->again.empty()) plan->again.resize(n);
+      plan->again[used].push_back({static_cast<uint32_t>(k), static_cast<uint8_t>(next[i + 2]), next[i + 3]});
+      joins(k, next[i + 3]);
     }
     const auto* triples = static_cast<const int64_t*>(carried.buf);
     for (size_t i = 0; i + 2 < static_cast<size_t>(carried.len) / 8; i += 3)
       plan->carried.push_back({triples[i], triples[i + 1], triples[i + 2]});
     plans.insert(plans.begin(), plan);
   }
+  PyBuffer_Release(&again);
   PyBuffer_Release(&carried);
   PyBuffer_Release(&bursts);
   PyBuffer_Release(&triggers);
@@ -206,7 +264,7 @@ static std::vector<PyObject*> gone_of(int64_t burst, const Cell* c) {
   if (burst < 0 || static_cast<size_t>(burst) >= pass.plan->bursts.size()) return out;
   for (const uint32_t k : pass.plan->bursts[static_cast<size_t>(burst)]) {
     auto it = pass.away.find(k);
-    if (it == pass.away.end() || it->second == c || it->second->gone != EVICTED) continue;
+    if (it == pass.away.end() || it->second == c || it->second->gone != EVICTED || burst_of(k) != burst) continue;
     out.push_back(Py_NewRef(reinterpret_cast<PyObject*>(it->second)));
   }
   return out;
@@ -322,7 +380,7 @@ static PyObject* py_plan_brings_back(PyObject*, PyObject*) { return PyBool_FromL
 static PyObject* py_plan_leads(PyObject*, PyObject*) { return PyBool_FromLong(plan_leads()); }
 
 PyMethodDef plan_methods[] = {
-    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers, bursts, carried)"},
+    {"add_plan", py_add_plan, METH_VARARGS, "add_plan(id, sizes, actions, triggers, bursts, carried, again)"},
     {"drop_plans", py_drop_plans, METH_O, "drop_plans(id): that one; negative: all"},
     {"begin_pass", py_begin_pass, METH_NOARGS, "-> how the pass that ends here followed its plan"},
     {"plan_together", py_plan_together, METH_O, "-> what the plan makes again in one go with this cell"},
