@@ -28,6 +28,7 @@ from ._py_types import (
     OP_VIEW,
     PRESENT,
     TRUST_NEW,
+    TRUST_YES,
     Cell,
     Kind,
     Recipe,
@@ -309,6 +310,8 @@ class Native(Vault):
             out = first(recipe, info.call, args, kwargs)
         else:
             out = self.call(recipe, info.call, args, kwargs, True)
+        if first is not None and recipe.kept.trust != TRUST_YES:
+            recipe.ok = False  # its outputs are roots: what is not known to reproduce is not run again for others either
         self.adopt(recipe, out)
         self._check_kept()
         return out

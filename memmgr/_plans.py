@@ -289,6 +289,10 @@ class Plans:
                 return known.made.plan
         return None
 
+    def leads(self) -> bool:
+        """Is a plan being followed?"""
+        return self.allowed and bool(self._manager.native.plan_leads())
+
     def brings_back(self) -> bool:
         """Does the plan that is followed say when what was written out comes back, so that nobody else need?"""
         return self.allowed and bool(self._manager.native.plan_brings_back())

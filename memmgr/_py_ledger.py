@@ -39,6 +39,7 @@ class ThreadState(threading.local):
 
     stall_ns = 0
     no_reclaim = False
+    trial = False
     recomputing = False
     refused_floor = 0
     promised = 0  # bytes that its op was told it may make, until they are in the books
@@ -301,7 +302,7 @@ class Ledger(Watch):
         # A trial may fail, and a recomputation may find another way; one that does not ends the run.
         if self._counts_for_floor():
             self._floor = floor
-        elif not self._tls.no_reclaim:
+        elif not self._tls.no_reclaim and not self._tls.trial:
             self._tls.refused_floor = floor
         text = (
             f"{self._memory.words} {'y' if self._memory.words.endswith(':') else 'Y'}ou tried to allocate {want} bytes. memmgr: "
@@ -320,7 +321,8 @@ class Ledger(Watch):
 
     def _counts_for_floor(self) -> bool:
         """Not a trial, nor a recomputation that offloading would have spared: neither says what the run needs."""
-        return not self._tls.no_reclaim and not (self._tls.recomputing and self._can_offload())
+        trial = self._tls.no_reclaim or self._tls.trial
+        return not trial and not (self._tls.recomputing and self._can_offload())
 
     def _scan_floor(self, at_op_boundary: bool) -> None:
         """floor: what is resident and may not leave, at its worst; held: the same seen between two ops."""
@@ -414,6 +416,10 @@ class Ledger(Watch):
 
     def set_no_reclaim(self, value: bool) -> None:
         self._tls.no_reclaim = bool(value)
+
+    def set_trial(self, value: bool) -> None:
+        """This thread's allocations are a trial's: they say nothing about the floor."""
+        self._tls.trial = bool(value)
 
     def refused(self) -> None:
         """This thread's recomputation was refused memory for good: the floor is higher."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TRUST_NEW, TRUST_YES, TRUST_NO = range(3)
 MAX_PROOFS = 8  # a kind that found no room for its proof so often is left unproven: offload only
+MAX_ROOM = 2  # so often room is made for it; in a second pass more kinds are proven, so that more can leave
 
 
 def make_mode(native: Any) -> type[TorchDispatchMode]:
@@ -152,6 +153,7 @@ class Recorder:
                 out = self.first_use(recipe, op.call, args, kwargs)
             else:
                 out = native.call(recipe, op.call, args, kwargs)
+            self._doubt(recipe)
             native.adopt(recipe, out)
         native.after_op()
         return out
@@ -206,9 +208,11 @@ class Recorder:
             # The old bytes are there only now: prove the recipe before the op overwrites them.
             trial = self._trial(recipe) if kept is not None and recipe.trust == TRUST_NEW else None
             out = native.call(recipe, op.call, args, kwargs)
-            native.overwritten(target, kept)
+            cell = native.overwritten(target, kept)
             if trial is not None:
                 self._judge(recipe, [target], trial)
+            if cell is not None and not self._doubt(recipe):
+                native.drop_recipe(cell)
         # No ranking here: the tensor's counter moves when this handler has returned, and who looks at cells before that
         # takes the old count for settled, so the next look would see a write that nobody announced.
         return out
@@ -240,6 +244,7 @@ class Recorder:
             again = self._trial(recipe)
             if again is not None:
                 self._judge(recipe, flat_outputs(out), again)
+        self._doubt(recipe)
         native.adopt(recipe, out)
         native.after_op()
         return out
@@ -274,29 +279,51 @@ class Recorder:
         self._proof_attempts[recipe.kind] = attempts + 1
         return True
 
+    def _doubt(self, recipe: Any) -> bool:
+        """What is not known to reproduce is never made again, not for what was made of it either. Returns whether it is known."""
+        if recipe.trust != TRUST_YES and self._manager.proving:
+            recipe.ok = False
+        return bool(recipe.ok)
+
     def _refuse(self, recipe: Any) -> None:
         recipe.trust = TRUST_NO
         self.refused.add(str(recipe.func))
 
     def _trial(self, recipe: Any) -> list[Any] | None:
-        """What the recipe makes, or None when there is no room for a second result: the kind stays unproven then."""
+        """What the recipe makes, or None when there is no room for a second result: the kind stays unproven then.
+
+        The first times room is made for it where there is none: what leaves for it costs some time once, and a kind that
+        stays unproven can never be dropped. A plan has no room for trials, so in a planned pass none is made.
+        """
         if not self._proof_wanted(recipe):
             return None
         native = self._native
         try:
+            native.set_trial(True)
             native.set_no_reclaim(True)
-            with native.Below():
-                native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
-                begun = time.perf_counter()
-                outputs = run_recipe(native, recipe)
-                native.synchronize()
-                # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
-                recipe.cost = time.perf_counter() - begun
-                return outputs
+            try:
+                return self._run_again(recipe)
+            except torch.OutOfMemoryError:
+                if self._proof_attempts[recipe.kind] > MAX_ROOM or self._manager.plans.leads():
+                    return None
+            native.set_no_reclaim(False)
+            return self._run_again(recipe)
         except torch.OutOfMemoryError:
             return None
         finally:
             native.set_no_reclaim(False)
+            native.set_trial(False)
+
+    def _run_again(self, recipe: Any) -> list[Any]:
+        native = self._native
+        with native.Below():
+            native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
+            begun = time.perf_counter()
+            outputs = run_recipe(native, recipe)
+            native.synchronize()
+            # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
+            recipe.cost = time.perf_counter() - begun
+            return outputs
 
     def _judge(self, recipe: Any, first: list[Any], again: list[Any]) -> None:
         same = len(first) == len(again) and all(self._same(a, b) for a, b in zip(first, again, strict=True))

@@ -545,6 +545,8 @@ static PyObject* run_op(PyObject* func, PyObject* types, PyObject* args, PyObjec
   PyObject* out = translate_oom(
       first ? PyObject_CallFunction(g.on_new_kind, "OOOO", reinterpret_cast<PyObject*>(r), info->call, args, kwargs)
             : timed_call(r, info->call, args, kw, true));
+  // What is not known to reproduce is not run again for what was made of it either: its outputs are roots (rule 7).
+  if (g.on_new_kind && r->kind->trust.load(std::memory_order_relaxed) != TRUST_YES) r->ok = false;
   if (out) adopt_one(r, out);
   Py_DECREF(r);
   if (out && !kept_check()) {

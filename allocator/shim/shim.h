@@ -317,6 +317,7 @@ struct Shim {
 
 extern Shim g;
 extern thread_local bool tl_no_reclaim;         // this thread's allocations fail rather than reclaim
+extern thread_local bool tl_trial;              // they are a trial's, and say nothing about what the run needs
 extern thread_local bool tl_recomputing;        // ... are a recomputation's
 extern thread_local uint64_t tl_refused_floor;  // the budget that the recomputation which was refused last would need
 extern thread_local int tl_side;                // where the op that runs allocates: MM_SIDE_*

@@ -343,6 +343,11 @@ static PyObject* py_tier_probe(PyObject*, PyObject* o) {
 
 static PyObject* py_position(PyObject*, PyObject*) { return PyLong_FromLongLong(g.last_unpacked); }
 
+static PyObject* py_set_trial(PyObject*, PyObject* o) {
+  tl_trial = PyObject_IsTrue(o) == 1;
+  Py_RETURN_NONE;
+}
+
 static PyObject* py_set_no_reclaim(PyObject*, PyObject* o) {
   tl_no_reclaim = PyObject_IsTrue(o) == 1;
   Py_RETURN_NONE;
@@ -434,6 +439,7 @@ PyMethodDef cell_functions[] = {
     {"tier_probe", py_tier_probe, METH_O, ""},
     {"position", py_position, METH_NOARGS, "order of the save that was used last"},
     {"set_no_reclaim", py_set_no_reclaim, METH_O, ""},
+    {"set_trial", py_set_trial, METH_O, "this thread's allocations are a trial's: they say nothing about the floor"},
     {"set_recomputing", py_set_recomputing, METH_O, "returns what it was: this thread's allocations are a replay's"},
     {"refused", py_refused, METH_NOARGS,
      "this thread's recomputation was refused memory for good: the floor is higher"},

@@ -12,6 +12,7 @@ namespace memmgr {
 
 Shim g;
 thread_local bool tl_no_reclaim = false;
+thread_local bool tl_trial = false;
 thread_local bool tl_recomputing = false;
 thread_local uint64_t tl_refused_floor = 0;
 thread_local bool tl_ask_daemon = true;
@@ -325,9 +326,9 @@ static void raise_to(std::atomic<uint64_t>& mark, uint64_t value) {
 
 void raise_floor(uint64_t value) { raise_to(g.floor_bytes, value); }
 
-// A trial takes only what is there, and what a recomputation needs could have been spared by offloading: neither says
-// what the run needs.
-bool counts_for_floor() { return !tl_no_reclaim && !(tl_recomputing && g.tier && g.may_offload); }
+// A trial need not be, and what a recomputation needs could have been spared by offloading: neither says what the run
+// needs.
+bool counts_for_floor() { return !tl_no_reclaim && !tl_trial && !(tl_recomputing && g.tier && g.may_offload); }
 
 // floor: what is resident and may not leave, at its worst. held: the same seen between two ops, without their
 // temporaries.
@@ -359,7 +360,7 @@ void throw_out_of_memory(size_t bytes) {
   // A trial may fail, and a recomputation may find another way. One that does not ends the run: see raise_floor().
   if (counts_for_floor())
     raise_to(g.floor_bytes, floor);
-  else if (!tl_no_reclaim)
+  else if (!tl_no_reclaim && !tl_trial)
     tl_refused_floor = floor;
   auto mib = [](uint64_t b) {
     return std::to_string(b / 1048576) + "." + std::to_string((b % 1048576) * 10 / 1048576) + " MiB";
