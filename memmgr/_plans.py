@@ -252,12 +252,15 @@ class Plans:
         begun = time.perf_counter()
         manager = self._manager
         try:
-            share = 1.0 - MARGIN - STRICTER * known.tries
-            planner = PLANNERS[manager.policy.planner]
-            budget_bytes = int(manager.config.limit_bytes * share)
+            planner, limit = PLANNERS[manager.policy.planner], manager.config.limit_bytes
+            shares = [1.0 - MARGIN - STRICTER * known.tries]
+            if not known.tries:
+                shares.append(1.0)  # so near the floor a plan without a margin is better than none
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
-            known.made = planner(steadied(known.measured.trace), budget_bytes, manager.tier(), manager.may_evict, solve)
+            trace = steadied(known.measured.trace)
+            plans = (planner(trace, int(limit * share), manager.tier(), manager.may_evict, solve) for share in shares)
+            known.made = next((made for made in plans if made is not None), None)
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; telemetry says so
             known.made = None
             known.error = f"{type(error).__name__}: {error}"

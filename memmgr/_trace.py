@@ -16,8 +16,8 @@ What a measured trace means, beyond what `policies/trace.py` says of all traces:
 - Batch norm reads and writes its running statistics unseen: a recomputation does without them (design rule 2).
 - `(between ops)` is an op without inputs and outputs that takes the time of the program itself and of recording it, some of
   these per pass: a CPU does nothing else meanwhile.
-- `uses` of an op are the saved storages that backward asked for before it, and with the last op of a node those that the node
-  still has: they cannot leave before it ends.
+- `uses` of an op are the saved storages that backward asked for before it, and those that the node has which runs it: they
+  cannot leave before it ends.
 - `pinned_until` counts what holds a storage besides autograd until that lets go for the first time. What autograd never
   saved is pinned until its release: it is not ours to let go of.
 - In-place writes reuse their block (`copy_on_write` is False).
@@ -74,8 +74,7 @@ class Tracer:
         self._peak = 0
         self._spent = 0.0
         self._any_saved = False
-        self._asked: dict[int, int] = {}  # of a storage: the op for which backward asked for it last
-        self._node = -1  # the op for which it asked for anything last
+        self._asked: dict[int, int] = {}  # of a storage that a node of backward has: the op for which it asked last
         self._noting = False  # between two ops: true only if Ctrl-C came while something was being noted
 
     def begin(self) -> None:
@@ -107,11 +106,11 @@ class Tracer:
             self.abort()
             return None
         left = time.perf_counter()
-        released, alone, saves, _, _, fresh, need, live = self._native.trace_before((), None)
+        released, alone, ended, saves, _, _, fresh, need, live = self._native.trace_before((), None)
         self._between += max(0.0, left - self._left - (self._elsewhere_seconds() - self._waited))
         self._known(fresh, need, live)
         self._saved(saves, ())
-        self._ended(released, alone, need, live)
+        self._ended(released, alone, ended, need, live)
         self._native.trace_end()
         self.active = False
         if self._base > 0:
@@ -143,12 +142,12 @@ class Tracer:
         self._noting = True
         begun = time.perf_counter()
         waited = self._elsewhere_seconds()
-        released, alone, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
+        released, alone, ended, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
         between = self._between + max(0.0, begun - self._left - (waited - self._waited))
         self._known(fresh, need, live)
         read = dict.fromkeys([self._now[b] for b in inputs])
         pending = self._saved(saves, read)
-        self._ended(released, alone, need, live)
+        self._ended(released, alone, ended, need, live)
         used = tuple(dict.fromkeys(self._now[b] for b in uses))
         entered = time.perf_counter()
         self._noting = False
@@ -198,17 +197,17 @@ class Tracer:
                 kept.append(storage)
         return pending
 
-    def _ended(self, released: Any, alone: Any, need: int, live: int) -> None:
+    def _ended(self, released: Any, alone: Any, ended: Any, need: int, live: int) -> None:
         """What else happened before op `len(self._ops)`."""
         at = len(self._ops)
         for block in alone:
             storage = self._storages[self._now[block]]
             if storage.alone < 0:
                 storage.alone = at
+        for block in ended:
+            self._held_by_node(self._now[block], at)
         for block in released:
-            gone = self._now.pop(block)
-            self._storages[gone].released = at
-            self._held_by_node(gone, at)
+            self._storages[self._now.pop(block)].released = at
         unseen = need - live
         if not self._began:
             self._began = True
@@ -217,15 +216,13 @@ class Tracer:
             self._unexplained(unseen - self._unseen)
 
     def _held_by_node(self, storage: int, at: int) -> None:
-        """A node of backward has what it asked for until it has ended: its last op uses it too, whether it reads it or not.
-
-        Where the next node has asked for something since, this one had ended, and somebody else held the storage.
-        """
-        if self._node < 0 or self._asked.get(storage) != self._node:
+        """A node of backward has what it asked for until it has ended, so its ops use it, whether they read it or not."""
+        since = self._asked.pop(storage, -1)
+        if since < 0:
             return
-        last = next((op for op in reversed(self._ops[self._node : at]) if op.kind != OpKind.CONSTANT), None)
-        if last is not None and storage not in last.uses:
-            last.uses = (*last.uses, storage)
+        for op in self._ops[since:at]:
+            if op.kind != OpKind.CONSTANT and storage not in op.uses:
+                op.uses = (*op.uses, storage)
 
     def _constant(self, block: int, size: int, leaf: bool, came: bool) -> None:
         """A block that no op of the pass made."""
@@ -301,9 +298,7 @@ class Tracer:
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
             made.append(len(self._storages))
             self._storages.append(StorageRow("scratch", scratch, at, released=at + 1))
-        if used:
-            self._node = at
-            self._asked.update(dict.fromkeys(used, at))
+        self._asked.update(dict.fromkeys(used, at))
         op = OpRow(info.name, seconds, read, made, kind, self._number, between, tuple(writes), pending, used)
         self._number += 1
         self._between = 0.0

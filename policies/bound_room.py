@@ -21,7 +21,8 @@ def least_bytes(problem: Problem) -> int:
         there = set(problem.wanted[k]) | set(problem.outputs[k])
         loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
         most = max(most, level + loose - problem.handed[k])
-    return max(most, sum(problem.size[s] for s in problem.held) + level + held[problem.n_ops])
+    loose = sum(problem.size[s] for s in problem.held if problem.pinned[s] < problem.n_ops)
+    return max(most, level + held[problem.n_ops] + loose)
 
 
 def room_bytes(trace: Trace) -> list[int]:

@@ -16,6 +16,7 @@ struct Block {
   c10::SmallVector<Cell*, 2> cells;  // saved ones; references that are ours, given back with their last handle
   uint64_t bytes = 0;
   bool alone = false;
+  bool asked = false;  // backward has it, and has not let go of it yet
 };
 
 struct Save {
@@ -38,6 +39,7 @@ struct Tracing {
   std::vector<Fresh> fresh;
   std::vector<Save> saves;
   std::vector<long long> uses;
+  std::vector<long long> ended;
   uint64_t live_bytes = 0;
   uint64_t took_ns = 0;
   bool took = false;
@@ -125,8 +127,8 @@ bool ours_only(const Block& b) {
 }
 
 // Looks at every block: `released` has those that the program has let go of, `alone` those that only autograd holds for
-// the first time.
-void poll(std::vector<long long>& released, std::vector<long long>& alone) {
+// the first time, `ended` those that a node of backward had asked for and that nobody uses any more.
+void poll(std::vector<long long>& released, std::vector<long long>& alone, std::vector<long long>& ended) {
   std::vector<Cell*> done;
   size_t kept = 0;
   {
@@ -148,7 +150,12 @@ void poll(std::vector<long long>& released, std::vector<long long>& alone) {
         b.cells.erase(b.cells.begin() + static_cast<std::ptrdiff_t>(i));
       }
       const size_t count = saved ? 2 : b.weak.use_count();
-      if (count == 0 || (count == 1 && ours_only(b))) {
+      const bool gone = count == 0 || (count == 1 && ours_only(b));
+      if (b.asked && (gone || (saved && free_to_go))) {
+        b.asked = false;
+        ended.push_back(id);
+      }
+      if (gone) {
         released.push_back(id);
         tr.live_bytes -= b.bytes;
         auto it = tr.by_storage.find(b.key);
@@ -237,6 +244,10 @@ void trace_used(Cell* c) {
   if (!traced_here()) return;
   auto it = tr.by_cell.find(c);
   if (it != tr.by_cell.end()) {
+    Block& b = tr.blocks[static_cast<size_t>(it->second)];
+    // The next node asks before its first op: whether the one before has ended shows only now.
+    if (b.asked && !(c->strong && c->strong.use_count() > 1)) tr.ended.push_back(it->second);
+    b.asked = true;
     tr.uses.push_back(it->second);
     return;
   }
@@ -249,6 +260,7 @@ void trace_used(Cell* c) {
   }
   if (id < 0) id = new_block(s, static_cast<uint64_t>(c->nbytes), false);
   keep_cell(id, c);
+  tr.blocks[static_cast<size_t>(id)].asked = true;
   tr.uses.push_back(id);
 }
 
@@ -275,14 +287,15 @@ static PyObject* py_trace_end(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// trace_before(args, kwargs) -> (released, alone, saves, uses, inputs, new blocks, bytes needed unmanaged, live bytes):
-// what happened since the last op, and what this one reads.
+// trace_before(args, kwargs) -> (released, alone, ended, saves, uses, inputs, new blocks, bytes needed unmanaged, live
+// bytes): what happened since the last op, and what this one reads.
 static PyObject* py_trace_before(PyObject*, PyObject* args) {
   PyObject *a, *kw;
   if (!PyArg_ParseTuple(args, "OO", &a, &kw)) return nullptr;
   settle();
-  std::vector<long long> released, alone, inputs;
-  poll(released, alone);
+  std::vector<long long> released, alone, ended, inputs;
+  ended.swap(tr.ended);
+  poll(released, alone, ended);
   watch_all(a, inputs);
   watch_all(kw, inputs);
   tr.took = false;
@@ -290,8 +303,8 @@ static PyObject* py_trace_before(PyObject*, PyObject* args) {
   uses.swap(tr.uses);
   uint64_t peak;
   const uint64_t need = mark(&peak);
-  return Py_BuildValue("(NNNNNNKK)", numbers(released), numbers(alone), take_saves(), numbers(uses), numbers(inputs),
-                       take_fresh(), static_cast<unsigned long long>(need),
+  return Py_BuildValue("(NNNNNNNKK)", numbers(released), numbers(alone), numbers(ended), take_saves(), numbers(uses),
+                       numbers(inputs), take_fresh(), static_cast<unsigned long long>(need),
                        static_cast<unsigned long long>(tr.live_bytes));
 }
 

@@ -30,3 +30,20 @@ def _all() -> subprocess.CompletedProcess[str]:
 def test_same_bits(name: str) -> None:
     done = _all()
     assert f"passed {name}\n" in done.stdout, done.stderr[-8000:]
+
+
+def test_what_is_not_known_to_reproduce() -> None:
+    """tests/exactness/test_trust.py as it is."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE.parent / "exactness/test_trust.py"),
+    ]
+    environment = {**os.environ, "MEMMGR_SHIM": "0", "OMP_NUM_THREADS": "1"}
+    environment.pop("MEMMGR_BUDGET", None)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=HERE.parents[1])
+    assert done.returncode == 0, done.stdout[-8000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
 from memmgr.policies.planner import plan
 from memmgr.policies.planner_timeline import Problem
 from memmgr.policies.schedule import replay
-from memmgr.policies.trace import TierLink, Trace, TraceBuilder
+from memmgr.policies.trace import HELD, TierLink, Trace, TraceBuilder
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
@@ -127,6 +128,20 @@ def gradients(n: int) -> Trace:
         builder.release(f"work{i}")
         builder.release(f"g{i}")
     return builder.build().check()
+
+
+def test_what_the_program_holds_at_the_end_counts_once() -> None:
+    """In a live trace a gradient is pinned for as long as the program holds it, so past the end of the pass."""
+    builder = TraceBuilder()
+    builder.constant("w", 8)
+    builder.call("loss", 1.0, ["w"], [("g", 8, -1)])
+    builder.call("b", 1.0, ["g"], [("dw", 100, -1)])
+    trace = builder.build().check()
+    assert least_bytes(Problem.of(trace)) == 116
+    pinned = replace(
+        trace, storages=tuple(replace(s, pinned_until=HELD if s.size_bytes == 100 else 0) for s in trace.storages)
+    ).check()
+    assert least_bytes(Problem.of(pinned)) == 116 == pinned.unmanaged_peak[0]
 
 
 def test_nothing_fits_below_the_smallest_budget() -> None:

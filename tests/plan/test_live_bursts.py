@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _plans, _replay, _shim
 from memmgr.policies import Action
+from memmgr.policies.trace import TraceBuilder
 from tests.budget.there import bytes_already_there
 
 try:
@@ -224,10 +225,11 @@ def test_others_that_fail_do_not_matter(projections: list[int], monkeypatch: pyt
 def test_a_burst_is_what_comes_back_before_the_same_op() -> None:
     class Measured:
         save_index = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 5}  # noqa: RUF012 - read only
+        trace = TraceBuilder().build()
 
     away = [(10, Action.EVICT, 7), (11, Action.OFFLOAD, 7), (12, Action.EVICT, 9), (13, Action.EVICT, 7)]
     away += [(12, Action.EVICT, 7), (14, Action.EVICT, 8), (99, Action.EVICT, 7)]
     made: Any = _plans.Made(away)
     measured: Any = Measured()
-    numbers, _ = _plans.bursts(made, measured, _plans.decisions(made, measured, 6))
+    numbers, _, _ = _plans.bursts(made, measured, _plans.decisions(made, measured, 6))
     assert numbers.tolist() == [0, -1, 1, 0, 2, -1]

@@ -644,3 +644,21 @@ def test_near_the_floor_a_simulated_run_offloads_what_needs_room(monkeypatch: py
     assert simulate(trace, int(1.01 * least), parse_policy("auto"), slow).feasible
     monkeypatch.setattr(simulator, "room_bytes", lambda trace: [0] * len(trace.storages))
     assert not simulate(trace, int(1.01 * least), parse_policy("auto"), slow).feasible, "the test tests nothing"
+
+
+def test_a_node_holds_what_it_asked_for_although_the_next_one_asks_for_it_too() -> None:
+    """Of a result that two nodes save a plan once let go between two ops of the first; live it could not leave there."""
+    layer = torch.nn.Linear(64, 64)
+    x = torch.randn(512, 64)
+
+    def step() -> None:
+        torch.tanh(layer(x)).pow(3).mean().backward()  # tanh saves its result, and pow saves it as its input
+
+    trace = measure(step).trace
+    made = next(op.outputs[0] for _, op in program(trace) if op.name == "aten::tanh")
+    back = [(k, op) for k, op in program(trace) if k >= (trace.backward_at or 0)]
+    first = next(i for i, (_, op) in enumerate(back) if made in op.uses)
+    last = next(i for i, (_, op) in enumerate(back) if op.name == "aten::tanh_backward")
+    assert sum(made in op.inputs for _, op in back[first:last]) < last - first, "every op reads it: nothing is tested"
+    assert all(made in op.uses for _, op in back[first : last + 1])
+    assert not any(made in op.uses for _, op in back[last + 1 :])
