@@ -24,12 +24,13 @@ class Made:
     """What a planner decided.
 
     Attributes:
-        away: (storage, action, op before which it has to be asked for again), in the order of going.
+        away: (storage, action, op before which it has to be asked for again), in the order of going: what may go as soon as the
+            program lets go of it.
         plan: with bound and prediction, where the planner has them.
         carried: (bytes of a storage that nobody saved, the op before which it is made again, a later op before which it is read
             to make others).
-        again: (storage, action, op after which it goes, op before which it has to be asked for again), for each absence after
-            the first of its storage, in the order of going.
+        again: (storage, action, op after which it goes, op before which it has to be asked for again), in the order of going, for
+            each absence that begins in backward: malloc takes what it may, so what it may not take yet has to be kept from it.
     """
 
     away: list[tuple[int, Action, int]]
@@ -41,7 +42,7 @@ class Made:
 def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """What happens to each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
 
-    A storage's first absence decides; the later ones are in `bursts`.
+    A storage's first absence decides; those that begin in backward are in `bursts`.
     """
     actions = np.full(saves, int(Action.KEEP), dtype=np.uint8)
     decided: set[int] = set()
@@ -88,11 +89,11 @@ def bursts(
 ) -> tuple[
     np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]
 ]:
-    """Which saves are made again in one go, what is kept from one go to a later one, and what goes a second time.
+    """Which saves are made again in one go, what is kept from one go to a later one, and what goes in backward.
 
     Between two ops of backward a plan often makes several again that share what nobody saved (the output of one projection
     whose three parts attention saves). Made when each is asked for, what they share would be made for each. Near the floor it
-    makes some to make others, and drops them until backward itself asks for them.
+    makes some to make others, and drops them until backward itself asks for them; or keeps some until others are made.
 
     Args:
         made: the decisions.
@@ -102,7 +103,7 @@ def bursts(
     Returns:
         int32, shape (saves,): the number of the burst, -1 for what is not made again; int64, shape (n, 3): (burst, later
         burst, bytes that nobody saved and the one makes for both); int32, shape (m, 4): (used, save, `Action`, burst or -1):
-        from the use of save `used` on, save `save` may go once more as soon as it is there, and returns with that burst.
+        from the use of save `used` on, save `save` may go as soon as it is there, and returns with that burst.
     """
     numbers = np.full(len(actions), -1, dtype=np.int32)
     burst: dict[int, int] = {}  # by the op before which it runs

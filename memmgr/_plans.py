@@ -38,9 +38,8 @@ MOST_MET = 256  # signatures that are remembered although nothing was measured: 
 WARM_PASSES = 1  # the first pass compiles and proves its kinds; optimizer state comes after it
 EFFORT = 100_000  # steps of the planner's search: about a third of a second
 # Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves). A pass that
-# ran short all the same takes that much more off, so often.
+# ran short all the same takes as much more off, then twice as much, so often.
 MARGIN = 0.01
-STRICTER = 0.03
 MOST_TRIES = 4
 MOST_FEEDBACK = 12  # passes after which triggers stay where they are
 
@@ -58,11 +57,13 @@ def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
         return None
     away, again = [], []
     gone: set[int] = set()
+    asks = next((k for k, op in enumerate(trace.ops) if op.uses), len(trace.ops))
     for a in made.absences:
         action = Action.OFFLOAD if a.offloaded else Action.EVICT
-        away.append((a.storage, action, a.back))
-        if a.storage in gone:
+        if a.storage in gone or a.after >= asks:
             again.append((a.storage, action, a.after, a.back))
+        else:
+            away.append((a.storage, action, a.back))
         gone.add(a.storage)
     kept = [(trace.storages[c.storage].size_bytes, c.made, c.read) for c in carried(trace, made.steps)]
     return Made(away, replace(made, steps=(), absences=()), kept, again)  # the schedule is as long as the pass
@@ -253,14 +254,18 @@ class Plans:
         manager = self._manager
         try:
             planner, limit = PLANNERS[manager.policy.planner], manager.config.limit_bytes
-            shares = [1.0 - MARGIN - STRICTER * known.tries]
+            shares = [1.0 - MARGIN * 2**known.tries]
             if not known.tries:
                 shares.append(1.0)  # so near the floor a plan without a margin is better than none
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
             trace = steadied(known.measured.trace)
             plans = (planner(trace, int(limit * share), manager.tier(), manager.may_evict, solve) for share in shares)
-            known.made = next((made for made in plans if made is not None), None)
+            made = next((made for made in plans if made is not None), None)
+            if made is None and known.made is not None:
+                known.tries = MOST_TRIES  # a plan that runs short is better than none
+            else:
+                known.made = made
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; telemetry says so
             known.made = None
             known.error = f"{type(error).__name__}: {error}"

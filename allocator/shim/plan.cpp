@@ -14,7 +14,7 @@ namespace memmgr {
 
 namespace {
 
-// An absence after a cell's first.
+// An absence that begins in backward: a cell's second, or its first.
 struct Again {
   uint32_t save;
   uint8_t action;  // Action
@@ -30,7 +30,8 @@ struct LivePlan {
   std::vector<int32_t> burst;                   // by save: the number of the burst in which its op runs again; -1: none
   std::vector<std::vector<uint32_t>> bursts;    // by number: its saves
   std::vector<std::array<int64_t, 3>> carried;  // (burst, a later one, bytes): made in the one, kept for the other
-  std::vector<std::vector<Again>> again;  // by the save that is used in backward: who may go once more from then on
+  std::vector<std::vector<Again>> again;        // by the save that is used in backward: who may go from then on
+  std::vector<bool> in_backward;                // by save: is it among those
 };
 
 struct ThisPass {
@@ -42,8 +43,8 @@ struct ThisPass {
   std::vector<uint32_t> owed;                // triggered, and there was no room so far
   std::vector<uint32_t> late;                // was asked for before it was there
   std::vector<Cell*> waiting;                // to be let go, but the program still has them; references of ours
-  std::vector<Again> again;                  // may go once more, and is not back yet
-  std::unordered_map<uint32_t, int32_t> burst;  // by save: of what went more than once, the burst of its next return
+  std::vector<Again> again;                  // may go, and is not back yet
+  std::unordered_map<uint32_t, int32_t> burst;  // by save: of what may go in backward, the burst of its next return
 };
 
 std::vector<LivePlan*> plans;  // the one that was followed last comes first
@@ -70,7 +71,7 @@ int32_t burst_of(size_t save) {
   return save < pass.plan->burst.size() ? pass.plan->burst[save] : -1;
 }
 
-// What is back and may go once more waits, like what was saved, until the program has let go of it.
+// What is there and may go in backward waits, like what was saved, until the program has let go of it.
 void wait_again() {
   size_t kept = 0;
   for (const Again& next : pass.again) {
@@ -149,10 +150,12 @@ void plan_saved(Cell* c) {
   if (!pass.plan) return;
   const uint8_t action = pass.plan->actions[k];
   c->wish = action;
-  if (action == KEEP || !plan_leads()) return;
+  if (!plan_leads()) return;
+  if (action != KEEP || (k < pass.plan->in_backward.size() && pass.plan->in_backward[k]))
+    pass.away[static_cast<uint32_t>(k)] = c;
+  if (action == KEEP) return;
   Py_INCREF(c);
   pass.waiting.push_back(c);
-  pass.away[static_cast<uint32_t>(k)] = c;
 }
 
 // Its last handle has gone: nobody asks for this cell any more.
@@ -202,8 +205,8 @@ void plan_late(const Cell* c) {
 // add_plan(id, sizes, actions, triggers, bursts, carried, again): int64, uint8 and (bursts) int32, one entry for each
 // save of the pass; int32 pairs (used, k): with the first use in backward of save `used`, save k begins to come back;
 // saves with one burst >= 0 are made again in one go; int64 triples (burst, later burst, bytes): so much is kept from
-// one to the other; int32 quadruples (used, k, action, burst): from the first use of save `used` on, save k may go once
-// more when it is there, and returns with that burst.
+// one to the other; int32 quadruples (used, k, action, burst): from the use of save `used` on, save k may go when it is
+// there, and returns with that burst.
 static PyObject* py_add_plan(PyObject*, PyObject* args) {
   int id;
   Py_buffer sizes, actions, triggers, bursts, carried, again;
@@ -212,7 +215,7 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
   const auto n = static_cast<size_t>(actions.len);
   const bool fits = static_cast<size_t>(sizes.len) == 8 * n && static_cast<size_t>(bursts.len) == 4 * n && n > 0;
   if (fits) {
-    auto* plan = new LivePlan{id, {}, {}, {}, {}, {}, {}, {}, {}};
+    auto* plan = new LivePlan{id, {}, {}, {}, {}, {}, {}, {}, {}, {}};
     const auto* size = static_cast<const int64_t*>(sizes.buf);
     plan->sizes.assign(size, size + n);
     plan->actions.assign(static_cast<const uint8_t*>(actions.buf), static_cast<const uint8_t*>(actions.buf) + n);
@@ -239,7 +242,11 @@ static PyObject* py_add_plan(PyObject*, PyObject* args) {
     for (size_t i = 0; i + 3 < static_cast<size_t>(again.len) / 4; i += 4) {
       const auto used = static_cast<size_t>(next[i]), k = static_cast<size_t>(next[i + 1]);
       if (used >= n || k >= n) continue;
-      if (plan->again.empty()) plan->again.resize(n);
+      if (plan->again.empty()) {
+        plan->again.resize(n);
+        plan->in_backward.resize(n);
+      }
+      plan->in_backward[k] = true;
       plan->again[used].push_back({static_cast<uint32_t>(k), static_cast<uint8_t>(next[i + 2]), next[i + 3]});
       joins(k, next[i + 3]);
     }
