@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmgr.policies import NO_LINK, Candidates, Link, Policy, Watermarks, plan_writeback, rank, window_costs
+from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
 from memmgr.policies.trace import TierLink
+from memmgr.policies.writeback import WATERMARKS
 
 from . import _device
 from ._advice import own_checkpointing
@@ -38,7 +39,6 @@ from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
 
-WATERMARKS = Watermarks(least_bytes=64 << 10)
 # Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
 KEPT_SHARE = 0.01
 # What the mode costs in backward, where it only watches writes: about two ops a saved tensor, at what an empty mode costs an

@@ -83,6 +83,12 @@ class _Uses:
                     uses.saves.append(save)
         return uses
 
+    def before(self, after: int) -> int:
+        """Which use lets go what goes after op `after`: the first for that op, since what the op needs is made with it and may
+        leave meanwhile; else the last before. -1: there is none."""
+        at = bisect_left(self.ops, after)
+        return at if at < len(self.ops) and self.ops[at] == after else at - 1
+
 
 def bursts(
     made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]]
@@ -119,10 +125,7 @@ def bursts(
     again: list[tuple[int, int, int, int]] = []
     for storage, action, after, back in made.again:
         save = measured.save_index.get(storage)
-        # The first use for the op after which it goes: what that op needs is made with it, and may leave meanwhile.
-        at = bisect_left(uses.ops, after)
-        if at == len(uses.ops) or uses.ops[at] > after:
-            at -= 1
+        at = uses.before(after)
         if save is None or save >= len(actions) or at < 0:
             continue
         number = burst.setdefault(back, len(burst)) if action == Action.EVICT else -1
@@ -168,10 +171,11 @@ def in_triggers(
         at = min(bisect_left(uses.ops, back), uses.position[save]) - 1 - earlier.get(save, 0)
         if uses.position[save] > 0:
             pairs.append((uses.saves[max(0, at)], save))
-    for storage, action, _, back in made.again:
+    for storage, action, after, back in made.again:
         save = measured.save_index.get(storage)
         if action == Action.OFFLOAD and save is not None and save < len(actions):
-            at = bisect_left(uses.ops, back) - 1 - earlier.get(save, 0)
-            if at >= 0:
+            gone = uses.before(after)  # it has to leave first
+            at = max(bisect_left(uses.ops, back) - 1 - earlier.get(save, 0), gone + 1)
+            if gone >= 0 and at < len(uses.saves):
                 pairs.append((uses.saves[at], save))
     return np.array(pairs, dtype=np.int32).reshape(-1, 2)

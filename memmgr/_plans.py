@@ -26,6 +26,7 @@ from memmgr.policies.steady import steadied
 from memmgr.policies.trace import TierLink, Trace
 
 from ._plan_saves import Made, bursts, decisions, in_triggers
+from ._recorder import MAX_ROOM
 from ._sizes import UNLIMITED
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ class Plans:
     def _worth_measuring(self, signature: int) -> bool:
         """Is the next pass likely one that a plan could be made of and is not known?"""
         manager = self._manager
+        if self._seen <= MAX_ROOM and manager.recorder.no_room:
+            return False  # the next pass may prove more kinds, and a plan is only made of what can be dropped
         if self._seen < WARM_PASSES or manager.sleeper.asleep or self.counts.measured >= MOST_MEASURED:
             return False
         if signature in self.known or not manager.pressed:
@@ -267,7 +270,7 @@ class Plans:
             else:
                 known.made = made
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; telemetry says so
-            known.made = None
+            known.tries = MOST_TRIES  # the plan that there is, if any, stays
             known.error = f"{type(error).__name__}: {error}"
         known.seconds = time.perf_counter() - begun
         self.counts.seconds += known.seconds
@@ -300,6 +303,11 @@ class Plans:
     def leads(self) -> bool:
         """Is a plan being followed?"""
         return self.allowed and bool(self._manager.native.plan_leads())
+
+    def settle(self) -> None:
+        """Between two ops of a replay: what the plan lets go and nobody uses any more may go."""
+        if self.allowed:
+            self._manager.native.plan_settle()
 
     def brings_back(self) -> bool:
         """Does the plan that is followed say when what was written out comes back, so that nobody else need?"""

@@ -76,6 +76,7 @@ class Recorder:
         self._ops: dict[Any, Op] = {}
         self._proof_attempts: dict[int, int] = {}
         self.refused: set[str] = set()  # kinds that did not reproduce, by op name, for the report
+        self.no_room: set[Any] = set()  # kinds that found no room for their last trial
 
     # -- classification --
 
@@ -206,7 +207,8 @@ class Recorder:
             recipe.rng = drawn
             kept = recipe if recipe.ok else None
             # The old bytes are there only now: prove the recipe before the op overwrites them.
-            trial = self._trial(recipe) if kept is not None and recipe.trust == TRUST_NEW else None
+            # No room is made for it: what before_write() has brought back would be the first to leave.
+            trial = self._trial(recipe, room=False) if kept is not None and recipe.trust == TRUST_NEW else None
             out = native.call(recipe, op.call, args, kwargs)
             cell = native.overwritten(target, kept)
             if trial is not None:
@@ -274,7 +276,8 @@ class Recorder:
 
     def _proof_wanted(self, recipe: Any) -> bool:
         attempts = self._proof_attempts.get(recipe.kind, 0)
-        if attempts >= MAX_PROOFS or not self._manager.proving:
+        # In a measured pass a second result would pass for what the op itself needs.
+        if attempts >= MAX_PROOFS or not self._manager.proving or self._manager.measuring.here:
             return False
         self._proof_attempts[recipe.kind] = attempts + 1
         return True
@@ -289,7 +292,7 @@ class Recorder:
         recipe.trust = TRUST_NO
         self.refused.add(str(recipe.func))
 
-    def _trial(self, recipe: Any) -> list[Any] | None:
+    def _trial(self, recipe: Any, room: bool = True) -> list[Any] | None:
         """What the recipe makes, or None when there is no room for a second result: the kind stays unproven then.
 
         The first times room is made for it where there is none: what leaves for it costs some time once, and a kind that
@@ -299,30 +302,36 @@ class Recorder:
             return None
         native = self._native
         try:
-            native.set_trial(True)
-            native.set_no_reclaim(True)
-            try:
+            with native.Finally(self._trial_over):
+                native.set_trial(True)
+                native.set_no_reclaim(True)
+                try:
+                    return self._run_again(recipe)
+                except torch.OutOfMemoryError:
+                    self.no_room.add(recipe.kind)
+                    if not room or self._proof_attempts[recipe.kind] > MAX_ROOM or self._manager.plans.leads():
+                        return None
+                native.set_no_reclaim(False)
                 return self._run_again(recipe)
-            except torch.OutOfMemoryError:
-                if self._proof_attempts[recipe.kind] > MAX_ROOM or self._manager.plans.leads():
-                    return None
-            native.set_no_reclaim(False)
-            return self._run_again(recipe)
         except torch.OutOfMemoryError:
             return None
-        finally:
-            native.set_no_reclaim(False)
-            native.set_trial(False)
+
+    def _trial_over(self) -> None:
+        self._native.set_no_reclaim(False)
+        self._native.set_trial(False)
 
     def _run_again(self, recipe: Any) -> list[Any]:
         native = self._native
         with native.Below():
+            leases = [native.lease(cell) for cell in recipe.inputs]  # making room must not take them
             native.synchronize()  # kinds are few: the only place where an op's time on a device is waited for
             begun = time.perf_counter()
             outputs = run_recipe(native, recipe)
             native.synchronize()
             # The first call of a shape compiles and allocates: this one is nearer to what a recomputation takes.
             recipe.cost = time.perf_counter() - begun
+            del leases
+            self.no_room.discard(recipe.kind)
             return outputs
 
     def _judge(self, recipe: Any, first: list[Any], again: list[Any]) -> None:

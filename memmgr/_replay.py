@@ -134,6 +134,7 @@ class Replayer:
         leases = {parent: native.lease(parent) for parent in inputs}
         if any(lease is None for lease in leases.values()):
             return False  # what is pinned is kept
+        self._manager.plans.settle()
         self._execute(recipe, leases, uses, pins)
         return True
 

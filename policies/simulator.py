@@ -22,7 +22,8 @@ from .registry import Policy
 from .schedule import Do, Replay, Step
 from .simulator_chains import Chains
 from .trace import OpKind, TierLink, Trace
-from .types import NO_LINK, Action, Candidates, Floats, Ints, Link
+from .types import NO_LINK, Action, Bools, Candidates, Floats, Ints, Link
+from .writeback import WATERMARKS, plan_writeback
 
 _BACKWARD_RATIO = 2.0  # backward's time over forward's, op by op; see reverse_order_seconds
 _MOST = 20.0  # a run that takes so many times the unmanaged one is not running
@@ -121,6 +122,7 @@ class Simulation:
         self.movable = np.array([s not in trace.constants for s in range(n)], dtype=np.bool_)
         self.pinned_until = np.array([s.pinned_until for s in trace.storages], dtype=np.int64)
         self.pins: Counter[int] = Counter()
+        self.largest = 0  # request
         turn = len(trace.ops) if trace.backward_at is None else trace.backward_at
         self.forward_seconds = sum(op.seconds for op in trace.ops[:turn])
         self.program = 0.0  # the program's own clock: op costs, without ours
@@ -285,8 +287,26 @@ class Simulation:
             if action == Action.OFFLOAD and not self.clean[s]:
                 self.write(s)
             self.drop(s)
+        self._write_early(able, need_bytes)
         if self.clock.used + need_bytes > self.budget:
             raise DoesNotFit(f"op {self.clock.computed}: {need_bytes} bytes do not fit, and nothing more can leave")
+
+    def _write_early(self, able: Bools, request_bytes: int) -> None:
+        """What leaves next is written meanwhile, as the live manager does when it ranks ahead of need (design section 4)."""
+        self.largest = max(self.largest, request_bytes)
+        if self.tier is None or self.tier.write_bytes_per_second <= 0:
+            return
+        reserve = max(self.largest * 3 // 2, self.budget // 32)
+        index = np.flatnonzero(able & self.resident)
+        candidates, link = self._candidates(index), self._link(index)
+        ranking = rank(
+            candidates, self.policy.filter, self.policy.director, link, 2 * reserve, urgent_bytes=2 * reserve
+        )
+        early = plan_writeback(
+            candidates, ranking, link, resident_bytes=self.clock.used, budget_bytes=self.budget, watermarks=WATERMARKS
+        )
+        for at in early.order.tolist():
+            self.write(int(index[at]))
 
     def _candidates(self, index: Ints) -> Candidates:
         chosen = index.tolist()

@@ -32,6 +32,10 @@ class Watermarks:
             raise ValueError(f"queue_seconds must be > 0, is {self.queue_seconds!r}")
 
 
+WATERMARKS = Watermarks(least_bytes=64 << 10)
+"""Those of live runs and of the simulator."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteBack:
     """What to write now.

@@ -384,6 +384,11 @@ static PyObject* py_begin_pass(PyObject*, PyObject*) {
 
 static PyObject* py_plan_brings_back(PyObject*, PyObject*) { return PyBool_FromLong(plan_brings_back()); }
 
+static PyObject* py_plan_settle(PyObject*, PyObject*) {
+  if (plan_leads()) plan_settle();
+  Py_RETURN_NONE;
+}
+
 static PyObject* py_plan_leads(PyObject*, PyObject*) { return PyBool_FromLong(plan_leads()); }
 
 PyMethodDef plan_methods[] = {
@@ -391,6 +396,7 @@ PyMethodDef plan_methods[] = {
     {"drop_plans", py_drop_plans, METH_O, "drop_plans(id): that one; negative: all"},
     {"begin_pass", py_begin_pass, METH_NOARGS, "-> how the pass that ends here followed its plan"},
     {"plan_together", py_plan_together, METH_O, "-> what the plan makes again in one go with this cell"},
+    {"plan_settle", py_plan_settle, METH_NOARGS, "what it lets go and nobody uses any more may go"},
     {"plan_leads", py_plan_leads, METH_NOARGS, "whether a plan is being followed"},
     {"plan_brings_back", py_plan_brings_back, METH_NOARGS, "whether it says when what was written out comes back"},
     {nullptr, nullptr, 0, nullptr}};

@@ -265,7 +265,6 @@ static PyObject* py_take(PyObject*, PyObject* args) {
 // cell is not ours alone, so it stays.
 static PyObject* py_lease(PyObject*, PyObject* o) {
   auto* c = reinterpret_cast<Cell*>(o);
-  if (plan_leads()) plan_settle();  // what the op before has used up may go before the next one makes room
   StorageRef s;
   {
     std::lock_guard<std::mutex> lock(g.mu);

@@ -261,10 +261,20 @@ uint64_t cancel_prefetches(uint64_t want, std::unique_lock<std::mutex>& lock) {
 uint64_t release_from_vault(uint64_t want) {
   uint64_t released = 0;
   std::unique_lock<std::mutex> lock(g.mu);
-  // Bounded: every round takes at least one entry off the list.
+  // Bounded: every round takes at least one entry off the list, or puts one back, of which there are not more than
+  // these.
+  size_t put_back = g.armed.size();
   while (released < want && g.armed_next < g.armed.size()) {
-    Cell* c = g.armed[g.armed_next++];
+    const size_t at = g.armed_next++;
+    Cell* c = g.armed[at];
     if (!c || c->armed == KEEP) continue;
+    if (c->by_plan && put_back > 0 && !ours_alone_locked(c)) {  // a replay is reading it: its turn comes again
+      put_back--;
+      g.armed[at] = nullptr;
+      c->armed_at = static_cast<int64_t>(g.armed.size());
+      g.armed.push_back(c);
+      continue;
+    }
     const uint8_t action = c->armed;
     const auto n = static_cast<uint64_t>(c->nbytes);
     if (release_cell_locked(c, action, lock, false)) released += n;

@@ -45,7 +45,13 @@ def _said(*checks: str) -> list[list[str]]:
 # Where blocks lie is the arena's affair, and there is none without the shim.
 PLACEMENT = {"set_placement", "price", "arena_address"}
 TRACING = {"trace_begin", "trace_end", "trace_before", "trace_after", "trace_blocks", "run_op"}  # the shim's alone
-PLANS = {"add_plan", "drop_plans", "plan_leads", "plan_brings_back"}  # made of what only the shim can measure
+PLANS = {
+    "add_plan",
+    "drop_plans",
+    "plan_leads",
+    "plan_settle",
+    "plan_brings_back",
+}  # made of what only the shim can measure
 BITS = {"as_bits", "bits_seconds"}  # looks at every byte
 DEVICES = {"device_stats", "use_plugin"}  # need the core
 
