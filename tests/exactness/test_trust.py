@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import memmgr
 from memmgr import _recorder, _replay
+from tests.budget.there import bytes_already_there
 
 from .harness import HUGE_BYTES, Record, Scope, assert_same, managed, reference
 
@@ -132,3 +134,35 @@ def test_room_is_made_to_prove_what_is_met_when_memory_is_full(monkeypatch: pyte
         first_pass()
     monkeypatch.undo()
     assert first_pass() > 0
+
+
+def test_a_trial_before_a_write_takes_nothing_that_the_write_would_strand() -> None:
+    """What needs the old bytes is brought back before a write; room made for the write's own trial would take it again."""
+    steps = 6
+
+    def train(scope: Any, rows: int) -> bytes:
+        torch.manual_seed(0)
+        weight = torch.randn(1009, requires_grad=True)
+        buffers = [torch.zeros(rows, 1009) for _ in range(steps)]
+        x = torch.randn(rows * steps + 1009)
+        with scope:
+            total = weight.sum()
+            for i, buffer in enumerate(buffers):
+                total = total + torch.sigmoid_(buffer + weight * (i + 1)).sum()
+                buffer.copy_(x.as_strided((rows, 1009), (i + 1, 1)))  # a kind of its own
+            buffers.clear()
+            del buffer  # backward needs less than the last write
+            total.backward()
+        assert weight.grad is not None
+        return weight.grad.numpy().tobytes()
+
+    fitted = 0
+    for units in range(23, 28):
+        rows = 100 + 8 * units  # kinds are remembered for as long as the process lives
+        want = train(contextlib.nullcontext(), rows)
+        there = bytes_already_there()
+        with contextlib.suppress(memmgr.BudgetError):
+            budget = memmgr.budget(there + units * rows * 1009 * 2, policy="evict", quiet=True, _plan=False)
+            assert train(budget, rows) == want
+            fitted += 1
+    assert fitted
