@@ -457,21 +457,23 @@ class Manager:
             self.explain(error)
         finally:
             end = time.perf_counter()
-            if measured:
-                self.measuring.end(completed)
             last.in_backward = False
-            if self.open:
-                self.passes += 1
-                last.forward_seconds, last.backward_seconds = now - last.begun, end - now
-                last.uses = max(1, native.unpack_count() - uses)
-                last.begun = time.perf_counter() if measured else end
-                if not create_graph and not self.sleeper.asleep:
-                    # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
-                    self._recomputed[0] += native.clock() - clock
-                    self._recomputed[1] += last.forward_seconds + last.backward_seconds
-                if not create_graph and not self.sleeper.asleep:
-                    native.end_pass()
-                self._end_of_pass()
+            try:
+                if measured:
+                    self.measuring.end(completed)  # takes a while, in which Ctrl-C may come
+            finally:
+                if self.open:
+                    self.passes += 1
+                    last.forward_seconds, last.backward_seconds = now - last.begun, end - now
+                    last.uses = max(1, native.unpack_count() - uses)
+                    last.begun = time.perf_counter() if measured else end
+                    if not create_graph and not self.sleeper.asleep:
+                        # Ops that are recorded inside backward: the program recomputes by itself (checkpointing).
+                        self._recomputed[0] += native.clock() - clock
+                        self._recomputed[1] += last.forward_seconds + last.backward_seconds
+                    if not create_graph and not self.sleeper.asleep:
+                        native.end_pass()
+                    self._end_of_pass()
 
     def _pop_for_backward(self, create_graph: bool) -> None:
         """Takes the mode off for a backward in which nothing is gone and little or nothing will have to go.

@@ -49,7 +49,10 @@ class Replayer:
         begun, stalled = time.perf_counter(), self._manager.stall_seconds()
         with self._lock, self._native.Below(recomputing=True):
             self._run(target)
-        self.seconds += max(0.0, time.perf_counter() - begun - (self._manager.stall_seconds() - stalled))
+        spent = max(0.0, time.perf_counter() - begun - (self._manager.stall_seconds() - stalled))
+        self.seconds += spent
+        if self._manager.measuring.here:
+            self._native.trace_replayed(spent)
 
     def _run(self, target: Any) -> None:
         # What the plan makes again together shares ancestors that nobody saved.
@@ -125,7 +128,25 @@ class Replayer:
 
     def _step(self, recipe: Any, uses: dict[Any, int], pins: dict[Any, Any]) -> bool:
         """Runs one op of the plan. False: an input has left since the plan was made, so a new one is due."""
+        detail = self._manager.telemetry.detail
+        begun, stalled = (time.perf_counter(), self._manager.stall_seconds()) if detail else (0.0, 0.0)
+        outputs = self._outputs(recipe, uses, pins)
+        if outputs is None:
+            return False  # what is pinned is kept
+        self.recomputes += 1
+        if detail:
+            spent = time.perf_counter() - begun - (self._manager.stall_seconds() - stalled)
+            self._native.note_recompute(recipe, spent)
+        self._made(recipe, outputs, uses, pins)
+        return True
+
+    def _outputs(self, recipe: Any, uses: dict[Any, int], pins: dict[Any, Any]) -> list[Any] | None:
+        """What the op makes, flat; None: an input has left."""
         native = self._native
+        outputs: list[Any] | None = native.run_plain(recipe)
+        if outputs is not None:
+            return outputs
+        # It needs more than its arguments: an input has to be brought back, it writes, it draws.
         inputs = recipe.inputs
         for parent in inputs:
             if not parent.present and parent.stored and not native.bring_back(parent):
@@ -133,10 +154,28 @@ class Replayer:
         # Leases keep the inputs from leaving while the op makes room for its outputs.
         leases = {parent: native.lease(parent) for parent in inputs}
         if any(lease is None for lease in leases.values()):
-            return False  # what is pinned is kept
+            return None
         self._manager.plans.settle()
-        self._execute(recipe, leases, uses, pins)
-        return True
+        for parent in leases:
+            if not parent.fresh:
+                raise RecomputeError(
+                    f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
+                    "the recomputation is refused instead of giving a wrong gradient"
+                )
+
+        def spare(cell: Any) -> Any:
+            # Made on the way, for this op and nobody after it: what writes there needs no copy (rule 2).
+            if cell.handles > 0 or cell not in pins or uses.get(cell) != 1:
+                return None
+            del leases[cell]
+            own = native.take(cell, pins[cell])
+            if own is None:
+                leases[cell] = native.lease(cell)
+            else:
+                del pins[cell]
+            return own
+
+        return run_recipe(native, recipe, spare)
 
     def _spill(self, recipe: Any, pins: dict[Any, Any], spilled: list[Any]) -> bool:
         """Offloads what was made on the way and this op does not read. False: there was nothing."""
@@ -170,15 +209,17 @@ class Replayer:
         trees the best order (Sethi & Ullman 1970, with sizes: Liu 1986), for shared inputs a rule of thumb. An LSTM's
         cell state would otherwise be made after the gates of all steps.
         """
-        order, uses = self._needed(wanted, {})
-        if len(order) > 2:
-            order, uses = self._needed(wanted, _extra_bytes(order))
+        order, uses, branches = self._needed(wanted, {})
+        if branches and len(order) > 2:
+            order, uses, _ = self._needed(wanted, _extra_bytes(order))
         return order, uses
 
-    def _needed(self, wanted: list[Any], extra_bytes: dict[Any, int]) -> tuple[list[Any], dict[Any, int]]:
+    def _needed(self, wanted: list[Any], extra_bytes: dict[Any, int]) -> tuple[list[Any], dict[Any, int], bool]:
+        """As `_plan`, and whether an op needs more than one that has to be made: else there is one order only."""
         order: list[Any] = []
         uses: dict[Any, int] = {}
         done: set[int] = set()
+        branches = len(wanted) > 1
         stack: list[tuple[Any, bool]] = [(cell, False) for cell in reversed(wanted)]
         while stack:
             cell, expanded = stack.pop()
@@ -199,47 +240,23 @@ class Replayer:
                     uses[parent] = uses.get(parent, 0) + 1
                 continue
             stack.append((cell, True))
-            inputs = recipe.inputs
-            if extra_bytes and len(inputs) > 1:
-                inputs = sorted(inputs, key=lambda c: extra_bytes.get(c, 0))  # the last is popped first
-            stack.extend((parent, False) for parent in inputs)
-        return order, uses
+            gone = [c for c in recipe.inputs if not c.present and not c.stored]
+            if len(gone) > 1:
+                branches = True
+                if extra_bytes:
+                    gone.sort(key=lambda c: extra_bytes.get(c, 0))  # the last is popped first
+            for parent in gone:
+                stack.append((parent, False))
+        return order, uses, branches
 
-    def _execute(self, recipe: Any, leases: dict[Any, Any], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
+    def _made(self, recipe: Any, outputs: list[Any], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
+        """The op has run: who wants what it made has it, and what nobody after it reads is let go of."""
         native = self._native
-        inputs = recipe.inputs
-        for parent in leases:
-            if not parent.fresh:
-                raise RecomputeError(
-                    f"memmgr: an input of {recipe.func} was overwritten unseen after it was used (rule 3); "
-                    "the recomputation is refused instead of giving a wrong gradient"
-                )
-        detail = self._manager.telemetry.detail
-        begun, stalled = (time.perf_counter(), self._manager.stall_seconds()) if detail else (0.0, 0.0)
-
-        def spare(cell: Any) -> Any:
-            # Made on the way, for this op and nobody after it: what writes there needs no copy (rule 2).
-            if cell.handles > 0 or cell not in pins or uses.get(cell) != 1:
-                return None
-            del leases[cell]
-            own = native.take(cell, pins[cell])
-            if own is None:
-                leases[cell] = native.lease(cell)
-            else:
-                del pins[cell]
-            return own
-
-        outputs = run_recipe(native, recipe, spare)
-        self.recomputes += 1
-        if detail:
-            spent = time.perf_counter() - begun - (self._manager.stall_seconds() - stalled)
-            native.note_recompute(recipe, spent)
         for cell, tensor in zip(recipe.outputs, outputs, strict=False):
             if cell is None or tensor is None or cell.present:
                 continue
-            wanted = cell.handles > 0
             planned = uses.get(cell, 0) > 0
-            if not wanted and not planned:
+            if not planned and cell.handles == 0:
                 continue
             expected = cell.checksum
             if expected is not None and native.checksum(tensor) != expected:
@@ -250,7 +267,7 @@ class Replayer:
             native.fill(cell, tensor)
             if planned:
                 pins[cell] = tensor
-        for parent in inputs:
+        for parent in recipe.inputs:
             left = uses.get(parent, 1) - 1
             if left > 0:
                 uses[parent] = left

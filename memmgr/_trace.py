@@ -1,7 +1,8 @@
 """Measures one pass: every op that runs between two ends of backward, as a `memmgr.policies.trace.Trace`.
 
-The shim hands each op to `Tracer._op` before it is recorded and says what lives (`allocator/shim/trace.cpp`). Nothing is
-kept here but numbers, so measuring changes neither a bit nor what fits.
+The shim notes each op and what lives (`allocator/shim/trace.cpp`); what that means is worked out here when the pass is over, so
+that Python does not slow down what is being measured. Nothing is kept but numbers, so measuring changes neither a bit nor what
+fits.
 
 What a measured trace means, beyond what `policies/trace.py` says of all traces:
 
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from memmgr.policies.trace import OpKind, TierLink
 
-from ._ops import OPAQUE, VIEW, describe
+from ._ops import OPAQUE, VIEW, Op, describe
 from ._trace_rows import BETWEEN, Measured, OpRow, Rows, StorageRow, leave_bits
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Tracer:
         self._infos: dict[Any, Any] = {}
         self.active = False
         self._thread = 0
+        self._turned: int | None = None  # events before backward
         self._clear()
 
     # -- a pass --
@@ -67,21 +69,15 @@ class Tracer:
         self._last: OpRow | None = None
         self._last_at = -1  # its row
         self._began = False
-        self._between = 0.0
-        self._left = time.perf_counter()
-        self._waited = self._elsewhere_seconds()
         self._number = 0
         self._peak = 0
-        self._spent = 0.0
-        self._any_saved = False
         self._asked: dict[int, int] = {}  # of a storage that a node of backward has: the op for which it asked last
-        self._noting = False  # between two ops: true only if Ctrl-C came while something was being noted
 
     def begin(self) -> None:
         """The next op of this thread is the first of the pass."""
-        self._clear()
+        self._turned = None
         self._thread = threading.get_ident()
-        self._native.trace_begin(self._op)
+        self._native.trace_begin(self._noting, self._wrote, MOST_OPS)
         self.active = True
 
     @property
@@ -91,88 +87,87 @@ class Tracer:
 
     def turn(self) -> None:
         """Backward begins with the next op."""
-        self._turn = len(self._ops)  # a constant that is first seen there belongs to it
+        self._turned = self._native.trace_count()
 
     def abort(self) -> None:
         """Forgets the pass that is under way."""
         if self.active:
             self._native.trace_end()
             self.active = False
-            self._clear()
 
     def end(self, links: Sequence[TierLink]) -> Measured | None:
-        """The pass is over. `links` are the tiers below. None: an interrupt left it incomplete."""
-        if self._noting or not self.active:
-            self.abort()
+        """The pass is over. `links` are the tiers below. None: an op of it failed, or it was too long to be a pass."""
+        if not self.active:
             return None
-        left = time.perf_counter()
-        released, alone, ended, saves, _, _, fresh, need, live = self._native.trace_before((), None)
-        self._between += max(0.0, left - self._left - (self._elsewhere_seconds() - self._waited))
-        self._known(fresh, need, live)
-        self._saved(saves, ())
-        self._ended(released, alone, ended, need, live)
-        self._native.trace_end()
-        self.active = False
+        taken = self._native.trace_take()
+        self.abort()
+        if taken is None:
+            return None
+        begun = time.perf_counter()
+        events, spent = taken
+        self._clear()
+        for number, event in enumerate(events):
+            self._event(number, event)
         if self._base > 0:
             self._storages.append(StorageRow("elsewhere", self._base, -1))
         leave_bits(self._ops, self._storages, self._native.bits_seconds)
-        rows = Rows(self._ops, self._storages, self._turn, self._between)
+        rows = Rows(self._ops, self._storages, self._turn, events[-1][4])
         trace = rows.trace(str(self._manager.device), tuple(links))
         index = {rows.order[s]: i for s, i in self._index.items()}
-        measured = Measured(trace, index, tuple(rows.numbers), self._peak, self._spent)
+        spent += time.perf_counter() - begun
+        measured = Measured(trace, index, tuple(rows.numbers), self._peak, spent)
         self._clear()
         return measured
 
-    def _elsewhere_seconds(self) -> float:
-        return self._manager.stall_seconds() + self._manager.replayer.seconds
+    # -- while it runs --
 
-    # -- an op --
-
-    def _op(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        native = self._native
+    def _info(self, func: Any) -> Op:
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = describe(func)
+        return info
+
+    def _noting(self, func: Any) -> int:
+        """What the shim has to do with such an op: nothing, note it, ask `_wrote` about it too."""
+        info = self._info(func)
         if info.name.startswith("profiler::"):
-            return native.run_op(func, types, args, kwargs)
-        # Forward passes that no backward ends (an evaluation with grad mode on), or noted in part.
-        if len(self._ops) >= MOST_OPS or self._noting:
-            self.abort()
-            return native.run_op(func, types, args, kwargs)
-        self._noting = True
-        begun = time.perf_counter()
-        waited = self._elsewhere_seconds()
-        released, alone, ended, saves, uses, inputs, fresh, need, live = native.trace_before(args, kwargs)
-        between = self._between + max(0.0, begun - self._left - (waited - self._waited))
+            return 0
+        return 2 if info.batch_norm is not None or info.writes or info.cls == OPAQUE else 1
+
+    def _wrote(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, any_saved: int) -> Any:
+        """Right after an op that writes: (blocks that it wrote to, bytes that it would leave behind as bits)."""
+        info = self._info(func)
+        written = self._manager.recorder._written(info, args, kwargs or {})
+        blocks = self._native.trace_blocks(written)
+        if info.batch_norm is not None:
+            return blocks, 0
+        if not any_saved and info.writes and any(t.requires_grad and t.is_leaf for t in written):
+            self.begin()  # an optimizer's step: the pass begins after it
+            return (), 0
+        # More than one block is not asked for: see leave_bits().
+        return blocks, self._native.as_bits(written[0]) if len(written) == 1 and len(set(blocks)) == 1 else 0
+
+    # -- an event --
+
+    def _event(self, number: int, event: Any) -> None:
+        """What happened up to an op, and what the op did; or what happened after the last op."""
+        func, lists, need, live, between, extra, peak, wall, seconds = event
+        released, alone, ended, saves, uses, inputs, fresh, outputs, new, again = lists
+        if number == self._turned:
+            self._turn = len(self._ops)  # a constant that is first seen now belongs to backward
         self._known(fresh, need, live)
         read = dict.fromkeys([self._now[b] for b in inputs])
         pending = self._saved(saves, read)
         self._ended(released, alone, ended, need, live)
+        if func is None:
+            return
         used = tuple(dict.fromkeys(self._now[b] for b in uses))
-        entered = time.perf_counter()
-        self._noting = False
-        try:
-            out = native.run_op(func, types, args, kwargs)
-        except BaseException:
-            self.abort()  # what it saved and made before it failed belongs to no op
-            raise
-        self._noting = True
-        ended = time.perf_counter()
-        waited_now = self._elsewhere_seconds()
-        outputs, new, again, peak, seconds = native.trace_after(out)
-        wall = max(0.0, ended - entered - (waited_now - waited))
+        info = self._info(func)
         if seconds < 0:
             seconds = wall
         elif info.cls == VIEW or wall < 2 * seconds + 1e-4:  # else an op of a new kind was tried a second time
             between += max(0.0, wall - seconds)
-        self._note(
-            info, args, kwargs, tuple(read), outputs, new, set(again), seconds, between, need, peak, used, pending
-        )
-        self._left = time.perf_counter()
-        self._waited = waited_now
-        self._spent += self._left - ended + entered - begun
-        self._noting = False
-        return out
+        self._note(info, tuple(read), outputs, new, set(again), extra, seconds, between, need, peak, used, pending)
 
     def _known(self, fresh: Any, need: int, live: int) -> None:
         """Blocks that no op of the pass made, seen for the first time."""
@@ -187,7 +182,6 @@ class Tracer:
         pending: list[int] = []
         for block, index in saves:
             storage = self._now[block]
-            self._any_saved = True
             self._storages[storage].saved = True
             self._index.setdefault(storage, index)
             # What no op that was seen made counts as there from its first sight on, which is after the last op.
@@ -257,8 +251,8 @@ class Tracer:
                 self._storages.append(StorageRow("elsewhere", gone, -1, released=at))
 
     def _note(
-        self, info: Any, args: Any, kwargs: Any, read: tuple[int, ...], outputs: Any, new: Any, again: set[int],
-        seconds: float, between: float, need: int, peak: int, used: tuple[int, ...], pending: list[int],
+        self, info: Op, read: tuple[int, ...], outputs: Any, new: Any, again: set[int], extra: Any, seconds: float,
+        between: float, need: int, peak: int, used: tuple[int, ...], pending: list[int],
     ) -> None:  # fmt: skip
         """The op has run."""
         at = len(self._ops)
@@ -273,15 +267,12 @@ class Tracer:
         self._peak = max(self._peak, peak, need)
         scratch = peak - need - sum(size for _, size, _ in new)
         writes: list[tuple[int, int]] = []
+        blocks, bits = extra or ((), 0)
         if info.batch_norm is not None:
-            statistics = set(self._native.trace_blocks(self._written(info, args, kwargs)))
-            read = tuple(s for s in read if s not in {self._now[b] for b in statistics})
-        elif info.writes or info.cls == OPAQUE:
-            written = self._written(info, args, kwargs)
-            if not self._any_saved and info.writes and any(t.requires_grad and t.is_leaf for t in written):
-                self.begin()  # an optimizer's step: the pass begins after it
-                return
-            for block in dict.fromkeys(self._native.trace_blocks(written)):
+            statistics = {self._now[b] for b in blocks}
+            read = tuple(s for s in read if s not in statistics)
+        else:
+            for block in dict.fromkeys(blocks):
                 old = self._now[block]
                 storage = self._storages[old]
                 maker = storage.maker
@@ -290,9 +281,7 @@ class Tracer:
                 self._now[block] = len(self._storages)
                 made.append(self._now[block])
                 writes.append((old, self._now[block]))
-                self._storages.append(StorageRow("", storage.size_bytes, at))
-            if len(writes) == 1 and len(written) == 1:
-                self._storages[writes[0][1]].bits = self._native.as_bits(written[0])
+                self._storages.append(StorageRow("", storage.size_bytes, at, bits=bits))
         kind = OpKind.VIEW if not made else OpKind.COMPUTE if can_run else OpKind.ONCE
         if scratch > need * _UNSEEN_SHARE:
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
@@ -301,12 +290,8 @@ class Tracer:
         self._asked.update(dict.fromkeys(used, at))
         op = OpRow(info.name, seconds, read, made, kind, self._number, between, tuple(writes), pending, used)
         self._number += 1
-        self._between = 0.0
         self._ops.append(op)
         self._last, self._last_at = op, at
-
-    def _written(self, info: Any, args: Any, kwargs: Any) -> list[Any]:
-        return self._manager.recorder._written(info, args, kwargs or {})
 
 
 __all__ = ["BETWEEN", "Measured", "Tracer"]

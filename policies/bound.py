@@ -223,9 +223,8 @@ def tighter(
         most_work -= weight[t]
         if most_work >= 0:
             alone[t] = relaxation(problem, budget_bytes, [t])[0]
-    alone = {
-        t: seconds for t, seconds in alone.items() if seconds < INFEASIBLE
-    }  # there is a schedule: that was rounding
+    # There is a schedule, so where a relaxation has none that was rounding.
+    alone = {t: seconds for t, seconds in alone.items() if seconds < INFEASIBLE}
     ranked = sorted(alone, key=lambda t: -alone[t])
     together, best = ranked[:1], max([0.0, *alone.values()])
     for t in ranked[1:]:

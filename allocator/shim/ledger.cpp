@@ -27,35 +27,41 @@ static PyObject* py_handle(PyObject*, PyObject* o) {
   return c ? reinterpret_cast<PyObject*>(make_ref(t, c, true)) : nullptr;
 }
 
-// The ref as a tensor over `storage_owner`'s storage (default: the cell's own). The bytes must be present.
-static PyObject* py_tensor(PyObject*, PyObject* args) {
-  PyObject *ro, *owner = Py_None;
-  if (!PyArg_ParseTuple(args, "O!|O", &RefType, &ro, &owner)) return nullptr;
-  auto* r = reinterpret_cast<Ref*>(ro);
-  StorageRef s;
-  if (owner != Py_None) {
-    c10::TensorImpl* t = impl_of(owner);
-    if (!t) return PyErr_Format(PyExc_TypeError, "not a tensor");
-    s = storage_of(t);
-  } else {
-    mm_stream filled_on;
-    {
-      std::lock_guard<std::mutex> lock(g.mu);
-      s = r->cell->strong ? r->cell->strong : r->cell->weak.lock();
-      filled_on = r->cell->filled_on;
-    }
-    // Replays run below the mode, so nobody else says on which stream they read.
-    if (s && data_present(s.get())) {
-      if (!wait_for_filling(s.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
-      note_stream(s.get(), RULE_REPLAYED);
-    }
-  }
+// The ref as a tensor over its cell's storage, for a replay. Null: Python error set.
+static PyObject* tensor_again(const Ref* r, StorageRef s) {
   if (!s || !data_present(s.get()))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: the cell's bytes are not in memory");
   if (s->nbytes() < static_cast<size_t>(r->cell->nbytes))
     return PyErr_Format(PyExc_RuntimeError, "memmgr: a storage shrank under a saved view");
   r->cell->last_access = g.clock;
   return wrap(tensor_of(r, std::move(s)));
+}
+
+static PyObject* tensor_again(const Ref* r) {
+  StorageRef s;
+  mm_stream filled_on;
+  {
+    std::lock_guard<std::mutex> lock(g.mu);
+    s = r->cell->strong ? r->cell->strong : r->cell->weak.lock();
+    filled_on = r->cell->filled_on;
+  }
+  // Replays run below the mode, so nobody else says on which stream they read.
+  if (s && data_present(s.get())) {
+    if (!wait_for_filling(s.get(), filled_on, RULE_FILLED_REPLAY)) return nullptr;
+    note_stream(s.get(), RULE_REPLAYED);
+  }
+  return tensor_again(r, std::move(s));
+}
+
+// The ref as a tensor over `storage_owner`'s storage (default: the cell's own). The bytes must be present.
+static PyObject* py_tensor(PyObject*, PyObject* args) {
+  PyObject *ro, *owner = Py_None;
+  if (!PyArg_ParseTuple(args, "O!|O", &RefType, &ro, &owner)) return nullptr;
+  const auto* r = reinterpret_cast<Ref*>(ro);
+  if (owner == Py_None) return tensor_again(r);
+  c10::TensorImpl* t = impl_of(owner);
+  if (!t) return PyErr_Format(PyExc_TypeError, "not a tensor");
+  return tensor_again(r, storage_of(t));
 }
 
 // fill(cell, tensor): the bytes of `cell` are back; they are the tensor's storage.

@@ -130,7 +130,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
       PyModule_AddFunctions(m, memmgr::cell_functions) < 0 || PyModule_AddFunctions(m, memmgr::bits_functions) < 0 ||
       PyModule_AddFunctions(m, memmgr::vault_methods) < 0 || PyModule_AddFunctions(m, memmgr::window_methods) < 0 ||
       PyModule_AddFunctions(m, memmgr::watch_methods) < 0 || PyModule_AddFunctions(m, memmgr::plan_methods) < 0 ||
-      PyModule_AddFunctions(m, memmgr::trace_methods) < 0) {
+      PyModule_AddFunctions(m, memmgr::trace_methods) < 0 || PyModule_AddFunctions(m, memmgr::replay_methods) < 0) {
     Py_DECREF(m);
     return nullptr;
   }

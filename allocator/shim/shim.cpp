@@ -16,3 +16,4 @@
 #include "plan.cpp"
 #include "watch.cpp"
 #include "trace.cpp"
+#include "replay.cpp"

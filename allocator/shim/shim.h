@@ -465,6 +465,9 @@ void trace_used(Cell* c);
 void trace_took(uint64_t ns);
 extern PyMethodDef trace_methods[];
 
+// replay.cpp
+extern PyMethodDef replay_methods[];
+
 // recorder.cpp
 extern PyMethodDef recorder_methods[];
 extern PyMethodDef cell_functions[];

@@ -1,5 +1,6 @@
-// What a traced pass asks of the shim (memmgr/_trace.py): which blocks live and who holds them, what autograd saves and
-// asks back, what an op needs beyond its outputs.
+// A measured pass as it happens: which blocks live and who holds them, what autograd saves and asks back, what an op
+// takes and needs beyond its outputs. Python (memmgr/_trace.py) reads it when the pass is over: what runs beside the
+// ops makes them slower, by caches that it leaves cold, and no clock of ours sees that.
 //
 // A block is a storage, or the cell that stands for its bytes while they are gone: bytes that are made again come back
 // in another storage. Blocks are numbered as they are first seen. They are watched through weak pointers, so watching
@@ -29,8 +30,33 @@ struct Fresh {
   bool leaf;  // a tensor that wants a gradient and no op made: a parameter
 };
 
+// What happened since the op before, and what this one did. Lists lie one after the other in `Tracing::numbers`.
+struct Event {
+  enum List : uint8_t { RELEASED, ALONE, ENDED, SAVES, USES, INPUTS, FRESH, OUTPUTS, MADE, AGAIN, LISTS };
+  PyObject* func = nullptr;   // null: the end of the pass. Its kind keeps it alive
+  PyObject* extra = nullptr;  // what Python says of an op that writes; a reference of ours
+  size_t first = 0;           // where the lists up to FRESH begin
+  size_t made = 0;            // and those after it
+  uint32_t count[LISTS] = {};
+  uint64_t need = 0, live = 0, peak = 0;  // bytes
+  uint64_t between_ns = 0, wall_ns = 0, took_ns = 0;
+  bool took = false;
+};
+
+enum Noting : uint8_t { UNNOTED = 0, NOTED = 1, ASKED = 2 };
+
 struct Tracing {
-  PyObject* on_op = nullptr;  // (func, types, args, kwargs) -> the op's result, by run_op()
+  PyObject* on_kind = nullptr;   // (func) -> Noting
+  PyObject* on_write = nullptr;  // (func, args, kwargs, whether anything was saved) -> what is kept with the event
+  size_t most_ops = 0;
+  uint64_t pass = 0;                             // its number
+  bool broken = false;                           // it failed, or had too many ops
+  std::unordered_map<PyObject*, uint8_t> kinds;  // references that are ours
+  std::vector<Event> events;
+  std::vector<long long> numbers;
+  bool any_saved = false;
+  uint64_t left_ns = 0, elsewhere_ns = 0;  // when the last op had been noted, and what had been spent elsewhere by then
+  uint64_t replayed_ns = 0, spent_ns = 0;
   pthread_t thread{};
   std::vector<Block> blocks;
   std::vector<long long> live;
@@ -175,30 +201,61 @@ void poll(std::vector<long long>& released, std::vector<long long>& alone, std::
   for (Cell* c : done) deferred_decref(reinterpret_cast<PyObject*>(c));
 }
 
-PyObject* numbers(const std::vector<long long>& ids) {
-  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(ids.size()));
-  for (size_t i = 0; t && i < ids.size(); ++i)
-    PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(ids[i]));
-  return t;
+void note(Event& e, Event::List which, const std::vector<long long>& ids) {
+  tr.numbers.insert(tr.numbers.end(), ids.begin(), ids.end());
+  e.count[which] = static_cast<uint32_t>(ids.size());
 }
 
-PyObject* take_fresh() {
-  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(tr.fresh.size()));
-  for (size_t i = 0; t && i < tr.fresh.size(); ++i) {
-    const Fresh& f = tr.fresh[i];
-    PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(i),
-                     Py_BuildValue("LKN", f.block, static_cast<unsigned long long>(f.bytes), PyBool_FromLong(f.leaf)));
-  }
+void note_fresh(Event& e, Event::List which) {
+  for (const Fresh& f : tr.fresh)
+    tr.numbers.insert(tr.numbers.end(), {f.block, static_cast<long long>(f.bytes), f.leaf ? 1 : 0});
+  e.count[which] = static_cast<uint32_t>(3 * tr.fresh.size());
   tr.fresh.clear();
+}
+
+void note_saves(Event& e) {
+  for (const Save& s : tr.saves) tr.numbers.insert(tr.numbers.end(), {s.block, s.index});
+  e.count[Event::SAVES] = static_cast<uint32_t>(2 * tr.saves.size());
+  tr.saves.clear();
+}
+
+// Of each list of an event, in groups of `width`: a tuple of numbers, or of tuples.
+PyObject* listed(const long long* from, size_t n, size_t width) {
+  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(n / width));
+  for (size_t i = 0; t && i < n / width; ++i) {
+    const long long* at = from + i * width;
+    PyObject* item = width == 1   ? PyLong_FromLongLong(at[0])
+                     : width == 2 ? Py_BuildValue("LL", at[0], at[1])
+                                  : Py_BuildValue("LLN", at[0], at[1], PyBool_FromLong(at[2] != 0));
+    if (!item) {
+      Py_DECREF(t);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(i), item);
+  }
   return t;
 }
 
-PyObject* take_saves() {
-  PyObject* t = PyTuple_New(static_cast<Py_ssize_t>(tr.saves.size()));
-  for (size_t i = 0; t && i < tr.saves.size(); ++i)
-    PyTuple_SET_ITEM(t, static_cast<Py_ssize_t>(i), Py_BuildValue("LL", tr.saves[i].block, tr.saves[i].index));
-  tr.saves.clear();
-  return t;
+// (func, lists in their order, need, live, between, extra, peak, wall, seconds or -1); bytes and seconds.
+PyObject* told(const Event& e, const std::vector<long long>& numbers) {
+  PyObject* lists = PyTuple_New(Event::LISTS);
+  const long long* from = numbers.data() + e.first;
+  for (size_t k = 0; lists && k < Event::LISTS; ++k) {
+    if (k == Event::OUTPUTS) from = numbers.data() + e.made;
+    const size_t width = k == Event::SAVES ? 2 : k == Event::FRESH || k == Event::MADE ? 3 : 1;
+    PyObject* list = listed(from, e.count[k], width);
+    if (!list) {
+      Py_DECREF(lists);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(lists, static_cast<Py_ssize_t>(k), list);
+    from += e.count[k];
+  }
+  if (!lists) return nullptr;
+  return Py_BuildValue("(ONKKdOKdd)", e.func ? e.func : Py_None, lists, static_cast<unsigned long long>(e.need),
+                       static_cast<unsigned long long>(e.live), 1e-9 * static_cast<double>(e.between_ns),
+                       e.extra ? e.extra : Py_None, static_cast<unsigned long long>(e.peak),
+                       1e-9 * static_cast<double>(e.wall_ns), e.took ? 1e-9 * static_cast<double>(e.took_ns) : -1.0);
 }
 
 // What the run needs unmanaged at this moment, and the most since the last call; what arrives early is not counted
@@ -214,13 +271,105 @@ uint64_t mark(uint64_t* peak) {
   return now - std::min(now, early);
 }
 
+// The end of a cell, or of what Python said, may run anything: it is not `tr` any more.
+void let_go(const Tracing& old) {
+  for (const Block& b : old.blocks)
+    for (Cell* c : b.cells) deferred_decref(reinterpret_cast<PyObject*>(c));
+  for (const Event& e : old.events) Py_XDECREF(e.extra);
+  for (const auto& [func, kind] : old.kinds) Py_DECREF(func);
+  Py_XDECREF(old.on_kind);
+  Py_XDECREF(old.on_write);
+}
+
 void forget() {
-  std::vector<Cell*> cells;
-  for (Block& b : tr.blocks) cells.insert(cells.end(), b.cells.begin(), b.cells.end());
-  PyObject* on_op = tr.on_op;
-  tr = Tracing{};
-  for (Cell* c : cells) deferred_decref(reinterpret_cast<PyObject*>(c));
-  Py_XDECREF(on_op);
+  Tracing old;
+  std::swap(old, tr);
+  let_go(old);
+}
+
+// What belongs to no op: this pass is not going to be a trace. It is told so at its end.
+void give_up() {
+  PyObject *t, *v, *tb;
+  PyErr_Fetch(&t, &v, &tb);
+  forget();
+  tr.broken = true;
+  g.tracing = false;
+  PyErr_Restore(t, v, tb);
+}
+
+// Stalls, and what was made again.
+uint64_t elsewhere_ns() { return g.n.stall_ns.load(std::memory_order_relaxed) + tr.replayed_ns; }
+
+uint64_t without(uint64_t whole, uint64_t part) { return whole > part ? whole - part : 0; }
+
+// -1: Python error set.
+int kind_here(PyObject* func) {
+  auto it = tr.kinds.find(func);
+  if (it != tr.kinds.end()) return it->second;
+  PyObject* on_kind = Py_NewRef(tr.on_kind);
+  PyObject* r = PyObject_CallOneArg(on_kind, func);
+  Py_DECREF(on_kind);
+  const long kind = r ? PyLong_AsLong(r) : -1;
+  Py_XDECREF(r);
+  if (kind < 0) return -1;
+  if (tr.kinds.try_emplace(func, static_cast<uint8_t>(kind)).second) Py_INCREF(func);
+  return static_cast<int>(kind);
+}
+
+// What happened since the last op, and what this one reads.
+void before(Event& e, uint64_t begun, PyObject* args, PyObject* kwargs) {
+  const uint64_t elsewhere = elsewhere_ns();
+  e.between_ns = without(without(begun, tr.left_ns), without(elsewhere, tr.elsewhere_ns));
+  settle();
+  std::vector<long long> released, alone, ended, inputs;
+  ended.swap(tr.ended);
+  poll(released, alone, ended);
+  watch_all(args, inputs);
+  watch_all(kwargs, inputs);
+  e.first = tr.numbers.size();
+  note(e, Event::RELEASED, released);
+  note(e, Event::ALONE, alone);
+  note(e, Event::ENDED, ended);
+  note_saves(e);
+  note(e, Event::USES, tr.uses);
+  note(e, Event::INPUTS, inputs);
+  note_fresh(e, Event::FRESH);
+  tr.any_saved |= e.count[Event::SAVES] > 0;
+  tr.uses.clear();
+  tr.took = false;
+  e.need = mark(&e.peak);
+  e.live = tr.live_bytes;
+}
+
+bool can_run_again(c10::TensorImpl* t) {
+  auto it = g.table.find(t->unsafe_storage().unsafeGetStorageImpl());
+  if (it == g.table.end()) return false;
+  const Cell* c = it->second;
+  return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() != TRUST_NO && !c->exposed;
+}
+
+void again_of(PyObject* o, std::vector<long long>& ids) {
+  if (!o || o == Py_None) return;
+  if (c10::TensorImpl* t = impl_of(o)) {
+    const long long id = is_plain(t) && can_run_again(t) ? watch(t) : -1;
+    if (id >= 0) ids.push_back(id);
+  } else if (PyTuple_Check(o) || PyList_Check(o)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) again_of(PySequence_Fast_GET_ITEM(o, i), ids);
+  }
+}
+
+// What the op made.
+void after(Event& e, PyObject* out) {
+  mark(&e.peak);
+  std::vector<long long> outputs, again;
+  watch_all(out, outputs);
+  e.made = tr.numbers.size();
+  note(e, Event::OUTPUTS, outputs);
+  note_fresh(e, Event::MADE);
+  again_of(out, again);
+  note(e, Event::AGAIN, again);
+  e.took = tr.took;
+  e.took_ns = tr.took_ns;
 }
 
 }  // namespace
@@ -229,7 +378,44 @@ void forget() {
 bool traced_here() { return pthread_equal(tr.thread, pthread_self()); }
 
 PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
-  return PyObject_CallFunctionObjArgs(tr.on_op, func, types, args, kwargs, nullptr);
+  const uint64_t begun = now_ns();
+  const int kind = kind_here(func);
+  if (kind < 0) return nullptr;
+  // Forward passes that no backward ends (an evaluation with grad mode on).
+  if (kind != UNNOTED && tr.events.size() >= tr.most_ops) give_up();
+  if (kind == UNNOTED || tr.broken) return run_op(func, types, args, kwargs);
+  Event e;
+  e.func = func;
+  before(e, begun, args, kwargs);
+  const uint64_t pass = tr.pass, entered = now_ns(), elsewhere = elsewhere_ns();
+  PyObject* out = run_op(func, types, args, kwargs);
+  if (tr.pass != pass || tr.broken) return out;
+  if (!out) {
+    give_up();  // what it saved and made before it failed belongs to no op
+    return nullptr;
+  }
+  const uint64_t ended = now_ns(), spent_elsewhere = elsewhere_ns();
+  e.wall_ns = without(ended - entered, spent_elsewhere - elsewhere);
+  after(e, out);
+  if (kind == ASKED) {
+    PyObject* on_write = Py_NewRef(tr.on_write);
+    e.extra = PyObject_CallFunction(on_write, "OOOi", func, args, kwargs, tr.any_saved ? 1 : 0);
+    Py_DECREF(on_write);
+    if (!e.extra) {  // Ctrl-C
+      Py_DECREF(out);
+      give_up();
+      return nullptr;
+    }
+    if (tr.pass != pass || tr.broken) {  // an optimizer's step: the pass begins after it
+      Py_DECREF(e.extra);
+      return out;
+    }
+  }
+  tr.left_ns = now_ns();
+  tr.elsewhere_ns = spent_elsewhere;
+  tr.spent_ns += tr.left_ns - ended + entered - begun;
+  tr.events.push_back(e);
+  return out;
 }
 
 void trace_saved(c10::TensorImpl* t, Cell* c) {
@@ -271,12 +457,22 @@ void trace_took(uint64_t ns) {
   tr.took = true;
 }
 
-// trace_begin(on_op): this thread's ops go to on_op(func, types, args, kwargs) from now on; blocks are counted anew.
-static PyObject* py_trace_begin(PyObject*, PyObject* on_op) {
-  Py_INCREF(on_op);
+// trace_begin(on_kind, on_write, most ops): this thread's ops are noted from now on; blocks are counted anew.
+static PyObject* py_trace_begin(PyObject*, PyObject* args) {
+  static uint64_t passes = 0;
+  PyObject *on_kind, *on_write;
+  Py_ssize_t most_ops;
+  if (!PyArg_ParseTuple(args, "OOn", &on_kind, &on_write, &most_ops)) return nullptr;
+  Py_INCREF(on_kind);
+  Py_INCREF(on_write);
   forget();
-  tr.on_op = on_op;
+  tr.on_kind = on_kind;
+  tr.on_write = on_write;
+  tr.most_ops = static_cast<size_t>(most_ops);
+  tr.pass = ++passes;
   tr.thread = pthread_self();
+  tr.left_ns = now_ns();
+  tr.elsewhere_ns = elsewhere_ns();
   g.tracing = true;
   Py_RETURN_NONE;
 }
@@ -287,77 +483,53 @@ static PyObject* py_trace_end(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// trace_before(args, kwargs) -> (released, alone, ended, saves, uses, inputs, new blocks, bytes needed unmanaged, live
-// bytes): what happened since the last op, and what this one reads.
-static PyObject* py_trace_before(PyObject*, PyObject* args) {
-  PyObject *a, *kw;
-  if (!PyArg_ParseTuple(args, "OO", &a, &kw)) return nullptr;
-  settle();
-  std::vector<long long> released, alone, ended, inputs;
-  ended.swap(tr.ended);
-  poll(released, alone, ended);
-  watch_all(a, inputs);
-  watch_all(kw, inputs);
-  tr.took = false;
-  std::vector<long long> uses;
-  uses.swap(tr.uses);
-  uint64_t peak;
-  const uint64_t need = mark(&peak);
-  return Py_BuildValue("(NNNNNNNKK)", numbers(released), numbers(alone), numbers(ended), take_saves(), numbers(uses),
-                       numbers(inputs), take_fresh(), static_cast<unsigned long long>(need),
-                       static_cast<unsigned long long>(tr.live_bytes));
-}
-
-static bool can_run_again(c10::TensorImpl* t) {
-  auto it = g.table.find(t->unsafe_storage().unsafeGetStorageImpl());
-  if (it == g.table.end()) return false;
-  const Cell* c = it->second;
-  return c->recipe && c->recipe->ok && c->recipe->kind && c->recipe->kind->trust.load() != TRUST_NO && !c->exposed;
-}
-
-static void again_of(PyObject* o, std::vector<long long>& ids) {
-  if (!o || o == Py_None) return;
-  if (c10::TensorImpl* t = impl_of(o)) {
-    const long long id = is_plain(t) && can_run_again(t) ? watch(t) : -1;
-    if (id >= 0) ids.push_back(id);
-  } else if (PyTuple_Check(o) || PyList_Check(o)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i) again_of(PySequence_Fast_GET_ITEM(o, i), ids);
+// trace_take() -> (events, seconds that noting took), or None where the pass went wrong. Ends the tracing. The last
+// event, without an op, is what happened after the last op.
+static PyObject* py_trace_take(PyObject*, PyObject*) {
+  if (tr.broken || !g.tracing) Py_RETURN_NONE;
+  Event last;
+  before(last, now_ns(), nullptr, nullptr);
+  Tracing pass;
+  std::swap(pass, tr);
+  g.tracing = false;
+  pass.events.push_back(last);
+  PyObject* all = PyList_New(static_cast<Py_ssize_t>(pass.events.size()));
+  for (size_t i = 0; all && i < pass.events.size(); ++i) {
+    PyObject* one = told(pass.events[i], pass.numbers);
+    if (one)
+      PyList_SET_ITEM(all, static_cast<Py_ssize_t>(i), one);
+    else
+      Py_CLEAR(all);
   }
+  let_go(pass);
+  return all ? Py_BuildValue("Nd", all, 1e-9 * static_cast<double>(pass.spent_ns)) : nullptr;
 }
 
-// trace_after(result) -> (outputs, new blocks, outputs with a recipe, the most bytes needed unmanaged since
-// trace_before, seconds or -1): what the op made.
-static PyObject* py_trace_after(PyObject*, PyObject* out) {
-  uint64_t peak;
-  mark(&peak);
-  std::vector<long long> outputs, again;
-  watch_all(out, outputs);
-  again_of(out, again);
-  return Py_BuildValue("(NNNKd)", numbers(outputs), take_fresh(), numbers(again), static_cast<unsigned long long>(peak),
-                       tr.took ? 1e-9 * static_cast<double>(tr.took_ns) : -1.0);
+// trace_count() -> events so far.
+static PyObject* py_trace_count(PyObject*, PyObject*) { return PyLong_FromSize_t(tr.events.size()); }
+
+// trace_replayed(seconds): so much went into making something again, which the program itself would not have done.
+static PyObject* py_trace_replayed(PyObject*, PyObject* seconds) {
+  const double spent = PyFloat_AsDouble(seconds);
+  if (spent == -1.0 && PyErr_Occurred()) return nullptr;
+  if (spent > 0 && g.tracing) tr.replayed_ns += static_cast<uint64_t>(spent * 1e9);
+  Py_RETURN_NONE;
 }
 
 // trace_blocks(tensors) -> their blocks.
 static PyObject* py_trace_blocks(PyObject*, PyObject* o) {
   std::vector<long long> ids;
   watch_all(o, ids);
-  return numbers(ids);
-}
-
-static PyObject* py_run_op(PyObject*, PyObject* const* a, Py_ssize_t n) {
-  if (n != 4) return PyErr_Format(PyExc_TypeError, "run_op(func, types, args, kwargs)");
-  const LazyViews lazy_views;
-  return run_op(a[0], a[1], a[2], a[3]);
+  return listed(ids.data(), ids.size(), 1);
 }
 
 PyMethodDef trace_methods[] = {
-    {"trace_begin", py_trace_begin, METH_O, "trace_begin(on_op)"},
+    {"trace_begin", py_trace_begin, METH_VARARGS, "trace_begin(on_kind, on_write, most_ops)"},
     {"trace_end", py_trace_end, METH_NOARGS, ""},
-    {"trace_before", py_trace_before, METH_VARARGS, ""},
-    {"trace_after", py_trace_after, METH_O, ""},
+    {"trace_take", py_trace_take, METH_NOARGS, "-> what was noted"},
+    {"trace_count", py_trace_count, METH_NOARGS, "-> events so far"},
+    {"trace_replayed", py_trace_replayed, METH_O, "trace_replayed(seconds)"},
     {"trace_blocks", py_trace_blocks, METH_O, ""},
-    {"run_op", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_run_op)), METH_FASTCALL,
-     "run_op(func, types, args, kwargs): what dispatch does when nothing is traced"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace memmgr

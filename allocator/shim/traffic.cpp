@@ -193,16 +193,23 @@ int begin_reload(Cell* c, uint64_t keep_free) {
     if (!wanted()) return -1;
     home = c->filled_on;
   }
+  const auto n = static_cast<uint64_t>(c->nbytes);
   at::DataPtr bytes;
-  // Mapping memory on a device may wait for it.
-  Py_BEGIN_ALLOW_THREADS bytes = try_block(static_cast<size_t>(c->nbytes), keep_free, home);
+  // Mapping memory on a device may wait for it. What it took is counted at once: the GIL is not had back so soon, and
+  // whoever has it meanwhile may be measuring what an op needs.
+  Py_BEGIN_ALLOW_THREADS bytes = try_block(n, keep_free, home);
+  if (bytes.get()) {
+    std::lock_guard<std::mutex> lock(g.mu);
+    g.incoming_bytes += n;
+  }
   Py_END_ALLOW_THREADS if (!bytes.get()) return 0;
   std::lock_guard<std::mutex> lock(g.mu);
-  if (!wanted()) return -1;  // somebody needed it at once
-  const int rc = mm_tier_read(g.tier, c->slot, bytes.get());
-  if (rc < 0) return 0;
+  const bool late = !wanted();  // somebody needed it at once
+  if (late || mm_tier_read(g.tier, c->slot, bytes.get()) < 0) {
+    g.incoming_bytes -= std::min(g.incoming_bytes, n);
+    return late ? -1 : 0;
+  }
   c->incoming = std::move(bytes);
-  g.incoming_bytes += static_cast<uint64_t>(c->nbytes);
   return 1;
 }
 

@@ -44,7 +44,14 @@ def _said(*checks: str) -> list[list[str]]:
 
 # Where blocks lie is the arena's affair, and there is none without the shim.
 PLACEMENT = {"set_placement", "price", "arena_address"}
-TRACING = {"trace_begin", "trace_end", "trace_before", "trace_after", "trace_blocks", "run_op"}  # the shim's alone
+TRACING = {
+    "trace_begin",
+    "trace_end",
+    "trace_take",
+    "trace_count",
+    "trace_blocks",
+    "trace_replayed",
+}  # the shim's alone
 PLANS = {
     "add_plan",
     "drop_plans",

@@ -518,51 +518,73 @@ def test_a_node_of_backward_has_what_it_asked_for_until_it_ends() -> None:
 
 
 @contextlib.contextmanager
-def measuring() -> Iterator[tuple[models.Training, Tracer]]:
-    """A training at the beginning of a pass that is measured."""
-    training = TINY["mlp"]()
+def measuring() -> Iterator[tuple[Callable[[], None], Tracer]]:
+    """A step with ops that write, at the beginning of a pass that is measured."""
+    _, step = dropouts()
     with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
         tracer = manager().measuring.tracer
         assert tracer is not None
-        training.step()
+        step()
         manager().measuring.want()
-        training.step()
-        yield training, tracer
+        step()
+        yield step, tracer
 
 
-@pytest.mark.parametrize("step_of_noting", ["_known", "_note"])
-def test_ctrl_c_while_an_op_is_noted(step_of_noting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was noted in part is no trace, and the program's next ops do not stumble over it."""
-    with measuring() as (training, tracer):
-        original = getattr(tracer, step_of_noting)
+@pytest.mark.parametrize("moment", ["_wrote", "_event"])
+def test_ctrl_c_while_an_op_is_noted(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a pass, or when it is over: no trace is made of it, and the passes after it are like any other."""
+    with measuring() as (step, tracer):
+        passes = manager().passes
         calls = []
+        original = getattr(tracer, moment)
 
         def interrupted(*args: Any) -> Any:
             calls.append(args)
-            if len(calls) == 8:
+            if len(calls) == 3:
                 raise KeyboardInterrupt
             return original(*args)
 
-        monkeypatch.setattr(tracer, step_of_noting, interrupted)
+        if moment == "_wrote":
+            tracer.abort()  # the shim was given the original
+            monkeypatch.setattr(tracer, moment, interrupted)
+            tracer.begin()
+        else:
+            monkeypatch.setattr(tracer, moment, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            training.loss()
-        assert tracer.active
-        training.step()
-        assert manager().measuring.last is None
-        training.step()
-        training.step()
+            step()
+        assert len(calls) == 3
+        assert manager().measuring.last is None and not manager().last.in_backward
+        assert manager().passes == passes + (moment == "_event")
+        step()
+        step()
+        step()
         found = manager().measuring.last
     assert found is not None and found.trace.check()
+    assert sum(op.name == "aten::div_" for op in found.trace.ops) == 2
 
 
-def test_ctrl_c_right_before_the_end() -> None:
-    with measuring() as (training, tracer):
-        loss = training.loss()
-        tracer._noting = True
-        assert tracer.end([]) is None and not tracer.active
-        loss.backward()
-        training.step()
-        training.step()
+def test_an_op_that_fails_is_in_no_trace() -> None:
+    with measuring() as (step, _):
+        with pytest.raises(RuntimeError, match="shapes"):
+            torch.ones(2, 3, requires_grad=True) @ torch.ones(2, 3)
+        step()
+        assert manager().measuring.last is None
+        step()
+        assert manager().measuring.last is not None
+
+
+def test_what_is_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward after forward, say, with grad mode on."""
+    with measuring() as (step, tracer):
+        tracer.abort()
+        monkeypatch.setattr("memmgr._trace.MOST_OPS", 20)
+        tracer.begin()
+        step()
+        assert manager().measuring.last is None
+        monkeypatch.undo()
+        step()
+        assert manager().measuring.last is None, "it began with the limit that was"
+        step()
         assert manager().measuring.last is not None
 
 
