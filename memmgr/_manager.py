@@ -21,6 +21,7 @@ import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
 from memmgr.policies.trace import TierLink
+from memmgr.policies.types import KEPT_SHARE
 from memmgr.policies.writeback import WATERMARKS
 
 from . import _device
@@ -39,8 +40,6 @@ from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states
 from ._telemetry import Telemetry
 
-# Roots that only recipes hold may cost this share of what is resident (design §2: recording keeps nothing alive).
-KEPT_SHARE = 0.01
 # What the mode costs in backward, where it only watches writes: about two ops a saved tensor, at what an empty mode costs an
 # op (benchmarks/step_cost.py, section ops).
 MODE_SECONDS = 5e-6
@@ -607,7 +606,11 @@ class Manager:
         if not link.write_bytes_per_second or not link.read_bytes_per_second:
             return None
         return TierLink(
-            self.tier_name() or "", link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds
+            self.tier_name() or "",
+            link.write_bytes_per_second,
+            link.read_bytes_per_second,
+            link.latency_seconds,
+            cpu_seconds_per_byte=link.cpu_seconds_per_byte,
         )
 
     def candidates(self) -> tuple[list[Any], Candidates]:

@@ -28,7 +28,7 @@ from .directors import DIRECTORS
 from .filters import FILTERS
 from .prefetchers import off
 from .registry import Policy
-from .simulator import Run
+from .simulation import Run
 from .simulator_decided import ON_DEMAND, Accesses, Decision, run_decisions
 from .trace import OpKind, TierLink, Trace
 from .types import Action

@@ -16,7 +16,8 @@ import numpy as np
 from .filters import FILTERS
 from .prefetchers import fifo
 from .registry import Policy
-from .simulator import Run, simulate
+from .simulation import Run
+from .simulator import simulate
 from .simulator_decided import Accesses, Decision, run_decisions
 from .trace import OpKind, TierLink, Trace
 from .types import Action, Actions, Candidates, Ints, Link

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .registry import Policy
-from .simulator import Run, Simulation, finished
+from .simulation import Run, Simulation, finished
 from .trace import TierLink, Trace
 from .types import Action
 

@@ -114,6 +114,7 @@ class TierLink:
         read_bytes_per_second: tier to device.
         latency_seconds: from asking to the first byte.
         capacity_bytes: room in the tier; None: unknown, taken as enough.
+        cpu_seconds_per_byte: compute time lost per byte copied, in one direction, which the policies count; 0: unknown.
     """
 
     tier: str
@@ -121,6 +122,7 @@ class TierLink:
     read_bytes_per_second: float
     latency_seconds: float = 0.0
     capacity_bytes: int | None = None
+    cpu_seconds_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ _DTYPES: dict[str, type[np.generic]] = {
     "seconds_until_use": np.float64,
 }
 
+KEPT_SHARE = 0.01
+"""Roots that only recipes hold may cost this share of what is resident (design section 2: recording keeps nothing alive)."""
+
 
 class Action(IntEnum):
     """What happens to one cell."""

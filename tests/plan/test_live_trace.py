@@ -21,7 +21,7 @@ from memmgr import _budget, _shim
 from memmgr._manager import Manager
 from memmgr._trace import BETWEEN, Measured, Tracer
 from memmgr._trace_file import read_trace
-from memmgr.policies import simulator
+from memmgr.policies import simulation
 from memmgr.policies.bound_room import least_bytes
 from memmgr.policies.planner import plan
 from memmgr.policies.planner_timeline import Problem
@@ -664,7 +664,7 @@ def test_near_the_floor_a_simulated_run_offloads_what_needs_room(monkeypatch: py
     assert simulate(trace, int(1.01 * least), parse_policy("auto"), fast).feasible
     slow = TierLink("disk", 1e7, 1e7)  # so that dropping is what the policy would rather do
     assert simulate(trace, int(1.01 * least), parse_policy("auto"), slow).feasible
-    monkeypatch.setattr(simulator, "room_bytes", lambda trace: [0] * len(trace.storages))
+    monkeypatch.setattr(simulation, "room_bytes", lambda trace: [0] * len(trace.storages))
     assert not simulate(trace, int(1.01 * least), parse_policy("auto"), slow).feasible, "the test tests nothing"
 
 
