@@ -46,7 +46,7 @@ class LiveSimulation(Simulation):
         uses = sum(len(op.uses) for op in trace.ops)
         self._pace = sum(op.seconds for op in trace.ops[self._turn :]) / max(1, uses)  # of backward, from use to use
         # What a request may take. What nobody reads is scratch memory, which an op asks for in pieces.
-        read = {s for op in trace.ops for s in op.inputs} - set(trace.constants)
+        read = {s for op in trace.ops for s in op.wanted} - set(trace.constants)
         largest = max((trace.storages[s].size_bytes for s in read), default=0)
         self._reserve = max(largest * 3 // 2, budget_bytes // 32)
 

@@ -1,0 +1,223 @@
+"""What a simulated measured pass does as the live manager does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from memmgr.policies.registry import parse_policy
+from memmgr.policies.schedule import Do, Step, replay
+from memmgr.policies.simulation import Run, finished
+from memmgr.policies.simulator import simulate
+from memmgr.policies.simulator_live import LiveSimulation
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+
+LINK = TierLink("host", 20.0, 20.0, 0.01)  # bytes a second
+MB = 1 << 20
+
+
+@dataclass
+class Pass:
+    """A measured pass under construction: forward by `op`, then `backward`, which uses what was saved in reverse."""
+
+    ops: list[Op] = field(default_factory=list)
+    made: list[list[int]] = field(
+        default_factory=list
+    )  # of each storage: bytes, maker, last reader in forward, released
+    saved: list[int] = field(default_factory=list)
+    turn: int = 0
+
+    def storage(self, size_bytes: int) -> int:
+        self.made.append([size_bytes, len(self.ops), len(self.ops), HELD])
+        return len(self.made) - 1
+
+    def op(
+        self,
+        size_bytes: int,
+        reads: list[int],
+        *,
+        saves: bool = True,
+        seconds: float = 1.0,
+        kind: OpKind = OpKind.COMPUTE,
+    ) -> int:
+        s = self.storage(size_bytes)
+        for r in reads:
+            self.made[r][2] = len(self.ops)
+        self.ops.append(Op(f"op{s}", seconds, tuple(reads), (s,), kind, saves=(s,) if saves else ()))
+        self.saved += [s] if saves else []
+        return s
+
+    def constant(self, size_bytes: int) -> int:
+        s = self.storage(size_bytes)
+        self.ops.append(Op("constant", 0.0, (), (s,), OpKind.CONSTANT))
+        return s
+
+    def backward(self, budget_seconds: float = 1.0) -> Trace:
+        self.turn = len(self.ops)
+        for s in reversed(self.saved):
+            self.made[s][3] = len(self.ops) + 1
+            self.ops.append(Op("back", budget_seconds, (), (self.storage(1),), OpKind.ONCE, uses=(s,)))
+            self.made[-1][3] = len(self.ops)
+        constants = {op.outputs[0] for op in self.ops if op.kind == OpKind.CONSTANT}
+        rows = []
+        for s, (size, maker, last, released) in enumerate(self.made):
+            if s in constants:
+                rows.append(Storage(f"c.{s}", size, maker, HELD, 0))
+                continue
+            let_go = last + 1 if maker < self.turn else released
+            gone = released if s in self.saved or maker >= self.turn else let_go
+            rows.append(Storage(f"{maker}.0", size, maker, gone, let_go if s in self.saved else gone))
+        return Trace(tuple(self.ops), tuple(rows), "cpu", self.turn, (), copy_on_write=False).check()
+
+
+def layers(n: int, size_bytes: int = 10) -> Trace:
+    """Each saved output is made of the one before."""
+    p = Pass()
+    h = p.constant(1)
+    for _ in range(n):
+        h = p.op(size_bytes, [h])
+    return p.backward()
+
+
+def run(trace: Trace, budget: int, policy: str, link: TierLink | None = None) -> Run:
+    found = simulate(trace, budget, parse_policy(policy), link)
+    if found.feasible:
+        rates = (
+            (link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds) if link else (0.0, 0.0, 0.0)
+        )
+        cost = replay(
+            trace,
+            found.steps,
+            budget,
+            write_rate=rates[0],
+            read_rate=rates[1],
+            latency_seconds=rates[2],
+        )
+        assert cost.valid, cost.why
+        assert (cost.peak_bytes, cost.seconds) == (found.peak_bytes, pytest.approx(found.seconds))
+        assert found.peak_bytes <= budget
+    return found
+
+
+@pytest.mark.parametrize("policy", ["evict", "auto", "offload", "delta", "dtr", "lru+offload", "msps+evict"])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.4])
+def test_what_it_does_is_a_schedule(policy: str, share: float) -> None:
+    trace = layers(24)
+    budget = int(trace.unmanaged_peak[0] * share)
+    link = None if "evict" in policy or policy == "dtr" else LINK
+    found = run(trace, budget, policy, link)
+    assert found.feasible and found.steps
+    assert any(s.do == Do.FREE and s.target < 24 for s in found.steps[: trace.backward_at])
+
+
+def test_who_leaves_was_ranked_before_it_was_short() -> None:
+    """The ranking is older than the request: what has become the best choice since does not overtake it."""
+    p = Pass()
+    h = p.constant(1)
+    first = [p.op(10, [h], seconds=1.0) for _ in range(6)]
+    cheap = p.op(10, [h], seconds=0.001)
+    for _ in range(4):
+        p.op(10, [h], seconds=1.0)
+    trace = p.backward()
+    simulation = LiveSimulation(trace, 75, parse_policy("msps+evict"), None)
+    ranked: list[list[int]] = []
+    ahead = simulation._rank_ahead
+
+    def noted() -> None:
+        before = list(simulation.armed)
+        ahead()
+        if list(simulation.armed) != before:
+            ranked.append(list(simulation.armed))
+
+    simulation._rank_ahead = noted  # type: ignore[method-assign]
+    found = finished(simulation)
+    assert found.feasible
+    assert trace.backward_at is not None
+    turn = found.steps.index(Step(Do.COMPUTE, trace.backward_at))
+    gone = [s.target for s in found.steps[:turn] if s.do == Do.FREE]
+    assert ranked and not set(ranked[0]) - set(first), (
+        "all of them are dearer than the cheap one, which was not there yet"
+    )
+    assert gone[: len(ranked[0])] == ranked[0] and gone.index(cheap) >= len(ranked[0])
+
+
+def test_what_nobody_reads_any_more_goes_at_once() -> None:
+    """A chain of what nobody saved is made again with two of its links in memory, not with all."""
+    p = Pass()
+    h = p.constant(1)
+    for _ in range(8):
+        h = p.op(10, [h], saves=False)
+    top = p.op(10, [h])
+    for _ in range(6):
+        h = p.op(10, [p.op(10, [h], saves=False)])
+    trace = p.backward()
+    found = run(trace, 55, "lru+evict")
+    assert found.feasible
+    again = [s for s in found.steps if s.do in (Do.RECOMPUTE, Do.FREE)]
+    links = range(1, 9)
+    made = [at for at, step in enumerate(again) if step.do == Do.RECOMPUTE and step.target in links]
+    assert len(made) >= 8
+    for at in made:
+        if again[at].target - 1 in links:
+            assert again[at + 1] == Step(Do.FREE, again[at].target - 1)
+    assert Step(Do.RECOMPUTE, trace.storages[top].maker) in found.steps
+
+
+def test_a_large_root_is_given_up() -> None:
+    """The program lets go of its data: what was made from it stays, because it could not be made again."""
+
+    def trace(size_bytes: int) -> Trace:
+        p = Pass()
+        data = p.op(size_bytes, [], saves=False, kind=OpKind.ONCE)
+        h = p.op(MB, [data])
+        for _ in range(12):
+            h = p.op(MB, [h])
+        return p.backward()
+
+    small, large = trace(MB // 256), trace(MB)
+    budget = 9 * MB
+    for made, again in ((small, True), (large, False)):
+        found = run(made, budget, "lru+evict")
+        assert found.feasible
+        assert (Step(Do.RECOMPUTE, 1) in found.steps) is again
+        assert (Step(Do.FREE, 0) in found.steps[:6]) is not again
+
+
+def test_a_root_stays_while_something_gone_needs_it() -> None:
+    p = Pass()
+    data = p.op(MB, [], saves=False, kind=OpKind.ONCE)
+    h = p.op(MB, [data])
+    for _ in range(6):
+        h = p.op(MB, [h])
+    p.op(1, [data, h])  # the program has it until here
+    trace = p.backward()
+    found = run(trace, 6 * MB, "lru+evict")
+    assert found.feasible and Step(Do.RECOMPUTE, 1) in found.steps
+
+
+def test_what_is_read_ahead_stays_until_it_is_asked_for() -> None:
+    """Room is made of what is ranked; what was read too early is given up only when that is not enough."""
+    trace = layers(40)
+    found = run(trace, 170, "offload", TierLink("host", 200.0, 200.0, 0.01))
+    assert found.feasible
+    reads = [s.target for s in found.steps if s.do == Do.RELOAD]
+    assert len(reads) > 10 and len(set(reads)) == len(reads), "read once"
+
+
+def test_reads_ahead_leave_room_for_a_request() -> None:
+    trace = layers(40)
+    budget = 170
+    simulation = LiveSimulation(trace, budget, parse_policy("offload"), TierLink("host", 200.0, 200.0, 0.01))
+    read: list[int] = []
+    prefetch = simulation.prefetch
+
+    def noted(k: int) -> None:
+        before = set(simulation.incoming)
+        prefetch(k)
+        if simulation.incoming - before:
+            read.append(simulation.clock.used)
+
+    simulation.prefetch = noted  # type: ignore[method-assign]
+    assert finished(simulation).feasible
+    assert read and max(read) <= budget - 15, "one and a half times the largest"
