@@ -50,7 +50,7 @@ class Tracer:
         self._native = native
         self._manager = manager
         self._infos: dict[Any, Any] = {}
-        self.active = False
+        self._under_way = False
         self._thread = 0
         self._turned: int | None = None  # events before backward
         self._clear()
@@ -78,7 +78,12 @@ class Tracer:
         self._turned = None
         self._thread = threading.get_ident()
         self._native.trace_begin(self._noting, self._wrote, MOST_OPS)
-        self.active = True
+        self._under_way = True
+
+    @property
+    def active(self) -> bool:
+        """Is a pass under way of which a trace can be made?"""
+        return bool(self._under_way and self._native.trace_count() >= 0)
 
     @property
     def here(self) -> bool:
@@ -91,9 +96,9 @@ class Tracer:
 
     def abort(self) -> None:
         """Forgets the pass that is under way."""
-        if self.active:
+        if self._under_way:
             self._native.trace_end()
-            self.active = False
+            self._under_way = False
 
     def end(self, links: Sequence[TierLink]) -> Measured | None:
         """The pass is over. `links` are the tiers below. None: an op of it failed, or it was too long to be a pass."""

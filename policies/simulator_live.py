@@ -124,7 +124,10 @@ class LiveSimulation(Simulation):
         for s in [s for s in self.armed if able[s]]:
             if self.clock.used + need_bytes <= self.budget:
                 return
-            self.leave(s, self._disarm(s))
+            action = self._disarm(s)
+            if action == Action.EVICT and not self.recomputable[s] and not self.clean[s]:
+                continue  # what it is made of has gone since
+            self.leave(s, action)
         while self.clock.used + need_bytes > self.budget:
             early = self.incoming - self.pins.keys()
             if not early:

@@ -383,12 +383,16 @@ PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (kind < 0) return nullptr;
   // Forward passes that no backward ends (an evaluation with grad mode on).
   if (kind != UNNOTED && tr.events.size() >= tr.most_ops) give_up();
-  if (kind == UNNOTED || tr.broken) return run_op(func, types, args, kwargs);
+  // Inside an op that is noted: a second mode of ours is on the stack (a budget that another thread closed left it).
+  static thread_local bool inside = false;
+  if (kind == UNNOTED || tr.broken || inside) return run_op(func, types, args, kwargs);
   Event e;
   e.func = func;
   before(e, begun, args, kwargs);
   const uint64_t pass = tr.pass, entered = now_ns(), elsewhere = elsewhere_ns();
+  inside = true;
   PyObject* out = run_op(func, types, args, kwargs);
+  inside = false;
   if (tr.pass != pass || tr.broken) return out;
   if (!out) {
     give_up();  // what it saved and made before it failed belongs to no op
@@ -505,8 +509,10 @@ static PyObject* py_trace_take(PyObject*, PyObject*) {
   return all ? Py_BuildValue("Nd", all, 1e-9 * static_cast<double>(pass.spent_ns)) : nullptr;
 }
 
-// trace_count() -> events so far.
-static PyObject* py_trace_count(PyObject*, PyObject*) { return PyLong_FromSize_t(tr.events.size()); }
+// trace_count() -> events so far; -1: the pass went wrong.
+static PyObject* py_trace_count(PyObject*, PyObject*) {
+  return PyLong_FromSsize_t(tr.broken ? -1 : static_cast<Py_ssize_t>(tr.events.size()));
+}
 
 // trace_replayed(seconds): so much went into making something again, which the program itself would not have done.
 static PyObject* py_trace_replayed(PyObject*, PyObject* seconds) {
@@ -527,7 +533,7 @@ PyMethodDef trace_methods[] = {
     {"trace_begin", py_trace_begin, METH_VARARGS, "trace_begin(on_kind, on_write, most_ops)"},
     {"trace_end", py_trace_end, METH_NOARGS, ""},
     {"trace_take", py_trace_take, METH_NOARGS, "-> what was noted"},
-    {"trace_count", py_trace_count, METH_NOARGS, "-> events so far"},
+    {"trace_count", py_trace_count, METH_NOARGS, "-> events so far; -1: the pass went wrong"},
     {"trace_replayed", py_trace_replayed, METH_O, "trace_replayed(seconds)"},
     {"trace_blocks", py_trace_blocks, METH_O, ""},
     {nullptr, nullptr, 0, nullptr}};

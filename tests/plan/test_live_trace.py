@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -567,10 +568,34 @@ def test_an_op_that_fails_is_in_no_trace() -> None:
     with measuring() as (step, _):
         with pytest.raises(RuntimeError, match="shapes"):
             torch.ones(2, 3, requires_grad=True) @ torch.ones(2, 3)
+        assert not manager().measuring.here
         step()
         assert manager().measuring.last is None
         step()
         assert manager().measuring.last is not None
+
+
+def test_a_mode_that_a_closed_budget_left_is_not_noted_twice() -> None:
+    """A thread that did not close the budget keeps its mode, and the next budget puts another on top."""
+    _, step = dropouts()
+    first = memmgr.budget(None, quiet=True, _sleep=False, disk=False)
+    first.__enter__()
+    step()
+    thread = threading.Thread(target=first.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    try:
+        with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
+            step()
+            manager().measuring.want()
+            step()
+            step()
+            measured = manager().measuring.last
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert measured is not None
+    assert sum(op.name == "aten::div_" for op in measured.trace.ops) == 2
 
 
 def test_what_is_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from memmgr.policies import Action
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do, Step, replay
 from memmgr.policies.simulation import Run, finished
@@ -194,6 +195,24 @@ def test_a_root_stays_while_something_gone_needs_it() -> None:
     trace = p.backward()
     found = run(trace, 6 * MB, "lru+evict")
     assert found.feasible and Step(Do.RECOMPUTE, 1) in found.steps
+
+
+def test_who_cannot_be_made_again_any_more_does_not_go() -> None:
+    """It was ranked while what it is made of was there."""
+    p = Pass()
+    data = p.op(MB, [], saves=False, kind=OpKind.ONCE)
+    h = p.op(MB, [data])
+    made = [h]
+    for _ in range(12):
+        h = p.op(MB, [h])
+        made.append(h)
+    trace = p.backward()
+    simulation = LiveSimulation(trace, 9 * MB, parse_policy("lru+evict"), None)
+    simulation.armed[made[0]] = Action.EVICT
+    simulation.armed_bytes = MB
+    found = finished(simulation)
+    assert found.feasible, found.why
+    assert Step(Do.FREE, made[0]) not in found.steps[: trace.backward_at]
 
 
 def test_what_is_read_ahead_stays_until_it_is_asked_for() -> None:
