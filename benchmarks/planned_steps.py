@@ -74,9 +74,8 @@ def train(name: str, quick: bool, threads: int, limit: int, pipe: Connection) ->
             told |= {f"{key}_per_step": (after[key] - before[key]) / max(1, steps) for key in keys}
             if plan is not None and trace is not None:
                 told["predicted"] = plan.overhead
-                told["lower_bound"] = plan_of(
-                    trace, limit
-                ).lower_bound  # with the linear program, which live runs do without
+                # With the linear program, which live runs do without.
+                told["lower_bound"] = plan_of(trace, limit).lower_bound
         pipe.send(told)
 
 

@@ -314,9 +314,8 @@ class Native(Vault):
         else:
             out = self.call(recipe, info.call, args, kwargs, True)
         if first is not None and recipe.kept.trust != TRUST_YES:
-            recipe.ok = (
-                False  # its outputs are roots: what is not known to reproduce is not run again for others either
-            )
+            # Its outputs are roots: what is not known to reproduce is not run again for others either.
+            recipe.ok = False
         self.adopt(recipe, out)
         self._check_kept()
         return out

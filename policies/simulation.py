@@ -272,7 +272,7 @@ class Simulation:
         if short <= 0:
             return
         index = np.flatnonzero(self.able())
-        ranking = rank(self.candidates(index), self.policy.filter, self.policy.director, self.link(index), short)
+        ranking = rank(self.candidates(index), self.policy.filter, self.policy.director, self.link(), short)
         for at, action in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True):
             self.leave(int(index[at]), Action(action))
         if self.clock.used + need_bytes > self.budget:
@@ -315,22 +315,31 @@ class Simulation:
     def until_use(self, index: Ints) -> Floats:
         """Backward asks in reverse: the rest of forward, then backward's way back to where the storage was made."""
         back = BACKWARD_RATIO * (self.forward_seconds - self.made_at[index])
-        return np.asarray(np.maximum(self.forward_seconds - self.program, 0.0) + np.maximum(
+        return np.asarray(self.until_turn() + np.maximum(
             back - max(self.program - self.forward_seconds, 0.0), 0.0), dtype=np.float64)  # fmt: skip
 
-    def link(self, index: Ints) -> Link:
+    def until_turn(self) -> float:
+        """Seconds of the program until backward begins."""
+        return max(self.forward_seconds - self.program, 0.0)
+
+    def link(self) -> Link:
         """The way to the tier as it is now."""
         tier = self.tier
         if tier is None:
             return NO_LINK
         clock = self.clock
         queued = [max(0.0, clock.free_at[do] - clock.now) * rate for do, rate in clock.rates.items()]
-        away = np.flatnonzero(self.clean & ~self.resident & self.held)
+        due_bytes, due_seconds, demand = self.promised()
         return Link(
             tier.write_bytes_per_second, tier.read_bytes_per_second, int(queued[0]), int(queued[1]), tier.latency_seconds,
-            seconds_until_reads=max(self.forward_seconds - self.program, 0.0),
-            due_bytes=self.size[away], due_seconds=self.until_use(away),
+            cpu_seconds_per_byte=tier.cpu_seconds_per_byte, demand_bytes_per_second=demand,
+            seconds_until_reads=self.until_turn(), due_bytes=due_bytes, due_seconds=due_seconds,
         )  # fmt: skip
+
+    def promised(self) -> tuple[Ints, Floats, float]:
+        """What will be read: bytes and seconds until then, one each, and bytes a second that the program asks room for."""
+        away = np.flatnonzero(self.clean & ~self.resident & self.held)
+        return self.size[away], self.until_use(away), np.inf
 
     # ---- ahead of need
 
@@ -345,7 +354,7 @@ class Simulation:
         near = self.distance(away)
         upcoming = Upcoming(self.size[away], (near - near.min() if len(near) else near).astype(np.int64))
         pace = (self.program - self.forward_seconds) / self.uses
-        link = self.link(away)
+        link = self.link()
         headroom = self.budget - self.clock.used - self._next_op_bytes(k)
         for i in self.policy.prefetcher(upcoming, link, headroom, pace, link.queued_read_bytes).tolist():
             s = int(away[i])

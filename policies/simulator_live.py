@@ -22,7 +22,7 @@ from .schedule import Do
 from .simulation import BACKWARD_RATIO, Simulation
 from .simulator_remake import Remake
 from .trace import OpKind, TierLink, Trace
-from .types import KEPT_SHARE, NO_LINK, Action, Bools, Floats, Ints, Link
+from .types import KEPT_SHARE, Action, Bools, Floats, Ints
 from .writeback import WATERMARKS, plan_writeback
 
 _LOOK = 256  # what is read ahead is chosen among so many
@@ -92,7 +92,7 @@ class LiveSimulation(Simulation):
         able = self.able()
         able[list(self.armed)] = False
         index = np.flatnonzero(able)
-        candidates, link, need = self.candidates(index), self.link(index), 2 * self._reserve
+        candidates, link, need = self.candidates(index), self.link(), 2 * self._reserve
         ranking = rank(candidates, self.policy.filter, self.policy.director, link, need, urgent_bytes=need)
         for at, action in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True):
             s = int(index[at])
@@ -218,7 +218,7 @@ class LiveSimulation(Simulation):
         away = away[np.argsort(-self._order[away], kind="stable")][:_LOOK]
         if not len(away):
             return
-        link, room = self.link(away), self.budget - self._reserve
+        link, room = self.link(), self.budget - self._reserve
         upcoming = Upcoming(self.size[away], np.maximum.accumulate(self.distance(away)))
         chosen = self.policy.prefetcher(upcoming, link, room - self.clock.used, self._pace, link.queued_read_bytes)
         for s in away[chosen].tolist():
@@ -235,27 +235,13 @@ class LiveSimulation(Simulation):
         return np.maximum(0, (self._position or self._saves) - self._order[index])
 
     def until_use(self, index: Ints) -> Floats:
-        turn = max(0.0, self.forward_seconds - self.program)
+        turn = self.until_turn()
         if not turn:
             return np.asarray(self.distance(index) * self._pace, dtype=np.float64)
         stale = np.maximum(self.now() - self.accessed[index], 0.0)
         return np.asarray(turn + BACKWARD_RATIO * (turn + stale), dtype=np.float64)
 
-    def link(self, index: Ints) -> Link:
-        tier = self.tier
-        if tier is None:
-            return NO_LINK
-        clock = self.clock
-        queued = [max(0.0, clock.free_at[do] - clock.now) * rate for do, rate in clock.rates.items()]
-        turn = max(self.forward_seconds - self.program, 0.0)
-        demand = max(1.0, self._saved_bytes / max(self.program, 1e-6)) if turn else np.inf
-        return Link(
-            tier.write_bytes_per_second,
-            tier.read_bytes_per_second,
-            int(queued[0]),
-            int(queued[1]),
-            tier.latency_seconds,
-            cpu_seconds_per_byte=tier.cpu_seconds_per_byte,
-            demand_bytes_per_second=demand,
-            seconds_until_reads=turn,
-        )
+    def promised(self) -> tuple[Ints, Floats, float]:
+        """As live: what is away is not promised to anybody, and the program asks for room as fast as it has saved so far."""
+        demand = max(1.0, self._saved_bytes / max(self.program, 1e-6)) if self.until_turn() else np.inf
+        return np.zeros(0, dtype=np.int64), np.zeros(0), demand

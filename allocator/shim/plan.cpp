@@ -74,16 +74,12 @@ int32_t burst_of(size_t save) {
 // What is there and may go in backward waits, like what was saved, until the program has let go of it.
 void wait_again() {
   size_t kept = 0;
+  std::lock_guard<std::mutex> lock(g.mu);
   for (const Again& next : pass.again) {
     auto it = pass.away.find(next.save);
     if (it == pass.away.end()) continue;  // nobody asks for it any more
     Cell* c = it->second;
-    bool back;
-    {
-      std::lock_guard<std::mutex> lock(g.mu);
-      back = c->gone == PRESENT;
-    }
-    if (!back) {
+    if (c->gone != PRESENT) {
       pass.again[kept++] = next;
       continue;
     }

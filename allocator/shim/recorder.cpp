@@ -123,22 +123,8 @@ struct Encoder {
       return reinterpret_cast<PyObject*>(make_ref(t, c, false));
     }
     if (PyTuple_CheckExact(v) || PyList_CheckExact(v)) {
-      const bool list = PyList_CheckExact(v);
-      const Py_ssize_t n = PySequence_Fast_GET_SIZE(v);
-      mix(static_cast<uint64_t>(n) + 1000);
-      PyObject* copy = list ? PyList_New(n) : PyTuple_New(n);
-      for (Py_ssize_t i = 0; copy && i < n; ++i) {
-        PyObject* item = value(PySequence_Fast_GET_ITEM(v, i));
-        if (!item) {
-          Py_DECREF(copy);
-          return nullptr;
-        }
-        if (list)
-          PyList_SET_ITEM(copy, i, item);
-        else
-          PyTuple_SET_ITEM(copy, i, item);
-      }
-      return copy;
+      mix(static_cast<uint64_t>(PySequence_Fast_GET_SIZE(v)) + 1000);
+      return mapped(v, [this](PyObject* item) { return value(item); });
     }
     mix(reinterpret_cast<uintptr_t>(Py_TYPE(v)));
     int overflow = 1;

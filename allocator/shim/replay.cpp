@@ -11,22 +11,8 @@ static PyObject* with_tensors(PyObject* v) {
     const auto* r = reinterpret_cast<Ref*>(v);
     return r->mutated ? nullptr : tensor_again(r);
   }
-  const bool list = PyList_CheckExact(v);
-  if (!list && !PyTuple_CheckExact(v)) return Py_NewRef(v);
-  const Py_ssize_t n = PySequence_Fast_GET_SIZE(v);
-  PyObject* copy = list ? PyList_New(n) : PyTuple_New(n);
-  for (Py_ssize_t i = 0; copy && i < n; ++i) {
-    PyObject* item = with_tensors(PySequence_Fast_GET_ITEM(v, i));
-    if (!item) {
-      Py_DECREF(copy);
-      return nullptr;
-    }
-    if (list)
-      PyList_SET_ITEM(copy, i, item);
-    else
-      PyTuple_SET_ITEM(copy, i, item);
-  }
-  return copy;
+  if (!PyList_CheckExact(v) && !PyTuple_CheckExact(v)) return Py_NewRef(v);
+  return mapped(v, with_tensors);
 }
 
 static PyObject* keywords_with_tensors(PyObject* kwargs) {

@@ -337,6 +337,26 @@ inline StorageRef storage_of(const c10::TensorImpl* t) {
   return StorageRef::reclaim_copy(t->unsafe_storage().unsafeGetStorageImpl());
 }
 
+// A list or tuple like `sequence` of what `item` makes of its entries; null, as `item` left it, where it makes null.
+template <class F>
+PyObject* mapped(PyObject* sequence, F&& item) {
+  const bool list = PyList_CheckExact(sequence);
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
+  PyObject* copy = list ? PyList_New(n) : PyTuple_New(n);
+  for (Py_ssize_t i = 0; copy && i < n; ++i) {
+    PyObject* made = item(PySequence_Fast_GET_ITEM(sequence, i));
+    if (!made) {
+      Py_DECREF(copy);
+      return nullptr;
+    }
+    if (list)
+      PyList_SET_ITEM(copy, i, made);
+    else
+      PyTuple_SET_ITEM(copy, i, made);
+  }
+  return copy;
+}
+
 inline bool data_present(const c10::StorageImpl* s) {
   return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get() != nullptr || s->nbytes() == 0;
 }

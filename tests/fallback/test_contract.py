@@ -44,21 +44,9 @@ def _said(*checks: str) -> list[list[str]]:
 
 # Where blocks lie is the arena's affair, and there is none without the shim.
 PLACEMENT = {"set_placement", "price", "arena_address"}
-TRACING = {
-    "trace_begin",
-    "trace_end",
-    "trace_take",
-    "trace_count",
-    "trace_blocks",
-    "trace_replayed",
-}  # the shim's alone
-PLANS = {
-    "add_plan",
-    "drop_plans",
-    "plan_leads",
-    "plan_settle",
-    "plan_brings_back",
-}  # made of what only the shim can measure
+# A pass is measured by the shim alone, and plans are made of what it measured.
+TRACING = {"trace_begin", "trace_end", "trace_take", "trace_count", "trace_blocks", "trace_replayed"}
+PLANS = {"add_plan", "drop_plans", "plan_leads", "plan_settle", "plan_brings_back"}
 BITS = {"as_bits", "bits_seconds"}  # looks at every byte
 DEVICES = {"device_stats", "use_plugin"}  # need the core
 
