@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <utility>
@@ -23,6 +24,8 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
 // it says, or others take all that it frees.
 constexpr int kPatience = 1024;
+constexpr uint64_t kChunks = 256;  // in the budget, at least
+constexpr uint64_t kLeastChunk = uint64_t{32} << 10;
 // Pages given back so often for one try, each time taken by others before us.
 constexpr int kRoundsForRoom = 256;
 
@@ -47,11 +50,11 @@ bool InReclaimOf(const Arena* arena) {
 // What is given back here and taken there goes from one to the other.
 class Moving {
  public:
-  Moving(const PageOps& pages, bool wanted) : pages_(wanted && pages.moving != nullptr ? &pages : nullptr) {
-    if (pages_ != nullptr) pages_->moving(pages_->user, true);
+  Moving(const PageOps& pages, uint64_t chunk_bytes) : pages_(chunk_bytes != 0 ? &pages : nullptr) {
+    if (pages_ != nullptr) pages_->moving(pages_->user, chunk_bytes);
   }
   ~Moving() {
-    if (pages_ != nullptr) pages_->moving(pages_->user, false);
+    if (pages_ != nullptr) pages_->moving(pages_->user, 0);
   }
   Moving(const Moving&) = delete;
   Moving& operator=(const Moving&) = delete;
@@ -112,6 +115,7 @@ Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t sm
       large_(pages, &sets_, base, large_bytes, kLargeUnitShift),
       small_(pages, &sets_, base + large_bytes, small_bytes, kSmallUnitShift),
       budget_bytes_(budget_bytes) {
+  ChooseChunk();
   WatchForks();
 }
 
@@ -202,6 +206,16 @@ inline void Arena::ResidentChanged() {
   marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
+// What a move costs depends little on its length (4 to 6 us, 20 beside other threads, for up to 1 MiB), and what is cut
+// too short for one costs 205 us a MB. Where addresses end at the budget none are left over for alignment.
+void Arena::ChooseChunk() {
+  const bool moved = pages_.moving != nullptr && remap_ == MM_REMAP_FIRST && budget() < kAbsurdBytes;
+  const uint64_t least = std::max<uint64_t>(kLeastChunk, pages_.page_bytes);
+  chunk_bytes_ = moved ? std::clamp(std::bit_floor(budget() / kChunks), least, std::max(least, kMiB)) : 0;
+  large_.SetChunk(chunk_bytes_);
+  small_.SetChunk(chunk_bytes_);
+}
+
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
   std::lock_guard hold(lock_);
   reclaim_ = reclaim;
@@ -211,6 +225,7 @@ void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
 void Arena::SetBudget(uint64_t bytes) {
   Hold hold(lock_);
   budget_bytes_.store(bytes, std::memory_order_relaxed);
+  ChooseChunk();
   if (forked()) return;
   ObeyBudgetNow(&hold);
   Verify("set_budget");
@@ -257,6 +272,7 @@ uint64_t Arena::Limit() const {
 void Arena::SetLayout(int remap, int apart) {
   std::lock_guard hold(lock_);
   remap_ = remap;
+  ChooseChunk();
   apart_ = apart != 0;
 }
 
@@ -266,7 +282,8 @@ inline Spot Arena::Find(const Heap& heap, const Request& request, uint64_t limit
     return heap.FindWithin(request.bytes, limit, request.order->allowed);
   Block* run = heap.Find(request.bytes, limit);
   if (run == nullptr) return {};
-  return {run, end == End::kLow ? run->offset : heap.UpperEnd(run, limit, request.bytes)};
+  const bool low = end == End::kLow;
+  return {run, low ? heap.LowerEnd(run, limit, request.bytes) : heap.UpperEnd(run, limit, request.bytes)};
 }
 
 inline Block* Arena::Place(Heap* heap, Request* request) {
@@ -285,7 +302,7 @@ inline Block* Arena::Place(Heap* heap, Request* request) {
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   const uint64_t excess = ExcessPages(block->holes);
-  const Moving moving(pages_, excess > 0);
+  const Moving moving(pages_, excess > 0 ? chunk_bytes_ : 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
     const uint64_t committed = committed_pages();
     GiveBackNow(excess);

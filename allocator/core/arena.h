@@ -164,6 +164,7 @@ class Arena final : private ForkAware {
   uint64_t ExcessPages(uint64_t extra_pages) const;
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
+  void ChooseChunk();
   bool waits() const { return pages_.give_back == GiveBack::kAfterSettle; }
   void ResidentChanged();
   std::string CheckLocked() const;
@@ -196,6 +197,7 @@ class Arena final : private ForkAware {
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
   uint64_t marked_peak_bytes_ = 0;
+  uint64_t chunk_bytes_ = 0;  // see pages.h; 0: pages are not moved
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;

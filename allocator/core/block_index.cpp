@@ -97,6 +97,17 @@ int RunIndex::NextBin(int bin) const {
   return word * 64 + std::countr_zero(bits);
 }
 
+int RunIndex::PreviousBin(int bin) const {
+  if (bin < 0) return -1;
+  int word = bin / 64;
+  uint64_t bits = occupied_[word] & (~uint64_t{0} >> (63 - bin % 64));
+  while (bits == 0) {
+    if (--word < 0) return -1;
+    bits = occupied_[word];
+  }
+  return word * 64 + 63 - std::countl_zero(bits);
+}
+
 void RunIndex::Insert(Block* run) {
   const int bin = BinOf(run->bytes);
   // Unrelated to the order of the key is all that a priority has to be.
@@ -166,6 +177,25 @@ Block* RunIndex::BestFit(uint64_t bytes, uint64_t offset) const {
   if (higher < 0) return nullptr;
   best = roots_[higher];
   while (best->left != nullptr) best = best->left;
+  return best;
+}
+
+Block* RunIndex::Below(uint64_t bytes, uint64_t offset) const {
+  const int bin = BinOf(bytes);
+  Block* best = nullptr;
+  for (Block* at = roots_[bin]; at != nullptr;) {
+    if (at->bytes < bytes || (at->bytes == bytes && at->offset < offset)) {
+      best = at;
+      at = at->right;
+    } else {
+      at = at->left;
+    }
+  }
+  if (best != nullptr) return best;
+  const int lower = PreviousBin(bin - 1);
+  if (lower < 0) return nullptr;
+  best = roots_[lower];
+  while (best->right != nullptr) best = best->right;
   return best;
 }
 

@@ -109,13 +109,16 @@ class RunIndex {
   // The first run of at least (bytes, offset) in the order of best fit.
   Block* BestFit(uint64_t bytes, uint64_t offset = 0) const;
   Block* Largest(const Block* except = nullptr) const;
+  // The last run before (bytes, offset) in that order.
+  Block* Below(uint64_t bytes, uint64_t offset) const;
   uint64_t size() const { return size_; }
 
  private:
   static constexpr int kWords = 6;
   static constexpr int kBins = kWords * 64;
   int BinOf(uint64_t bytes) const;
-  int NextBin(int bin) const;  // the first bin from here on that is not empty, or -1
+  int NextBin(int bin) const;      // the first bin from here on that is not empty, or -1
+  int PreviousBin(int bin) const;  // the last one up to here
 
   int unit_shift_;
   uint64_t size_ = 0;

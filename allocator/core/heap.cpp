@@ -77,6 +77,13 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
 }
 
+uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
+  if (chunk_pages_ == 0 || bytes >> page_shift_ < chunk_pages_) return run->offset;
+  const uint64_t first = Up((run->offset + pages_.page_bytes - 1) >> page_shift_, chunk_pages_) << page_shift_;
+  const uint64_t run_end = run->offset + run->bytes;
+  return first + bytes <= (run == last_ ? std::min(run_end, limit) : run_end) ? first : run->offset;
+}
+
 uint64_t Heap::UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
   // Below the block stays a run, and beyond the limit another one.
   const uint64_t run_end = run->offset + run->bytes;
@@ -256,33 +263,44 @@ void Heap::EndPool(uint8_t pool, StreamMask also) {
 
 // ---- pages -------------------------------------------------------------------------------------------------------
 
+// Whole chunks as long as there are any and one is wanted, so that they can be moved; then single pages. Runs that have
+// holes already are no fast reuse any more, so they lose the rest first.
 uint64_t Heap::GiveBack(uint64_t pages) {
   uint64_t given = 0;
-  // Runs that have holes already are no fast reuse any more, so they lose the rest first; and the upper end of a run
-  // first, because blocks are placed at its lower end.
-  for (const RunKind kind : {RunKind::kMixed, RunKind::kCommitted}) {
-    while (given < pages) {
+  for (const uint64_t step : {chunk_pages_, uint64_t{1}}) {
+    if (step == 0) continue;
+    for (const RunKind kind : {RunKind::kMixed, RunKind::kCommitted}) {
       Block* run = Of(kind).Largest();
-      if (run == nullptr) break;
-      Withdraw(run);
-      const PageSpan whole = Whole(run);
-      bool refused = false;
-      for (uint64_t end = whole.end; given < pages && !refused;) {
-        end = map_.Previous(whole.first, end, true);
-        if (end == whole.first) break;
-        const uint64_t first = std::max(map_.Previous(whole.first, end, false), end - std::min(end, pages - given));
-        refused = pages_.decommit(pages_.user, base_ + (first << page_shift_), (end - first) << page_shift_) != 0;
-        if (refused) break;
-        map_.Clear(first, end);
-        run->holes += static_cast<uint32_t>(end - first);
-        committed_pages_ -= end - first;
-        given += end - first;
-        end = first;
+      while (run != nullptr && pages - given >= step && run->bytes >> page_shift_ >= step) {
+        Block* const next = Of(kind).Below(run->bytes, run->offset);
+        given += GiveBackOf(run, step, pages - given);
+        run = next;
       }
-      Publish(run);
-      if (refused) return given;
     }
   }
+  return given;
+}
+
+// From the upper end of the run on, because blocks are placed at its lower end.
+uint64_t Heap::GiveBackOf(Block* run, uint64_t step, uint64_t most) {
+  uint64_t given = 0;
+  const PageSpan whole = Whole(run);
+  for (uint64_t end = whole.end; most - given >= step;) {
+    end = map_.Previous(whole.first, end, true);
+    if (end == whole.first) break;
+    const uint64_t begin = map_.Previous(whole.first, end, false);
+    const uint64_t low = Up(begin, step), top = Down(end, step);
+    end = begin;
+    if (low >= top) continue;
+    const uint64_t first = std::max(low, top - std::min(top, (most - given) & ~(step - 1)));
+    if (pages_.decommit(pages_.user, base_ + (first << page_shift_), (top - first) << page_shift_) != 0) break;
+    if (given == 0) Withdraw(run);
+    map_.Clear(first, top);
+    run->holes += static_cast<uint32_t>(top - first);
+    committed_pages_ -= top - first;
+    given += top - first;
+  }
+  if (given > 0) Publish(run);
   return given;
 }
 

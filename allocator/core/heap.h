@@ -11,11 +11,13 @@
 //                blocks are usable wherever they lie
 //   end          the side of a run from which a block is cut
 //   spot         a run and the offset in it where a block is to begin
+//   chunk        see pages.h: a block of at least one begins where one begins, if there is room for that
 //
 // The life of a block: Find a run, Take a piece of it (the block is live but may lack pages), let the caller make room
 // in the budget, Back it with pages, use it, Free it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -40,7 +42,8 @@ class Heap {
 
   // Best fit, committed runs first; nullptr when no run is long enough.
   Block* Find(uint64_t bytes, uint64_t limit) const;
-  // Where a block begins that is cut from the upper end of a run.
+  // Where a block begins that is cut from the lower or from the upper end of a run.
+  uint64_t LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
   uint64_t UpperEnd(const Block* run, uint64_t limit, uint64_t bytes) const;
   // As Find, but only memory that no stream outside of `allowed` touched: a run, or pages of one that are not
   // committed.
@@ -69,6 +72,8 @@ class Heap {
   }
   uint64_t blocks() const;  // live ones and runs
 
+  // 0: pages are not moved.
+  void SetChunk(uint64_t bytes) { chunk_pages_ = bytes >> page_shift_; }
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);
   // The same in two steps. Up to `pages` spare pages are away: in pieces that are chained by `left`, in front of
@@ -119,6 +124,12 @@ class Heap {
   // The first of so many pages next to each other that are not committed; the end of the run when there are none.
   uint64_t NewPages(const Block* run, uint64_t pages, uint64_t limit) const;
   bool CommitHoles(Block* block);
+  // Gives back multiples of `step` pages of the run, at most `most`; returns how many.
+  uint64_t GiveBackOf(Block* run, uint64_t step, uint64_t most);
+  // The page at or after `page`, or at or before it, whose address is a multiple of `step` pages; 0 if none is before.
+  uint64_t Up(uint64_t page, uint64_t step) const { return page + (-(base_page() + page) & (step - 1)); }
+  uint64_t Down(uint64_t page, uint64_t step) const { return page - std::min(page, (base_page() + page) & (step - 1)); }
+  uint64_t base_page() const { return reinterpret_cast<uint64_t>(base_) >> page_shift_; }
   template <typename Visitor>
   bool WalkRun(const Block* run, const Visitor& visit) const;
   std::string CheckBlock(const Block* block) const;
@@ -138,6 +149,7 @@ class Heap {
   Block* first_;
   Block* last_;
 
+  uint64_t chunk_pages_ = 0;
   uint64_t free_bytes_ = 0;  // of all runs, holes included
   uint64_t hole_pages_ = 0;  // in runs
   uint64_t spare_pages_ = 0;

@@ -4,6 +4,7 @@
 //   page     the step in which memory can be given and taken back (4 KiB here; 2 MiB for CUDA's virtual memory)
 //   commit   make a page usable; it counts against the budget from then on
 //   hole     a page of the range that is not committed
+//   chunk    so many bytes, at a multiple of them: what is moved from addresses to others as a whole; a power of two
 #pragma once
 
 #include <cstddef>
@@ -33,10 +34,10 @@ struct PageOps {
   void (*release)(void* user, void* base, size_t bytes);  // undoes reserve
   // Waits until what these streams have queued is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
   int (*settle)(void* user, StreamMask touched);
-  // Between `true` and `false`, pages that are given back may be taken for those that are committed, with what is in
-  // them: that spares giving them to the system and having them cleared. Under the arena's lock. nullptr: there is no
-  // such way.
-  void (*moving)(void* user, bool begin);
+  // Until it is called with 0, whole chunks of the pages that are given back may be taken for those that are committed,
+  // with what is in them: that spares giving them to the system and having them cleared. Under the arena's lock.
+  // nullptr: there is no such way.
+  void (*moving)(void* user, size_t chunk_bytes);
 };
 
 // The host's memory for one arena.
@@ -58,12 +59,16 @@ class HostPages {
   static int Commit(void* user, void* at, size_t bytes);
   static int Decommit(void* user, void* at, size_t bytes);
   static void Release(void* user, void* base, size_t bytes);
-  static void Moving(void* user, bool begin);
+  static void Moving(void* user, size_t chunk_bytes);
+  int CommitFresh(char* at, char* end);
   size_t MoveTo(char* to, size_t bytes);
   bool Move(char* from, char* to, size_t bytes);
+  // To the beginning of a chunk.
+  char* Up(char* at) const;
+  char* Down(char* at) const;
 
   PageOps ops_;
-  bool moving_ = false;
+  size_t chunk_bytes_ = 0;    // 0: nothing is moved now
   std::vector<Piece> loose_;  // given back since `moving` began; the memory is still there
   // Where the kernel may have one mapping end and another begin because of our moves. A move takes from one mapping
   // only, and a process may have 65,530 of them.

@@ -476,6 +476,37 @@ def test_many_moves_leave_every_block_alone_and_the_range_in_few_parts(core):
     arena.destroy()
 
 
+def test_moves_do_not_cut_memory_ever_finer(core):
+    """Blocks of uneven lengths, the same round over and over: where their ends were cut from what was moved, a later move had
+    to stop, and a round took ever more of them (the demo's GPT: 240 a step at first, 1,900 after some hundred steps)."""
+    budget = 64 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    start = arena.alloc(64 * KIB)
+    arena.free(start)
+
+    def one_round() -> None:
+        dice = random.Random(0)
+        live: list[tuple[int, int]] = []
+        for _ in range(400):
+            size = dice.choice([600_000, 1_100_000, 2_359_296, 6_291_456, 18_874_368])
+            while sum(size for _, size in live) + size > budget - MIB:
+                arena.free(live.pop(dice.randrange(len(live)))[0])
+            address = arena.alloc(size)
+            assert address is not None
+            touch(address, size)
+            live.append((address, size))
+        for address, _ in live:
+            arena.free(address)
+
+    parts = []
+    for _ in range(24):
+        one_round()
+        parts.append(mappings(start, start + 1024 * MIB))
+    assert arena.stats.remapped_bytes > 20 * budget
+    assert parts[-1] <= 1.2 * parts[5]
+    arena.destroy()
+
+
 def test_a_short_reserve_asks_reclaim_for_contiguity(make_arena):
     budget = 4 * MIB
     arena = make_arena(budget=budget, reserve=budget)
