@@ -1,7 +1,6 @@
 """Recomputation: makes the bytes of an evicted cell again from its recipe (rules 4, 5, 9).
 
-Iterative, so that a chain of ten thousand ops needs no deep stack. What is made on the way is shared, kept while the
-plan still needs it, and handed to those cells that are wanted too.
+What is made on the way is shared, kept while the plan still needs it, and handed to those cells that are wanted too.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memmgr.policies import Action
+from memmgr.policies.remake_order import Making, needed, remake_order
 
 from . import _rng
 from ._circumstances import put, put_back
@@ -100,7 +101,7 @@ class Replayer:
         kept: dict[int, list[Any]] | None = None
         spilled: list[Any] = []  # handles on what is in the tier only for us
         for _ in range(1000):
-            order, uses = self._plan(wanted)
+            order, uses = remake_order(_CELLS, wanted)
             if kept is None:
                 kept = {number: self._shared(order, cells, most_bytes) for number, cells, most_bytes in later}
             for cell in (target, *chain.from_iterable(kept.values())):
@@ -196,58 +197,10 @@ class Replayer:
         made = {cell for recipe in order for cell in recipe.outputs if cell is not None and cell.handles == 0}
         if not made:
             return []
-        running = {id(recipe) for recipe in order}
-        rest = [recipe for recipe in self._needed(cells, {})[0] if id(recipe) not in running]
+        running = set(order)
+        rest = [recipe for recipe in needed(_CELLS, cells)[0] if recipe not in running]
         shared = list(dict.fromkeys(cell for recipe in rest for cell in recipe.inputs if cell in made))
         return shared if sum(cell.nbytes for cell in shared) <= most_bytes else []
-
-    def _plan(self, wanted: list[Any]) -> tuple[list[Any], dict[Any, int]]:
-        """The recipes to run, each after those that it needs, and how often each of their inputs is used.
-
-        The whole of it before the first runs: what two ops need is made once and kept for both. Of an op's inputs the
-        one whose making needs most beyond itself is made first, so that the others do not lie about meanwhile: for
-        trees the best order (Sethi & Ullman 1970, with sizes: Liu 1986), for shared inputs a rule of thumb. An LSTM's
-        cell state would otherwise be made after the gates of all steps.
-        """
-        order, uses, branches = self._needed(wanted, {})
-        if branches and len(order) > 2:
-            order, uses, _ = self._needed(wanted, _extra_bytes(order))
-        return order, uses
-
-    def _needed(self, wanted: list[Any], extra_bytes: dict[Any, int]) -> tuple[list[Any], dict[Any, int], bool]:
-        """As `_plan`, and whether an op needs more than one that has to be made: else there is one order only."""
-        order: list[Any] = []
-        uses: dict[Any, int] = {}
-        done: set[int] = set()
-        branches = len(wanted) > 1
-        stack: list[tuple[Any, bool]] = [(cell, False) for cell in reversed(wanted)]
-        while stack:
-            cell, expanded = stack.pop()
-            if cell.present or cell.stored:
-                continue
-            recipe = cell.recipe
-            if recipe is None or not recipe.ok:
-                raise RecomputeError(
-                    f"memmgr: a tensor of {cell.nbytes} bytes was dropped and its recipe can no longer run "
-                    f"({'no recipe' if recipe is None else recipe.func}); this is a bug in memmgr"
-                )
-            if id(recipe) in done:
-                continue
-            if expanded:
-                done.add(id(recipe))
-                order.append(recipe)
-                for parent in recipe.inputs:
-                    uses[parent] = uses.get(parent, 0) + 1
-                continue
-            stack.append((cell, True))
-            gone = [c for c in recipe.inputs if not c.present and not c.stored]
-            if len(gone) > 1:
-                branches = True
-                if extra_bytes:
-                    gone.sort(key=lambda c: extra_bytes.get(c, 0))  # the last is popped first
-            for parent in gone:
-                stack.append((parent, False))
-        return order, uses, branches
 
     def _made(self, recipe: Any, outputs: list[Any], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
         """The op has run: who wants what it made has it, and what nobody after it reads is let go of."""
@@ -280,21 +233,24 @@ def _saved_at(cell: Any) -> int:
     return int(cell.seq)
 
 
-def _extra_bytes(order: list[Any]) -> dict[Any, int]:
-    """Of each cell that `order` makes: how many bytes its making needs at once, beyond the cell itself."""
-    extra: dict[Any, int] = {}
-    for recipe in order:
-        # What is offloaded needs its own bytes and no more; what is in memory needs nothing.
-        sizes = {c: c.nbytes for c in recipe.inputs if not c.present}
-        peak = held = 0
-        for cell in sorted(sizes, key=lambda c: extra.get(c, 0), reverse=True):
-            peak = max(peak, held + sizes[cell] + extra.get(cell, 0))
-            held += sizes[cell]
-        made = [c for c in recipe.outputs if c is not None]
-        peak = max(peak, held + sum(c.nbytes for c in made))
-        for cell in made:
-            extra[cell] = peak - cell.nbytes
-    return extra
+def _maker(cell: Any) -> Any:
+    recipe = cell.recipe
+    if recipe is None or not recipe.ok:
+        raise RecomputeError(
+            f"memmgr: a tensor of {cell.nbytes} bytes was dropped and its recipe can no longer run "
+            f"({'no recipe' if recipe is None else recipe.func}); this is a bug in memmgr"
+        )
+    return recipe
+
+
+_CELLS: Making[Any, Any] = Making(
+    gone=lambda cell: not (cell.present or cell.stored),
+    maker=_maker,
+    inputs=attrgetter("inputs"),
+    outputs=lambda recipe: [cell for cell in recipe.outputs if cell is not None],
+    size_bytes=attrgetter("nbytes"),
+    missing_bytes=lambda cell: 0 if cell.present else cell.nbytes,
+)
 
 
 def _restore(native: Any, value: Any, writable: dict[int, Any], spare: Callable[[Any], Any]) -> Any:

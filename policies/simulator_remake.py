@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .remake_order import Making, remake_order
 from .schedule import Do
 from .types import Action
 
@@ -25,6 +26,20 @@ class Remake:
         self._run = run
         self._target = target
         self._pinned: set[int] = set()  # made on the way, until nobody reads it any more
+        ops, storages = run.trace.ops, run.trace.storages
+        self._making: Making[int, int] = Making(
+            gone=lambda s: not (run.resident[s] or run.clean[s]),
+            maker=self._maker,
+            inputs=lambda k: tuple(dict.fromkeys(ops[k].inputs)),
+            outputs=lambda k: ops[k].outputs,
+            size_bytes=lambda s: storages[s].size_bytes,
+            missing_bytes=lambda s: 0 if run.resident[s] else storages[s].size_bytes,
+        )
+
+    def _maker(self, s: int) -> int:
+        if not self._run.recomputable[s]:
+            raise DoesNotFit(f"{self._run.trace.storages[s].name} is gone and cannot be made again")
+        return int(self._run.trace.storages[s].maker)
 
     def make(self) -> None:
         """Until the target is resident.
@@ -35,7 +50,7 @@ class Remake:
         run = self._run
         try:
             for _ in range(_ROUNDS):
-                order, uses = self._plan()
+                order, uses = remake_order(self._making, [self._target])
                 uses[self._target] = uses.get(self._target, 0) + 1
                 for s in [s for s in self._pinned if s not in uses]:
                     self._unpin(s)
@@ -112,59 +127,3 @@ class Remake:
             run.unpin((s,))
             run.leave(s, Action.OFFLOAD)
         return True
-
-    def _plan(self) -> tuple[list[int], dict[int, int]]:
-        """The ops to run, each after those that it needs, and how often each of their inputs is used. Of an op's inputs the one
-        whose making needs most beyond itself comes first (Sethi & Ullman 1970, with sizes: Liu 1986)."""
-        order, uses, branches = self._needed({})
-        if branches and len(order) > 2:
-            order, uses, _ = self._needed(self._extra_bytes(order))
-        return order, uses
-
-    def _there(self, s: int) -> bool:
-        return bool(self._run.resident[s] or self._run.clean[s])
-
-    def _needed(self, extra_bytes: dict[int, int]) -> tuple[list[int], dict[int, int], bool]:
-        run = self._run
-        ops, storages = run.trace.ops, run.trace.storages
-        order: list[int] = []
-        uses: dict[int, int] = {}
-        done: set[int] = set()
-        branches = False
-        stack = [(self._target, False)]
-        while stack:
-            s, expanded = stack.pop()
-            k = storages[s].maker
-            if self._there(s) or k in done:
-                continue
-            if not run.recomputable[s]:
-                raise DoesNotFit(f"{storages[s].name} is gone and cannot be made again")
-            inputs = tuple(dict.fromkeys(ops[k].inputs))
-            if expanded:
-                done.add(k)
-                order.append(k)
-                for i in inputs:
-                    uses[i] = uses.get(i, 0) + 1
-                continue
-            stack.append((s, True))
-            gone = [i for i in inputs if not self._there(i)]
-            branches |= len(gone) > 1
-            gone.sort(key=lambda i: extra_bytes.get(i, 0))  # the last is popped first
-            stack += [(i, False) for i in gone]
-        return order, uses, branches
-
-    def _extra_bytes(self, order: list[int]) -> dict[int, int]:
-        """Of each storage that `order` makes: how many bytes its making needs at once, beyond itself."""
-        run = self._run
-        extra: dict[int, int] = {}
-        for k in order:
-            op = run.trace.ops[k]
-            sizes = {i: int(run.size[i]) for i in op.inputs if not run.resident[i]}
-            peak = held = 0
-            for i in sorted(sizes, key=lambda i: extra.get(i, 0), reverse=True):
-                peak = max(peak, held + sizes[i] + extra.get(i, 0))
-                held += sizes[i]
-            peak = max(peak, held + int(run.size[list(op.outputs)].sum()))
-            for i in op.outputs:
-                extra[i] = peak - int(run.size[i])
-        return extra
