@@ -542,6 +542,26 @@ static PyObject* run_op(PyObject* func, PyObject* types, PyObject* args, PyObjec
   return out;
 }
 
+// For the time of an op that a mode of ours sees. Another mode of ours below it is one that a budget left there which
+// another thread closed: what the upper one has in hand it lets pass.
+class InOp {
+ public:
+  explicit InOp(PyObject* mode) : outer_(inside), ours_(inside == nullptr || inside == mode) {
+    if (ours_) inside = mode;
+  }
+  ~InOp() { inside = outer_; }
+  InOp(const InOp&) = delete;
+  InOp& operator=(const InOp&) = delete;
+  bool ours() const { return ours_; }
+
+ private:
+  static thread_local PyObject* inside;  // only compared
+  PyObject* const outer_;
+  const bool ours_;
+};
+
+thread_local PyObject* InOp::inside = nullptr;
+
 // __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
 static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
   if (n < 4) return PyErr_Format(PyExc_TypeError, "dispatch(mode, func, types, args, kwargs)");
@@ -560,6 +580,8 @@ static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {
         return Py_NotImplemented;
       }
     }
+  const InOp in_op(a[0]);
+  if (!in_op.ours()) return PyObject_Call(func, args, kwargs == Py_None ? nullptr : kwargs);
   if (C10_UNLIKELY(g.tracing) && traced_here()) return traced_op(func, types, args, kwargs);
   return run_op(func, types, args, kwargs);
 }

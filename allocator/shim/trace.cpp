@@ -383,7 +383,7 @@ PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (kind < 0) return nullptr;
   // Forward passes that no backward ends (an evaluation with grad mode on).
   if (kind != UNNOTED && tr.events.size() >= tr.most_ops) give_up();
-  // Inside an op that is noted: a second mode of ours is on the stack (a budget that another thread closed left it).
+  // An op inside one that is noted: one of the program's own put modes back on the stack, say to run a backward.
   static thread_local bool inside = false;
   if (kind == UNNOTED || tr.broken || inside) return run_op(func, types, args, kwargs);
   Event e;

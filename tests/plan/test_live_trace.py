@@ -575,9 +575,21 @@ def test_an_op_that_fails_is_in_no_trace() -> None:
         assert manager().measuring.last is not None
 
 
-def test_a_mode_that_a_closed_budget_left_is_not_noted_twice() -> None:
+def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
     """A thread that did not close the budget keeps its mode, and the next budget puts another on top."""
+
+    def under_a_budget() -> tuple[float, Trace]:
+        with memmgr.budget(None, quiet=True, _sleep=False, disk=False) as opened:
+            step()
+            manager().measuring.want()
+            step()
+            step()
+            measured = manager().measuring.last
+            assert measured is not None
+            return opened.stats()["recorded_ops"], measured.trace
+
     _, step = dropouts()
+    recorded, trace = under_a_budget()
     first = memmgr.budget(None, quiet=True, _sleep=False, disk=False)
     first.__enter__()
     step()
@@ -585,18 +597,14 @@ def test_a_mode_that_a_closed_budget_left_is_not_noted_twice() -> None:
     thread.start()
     thread.join()
     try:
-        with memmgr.budget(None, quiet=True, _sleep=False, disk=False):
-            step()
-            manager().measuring.want()
-            step()
-            step()
-            measured = manager().measuring.last
+        again, second = under_a_budget()
     finally:
         torch._C._pop_torch_dispatch_stack(None)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    assert measured is not None
-    assert sum(op.name == "aten::div_" for op in measured.trace.ops) == 2
-
+    assert again == recorded
+    ops, others = ([op.name for op in t.ops if op.name.startswith("aten::")] for t in (second, trace))
+    assert ops == others
+    assert sum(op.name == "aten::div_" for op in second.ops) == 2
 
 def test_what_is_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward after forward, say, with grad mode on."""
