@@ -101,8 +101,8 @@ class Daemon:
         cells, position, in_flight = native.offloaded(self.LOOK)
         if not cells:
             return
-        resident, budget, _, _, _, largest, _ = native.pressure()
-        reserve = manager.reserve_bytes(largest)
+        resident, budget, *_ = native.pressure()
+        reserve = native.reserve_bytes()
         upcoming = Upcoming(
             np.array([c.nbytes for c in cells], dtype=np.int64),
             np.maximum.accumulate(np.array([max(0, position - c.seq) for c in cells], dtype=np.int64)),

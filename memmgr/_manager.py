@@ -548,10 +548,6 @@ class Manager:
 
     # -- what the policies see --
 
-    def reserve_bytes(self, largest: int) -> int:
-        """Room that prefetch leaves for the running op."""
-        return max(int(largest * 1.5), self.config.limit_bytes // 32)
-
     def seconds_per_use(self) -> float:
         last = self.last
         return last.backward_seconds / last.uses if last.uses else 0.0

@@ -194,6 +194,9 @@ class Native(Vault):
 
     # -- pressure --
 
+    def reserve_bytes(self) -> int:
+        return max(self._largest * 3 // 2, self._budget // 32)
+
     def _maybe_rank(self) -> None:
         rank = self._call.get("on_rank")
         if rank is None:
@@ -204,7 +207,7 @@ class Native(Vault):
         self._events += 1
         if self._events <= self._backoff or self._budget == UNLIMITED:
             return
-        reserve = max(self._largest * 3 // 2, self._budget // 32)
+        reserve = self.reserve_bytes()
         if self._resident() + reserve <= self._budget or self._armed_bytes >= reserve:
             return
         self._events = 0
@@ -358,7 +361,11 @@ class Native(Vault):
         if self._streams is not None:
             self._streams.note()
         progress = self._call.get("on_progress")
-        if self._offloaded_cells > 0 and progress is not None:
+        if (
+            self._offloaded_cells > 0
+            and progress is not None
+            and self._resident() + self.reserve_bytes() < self._budget
+        ):
             progress(cell.seq)
         try:
             for attempt in range(64):

@@ -260,7 +260,7 @@ static bool maybe_rank() {
   const uint64_t budget = mm_arena_budget(g.arena);
   if (budget == MM_UNLIMITED) return true;
   const uint64_t resident = mm_arena_resident(g.arena);
-  const uint64_t reserve = std::max<uint64_t>(g.largest_request.load() * 3 / 2, budget / 32);
+  const uint64_t reserve = reserve_bytes();
   if (resident + reserve <= budget || g.armed_bytes >= reserve) return true;
   g.events_since_rank = 0;
   PyObject* r = PyObject_CallFunction(g.on_rank, "K", static_cast<unsigned long long>(reserve));

@@ -84,7 +84,9 @@ static PyObject* unpack(PyObject*, PyObject* o) {
     tl_op_module = c->module;
   }
   plan_unpacked(c);
-  if (g.offloaded_cells > 0 && g.on_progress && !plan_brings_back()) {
+  // Who reads ahead leaves the reserve free. A thread woken for nothing takes the GIL from the one that works.
+  if (g.offloaded_cells > 0 && g.on_progress && !plan_brings_back() &&
+      mm_arena_resident(g.arena) + reserve_bytes() < mm_arena_budget(g.arena)) {
     PyObject* r = PyObject_CallFunction(g.on_progress, "L", static_cast<long long>(c->seq));
     if (!r) return nullptr;
     Py_DECREF(r);

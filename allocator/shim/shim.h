@@ -328,6 +328,12 @@ extern thread_local uint32_t tl_op_module;
 extern thread_local uint64_t tl_stall_ns;  // time that this thread spent in reclaim and reload
 extern PyTypeObject CellType, RecipeType, RefType;
 
+// Room that reads ahead leave free, and at which ranking ahead begins: what the running op may ask for. Needs the
+// arena.
+inline uint64_t reserve_bytes() {
+  return std::max<uint64_t>(g.largest_request.load(std::memory_order_relaxed) * 3 / 2, mm_arena_budget(g.arena) / 32);
+}
+
 inline uint64_t mixed(uint64_t hash, uint64_t v) {
   hash = (hash ^ v) * 0x9E3779B185EBCA87ull;
   return hash ^ (hash >> 32);

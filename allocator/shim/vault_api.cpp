@@ -312,6 +312,10 @@ static PyObject* py_pressure(PyObject*, PyObject*) {
                        (unsigned long long)g.largest_request.load(), (long long)g.offloaded_cells);
 }
 
+static PyObject* py_reserve_bytes(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(g.arena ? reserve_bytes() : 0);
+}
+
 static void put_object(PyObject* d, const char* key, PyObject* o) {
   if (o) {
     PyDict_SetItemString(d, key, o);
@@ -543,6 +547,7 @@ PyMethodDef vault_methods[] = {
     {"resident", py_resident, METH_NOARGS, ""},
     {"pressure", py_pressure, METH_NOARGS,
      "(resident, budget, handled, gone, armed, largest request, offloaded cells)"},
+    {"reserve_bytes", py_reserve_bytes, METH_NOARGS, "-> what reads ahead leave free"},
     {"arena_stats", py_arena_stats, METH_NOARGS, ""},
     {"tier_stats", py_tier_stats, METH_NOARGS, ""},
     {"counters", py_counters, METH_NOARGS, ""},

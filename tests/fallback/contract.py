@@ -207,6 +207,29 @@ def release_and_bring_back() -> None:
 
 
 @check
+def who_reads_ahead_is_woken_only_where_there_is_room() -> None:
+    """Woken at every use it took the GIL some hundred times a pass, for nothing, from a pass that runs at its floor."""
+    with opened("48MB", policy="lru+offload") as native:
+        daemon = _budget.current().daemon
+        assert daemon is not None
+        woken: list[int] = []
+        daemon.wake = lambda: woken.append(1)
+        with torch.no_grad():
+            handles = [native.handle(torch.randn(1024, 512) + 1) for _ in range(4)]
+        for handle in handles:
+            assert native.release(handle.cell, OFFLOAD)
+        assert native.reserve_bytes() >= 3 << 20
+        ballast = []
+        while native.resident() + native.reserve_bytes() < native.pressure()[1]:
+            ballast.append(torch.empty(1 << 18))
+        native.unpack(handles[0])
+        assert not woken
+        del ballast
+        native.unpack(handles[1])
+        assert woken
+
+
+@check
 def eviction_and_recomputation() -> None:
     with opened() as native:
         proven(native)
