@@ -606,6 +606,7 @@ def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
     assert ops == others
     assert sum(op.name == "aten::div_" for op in second.ops) == 2
 
+
 def test_what_is_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward after forward, say, with grad mode on."""
     with measuring() as (step, tracer):

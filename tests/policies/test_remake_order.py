@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from memmgr.policies.remake_order import Making, needed, remake_order
 
 
