@@ -73,8 +73,8 @@ char* HostPages::Up(char* at) const { return at + (-reinterpret_cast<uintptr_t>(
 char* HostPages::Down(char* at) const { return at - (reinterpret_cast<uintptr_t>(at) & (chunk_bytes_ - 1)); }
 
 // Only whole chunks are moved. Every cut is the kernel's to keep and every later move's to stop at, and the cuts that
-// blocks of any length make would come to lie ever closer: a step of a GPT took 240 moves at first, 1,900 after some
-// hundred steps.
+// blocks of any length make would come to lie ever closer: a step of a GPT took 240 moves at first, and 5,800 on
+// average over 180 steps (270 now).
 int HostPages::Commit(void* user, void* at, size_t bytes) {
   auto* self = static_cast<HostPages*>(user);
   char* const begin = static_cast<char*>(at);
