@@ -249,7 +249,7 @@ _CELLS: Making[Any, Any] = Making(
     inputs=attrgetter("inputs"),
     outputs=lambda recipe: [cell for cell in recipe.outputs if cell is not None],
     size_bytes=attrgetter("nbytes"),
-    missing_bytes=lambda cell: 0 if cell.present else cell.nbytes,
+    present=attrgetter("present"),
 )
 
 

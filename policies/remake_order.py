@@ -26,7 +26,7 @@ class Making(Generic[Cell, Op]):
         inputs: what an op reads, each once.
         outputs: what it makes.
         size_bytes: of a thing.
-        missing_bytes: the same, but 0 of what is in memory.
+        present: in memory.
     """
 
     gone: Callable[[Cell], bool]
@@ -34,7 +34,7 @@ class Making(Generic[Cell, Op]):
     inputs: Callable[[Op], Sequence[Cell]]
     outputs: Callable[[Op], Sequence[Cell]]
     size_bytes: Callable[[Cell], int]
-    missing_bytes: Callable[[Cell], int]
+    present: Callable[[Cell], bool]
 
 
 def remake_order(making: Making[Cell, Op], wanted: Sequence[Cell]) -> tuple[list[Op], dict[Cell, int]]:
@@ -91,7 +91,7 @@ def _extra_bytes(making: Making[Cell, Op], order: Iterable[Op]) -> dict[Cell, in
     extra: dict[Cell, int] = {}
     for op in order:
         # What is offloaded needs its own bytes and no more; what is in memory needs nothing.
-        sizes = {i: making.missing_bytes(i) for i in making.inputs(op)}
+        sizes = {i: making.size_bytes(i) for i in making.inputs(op) if not making.present(i)}
         peak = held = 0
         for i in sorted(sizes, key=lambda i: extra.get(i, 0), reverse=True):
             peak = max(peak, held + sizes[i] + extra.get(i, 0))

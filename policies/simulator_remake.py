@@ -33,7 +33,7 @@ class Remake:
             inputs=lambda k: tuple(dict.fromkeys(ops[k].inputs)),
             outputs=lambda k: ops[k].outputs,
             size_bytes=lambda s: storages[s].size_bytes,
-            missing_bytes=lambda s: 0 if run.resident[s] else storages[s].size_bytes,
+            present=lambda s: bool(run.resident[s]),
         )
 
     def _maker(self, s: int) -> int:

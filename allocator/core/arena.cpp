@@ -26,6 +26,7 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 constexpr int kPatience = 1024;
 constexpr uint64_t kChunks = 256;  // in the budget, at least
 constexpr uint64_t kLeastChunk = uint64_t{32} << 10;
+constexpr uint64_t kAddresses = 4;  // times the budget, where blocks are aligned
 // Pages given back so often for one try, each time taken by others before us.
 constexpr int kRoundsForRoom = 256;
 
@@ -76,7 +77,7 @@ Arena* Arena::CreateOnHost(uint64_t budget_bytes, uint64_t reserve_bytes, std::s
   if (reserve_bytes == 0) {
     areas = {std::max(64 * kGiB, 4 * PhysicalBytes()), kGiB, 0};
     if (budget_bytes < kAbsurdBytes) {
-      areas.large_bytes = std::max(areas.large_bytes, 2 * budget_bytes);
+      areas.large_bytes = std::max(areas.large_bytes, kAddresses * budget_bytes);
       areas.least_large_bytes = std::max(areas.least_large_bytes, budget_bytes);
     }
   }
@@ -207,13 +208,14 @@ inline void Arena::ResidentChanged() {
 }
 
 // What a move costs depends little on its length (4 to 6 us, 20 beside other threads, for up to 1 MiB), and what is cut
-// too short for one costs 205 us a MB. Where addresses end at the budget none are left over for alignment.
+// too short for one costs 205 us a MB. Aligned blocks take up to twice their length of addresses.
 void Arena::ChooseChunk() {
   const bool moved = pages_.moving != nullptr && remap_ == MM_REMAP_FIRST && budget() < kAbsurdBytes;
   const uint64_t least = std::max<uint64_t>(kLeastChunk, pages_.page_bytes);
-  chunk_bytes_ = moved ? std::clamp(std::bit_floor(budget() / kChunks), least, std::max(least, kMiB)) : 0;
-  large_.SetChunk(chunk_bytes_);
-  small_.SetChunk(chunk_bytes_);
+  const uint64_t most = std::max<uint64_t>(kMostChunk, pages_.page_bytes);
+  chunk_bytes_ = moved ? std::clamp(std::bit_floor(budget() / kChunks), least, most) : 0;
+  large_.SetChunk(chunk_bytes_, moved && large_.bytes() / kAddresses >= budget());
+  small_.SetChunk(chunk_bytes_, false);
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {

@@ -78,7 +78,7 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
 }
 
 uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
-  if (chunk_pages_ == 0 || bytes >> page_shift_ < chunk_pages_) return run->offset;
+  if (!align_ || bytes >> page_shift_ < chunk_pages_) return run->offset;
   const uint64_t first = Up((run->offset + pages_.page_bytes - 1) >> page_shift_, chunk_pages_) << page_shift_;
   const uint64_t run_end = run->offset + run->bytes;
   return first + bytes <= (run == last_ ? std::min(run_end, limit) : run_end) ? first : run->offset;

@@ -11,7 +11,7 @@
 //                blocks are usable wherever they lie
 //   end          the side of a run from which a block is cut
 //   spot         a run and the offset in it where a block is to begin
-//   chunk        see pages.h: a block of at least one begins where one begins, if there is room for that
+//   chunk        see pages.h: a block of at least one begins where one begins, if there are addresses enough
 //
 // The life of a block: Find a run, Take a piece of it (the block is live but may lack pages), let the caller make room
 // in the budget, Back it with pages, use it, Free it.
@@ -73,7 +73,10 @@ class Heap {
   uint64_t blocks() const;  // live ones and runs
 
   // 0: pages are not moved.
-  void SetChunk(uint64_t bytes) { chunk_pages_ = bytes >> page_shift_; }
+  void SetChunk(uint64_t bytes, bool align) {
+    chunk_pages_ = bytes >> page_shift_;
+    align_ = align;
+  }
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);
   // The same in two steps. Up to `pages` spare pages are away: in pieces that are chained by `left`, in front of
@@ -150,6 +153,7 @@ class Heap {
   Block* last_;
 
   uint64_t chunk_pages_ = 0;
+  bool align_ = false;
   uint64_t free_bytes_ = 0;  // of all runs, holes included
   uint64_t hole_pages_ = 0;  // in runs
   uint64_t spare_pages_ = 0;

@@ -1,6 +1,9 @@
 #include "pages.h"
 
 #include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -50,7 +53,7 @@ HostPages::HostPages() {
           .moving = can_move ? Moving : nullptr};
 }
 
-void* HostPages::Reserve(void*, size_t bytes) {
+void* HostPages::Reserve(void* user, size_t bytes) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   char* base = static_cast<char*>(mmap(nullptr, bytes + kAlignment, PROT_NONE, flags, -1, 0));
   if (base == MAP_FAILED) return nullptr;
@@ -63,6 +66,9 @@ void* HostPages::Reserve(void*, size_t bytes) {
   // give back of one stays with it until no part is in use: with the advice given to exactly the committed pages, a
   // remap of 1.4 GiB out of 3 left 1.1 GiB of memory in use that nobody could see in the process.
   madvise(base, bytes, MADV_NOHUGEPAGE);
+  auto* self = static_cast<HostPages*>(user);
+  self->begin_ = base;
+  self->end_ = base + bytes;
   return base;
 }
 
@@ -95,9 +101,15 @@ int HostPages::Commit(void* user, void* at, size_t bytes) {
   return error;
 }
 
-int HostPages::CommitFresh(char* at, char* end) {
-  if (at == end || mprotect(at, static_cast<size_t>(end - at), PROT_READ | PROT_WRITE) == 0) return 0;
-  return -errno;
+// As far as blocks are aligned, so that what lies between two of them does not make three mappings of one. That is no
+// memory until somebody touches it; where the system counts it all the same and refuses, only what is asked for.
+int HostPages::CommitFresh(char* at, char* end) const {
+  if (at == end) return 0;
+  const auto misplaced = [](const char* p) { return reinterpret_cast<uintptr_t>(p) & (kMostChunk - 1); };
+  char* const low = std::max(begin_, at - misplaced(at));
+  char* const high = std::min(end_, end + (-misplaced(end) & (kMostChunk - 1)));
+  if (mprotect(low, static_cast<size_t>(high - low), PROT_READ | PROT_WRITE) == 0) return 0;
+  return mprotect(at, static_cast<size_t>(end - at), PROT_READ | PROT_WRITE) == 0 ? 0 : -errno;
 }
 
 // The protection stays: one mapping for all that was ever committed, instead of two more for every hole.
@@ -156,8 +168,14 @@ bool HostPages::Move(char* from, char* to, size_t bytes) {
     return false;
   }
   if (!MovePages(from, to, bytes)) {
-    // The kernel may have made room there first, and nobody else shall get those addresses.
-    mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    // The kernel may have made room there first, and nobody else shall get those addresses: what we would do there
+    // later would be done to them.
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    if (mmap(to, bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED && errno != EEXIST) {
+      fprintf(stderr, "memmgr: lost %zu bytes of addresses at %p: %s\n", bytes, static_cast<void*>(to),
+              strerror(errno));
+      abort();
+    }
     return false;
   }
   seams_.erase(seams_.upper_bound(to), seams_.lower_bound(to + bytes));

@@ -40,6 +40,8 @@ struct PageOps {
   void (*moving)(void* user, size_t chunk_bytes);
 };
 
+inline constexpr size_t kMostChunk = size_t{1} << 20;
+
 // The host's memory for one arena.
 class HostPages {
  public:
@@ -60,7 +62,7 @@ class HostPages {
   static int Decommit(void* user, void* at, size_t bytes);
   static void Release(void* user, void* base, size_t bytes);
   static void Moving(void* user, size_t chunk_bytes);
-  int CommitFresh(char* at, char* end);
+  int CommitFresh(char* at, char* end) const;
   size_t MoveTo(char* to, size_t bytes);
   bool Move(char* from, char* to, size_t bytes);
   // To the beginning of a chunk.
@@ -68,6 +70,8 @@ class HostPages {
   char* Down(char* at) const;
 
   PageOps ops_;
+  char* begin_ = nullptr;  // of what is reserved
+  char* end_ = nullptr;
   size_t chunk_bytes_ = 0;    // 0: nothing is moved now
   std::vector<Piece> loose_;  // given back since `moving` began; the memory is still there
   // Where the kernel may have one mapping end and another begin because of our moves. A move takes from one mapping

@@ -25,6 +25,7 @@ static PyObject* configure(PyObject*, PyObject* args, PyObject* kwargs) {
     FIELD(on_oom)
     FIELD(on_retry)
     FIELD(on_progress)
+    FIELD(mode_class)
 #undef FIELD
     if (!std::strcmp(name, "on_pack_other")) where = &on_pack_other;
     if (!std::strcmp(name, "on_unpack_other")) where = &on_unpack_other;

@@ -542,12 +542,13 @@ static PyObject* run_op(PyObject* func, PyObject* types, PyObject* args, PyObjec
   return out;
 }
 
-// For the time of an op that a mode of ours sees. Another mode of ours below it is one that a budget left there which
-// another thread closed: what the upper one has in hand it lets pass.
+// For the time of an op that a mode of ours sees. A mode below it that is not of the open budget is one that another
+// budget left there, which another thread closed: what the upper one has in hand it lets pass.
 class InOp {
  public:
-  explicit InOp(PyObject* mode) : outer_(inside), ours_(inside == nullptr || inside == mode) {
-    if (ours_) inside = mode;
+  explicit InOp(PyObject* mode)
+      : outer_(inside), ours_(!inside || reinterpret_cast<PyObject*>(Py_TYPE(mode)) == g.mode_class) {
+    inside = true;
   }
   ~InOp() { inside = outer_; }
   InOp(const InOp&) = delete;
@@ -555,12 +556,12 @@ class InOp {
   bool ours() const { return ours_; }
 
  private:
-  static thread_local PyObject* inside;  // only compared
-  PyObject* const outer_;
+  static thread_local bool inside;
+  const bool outer_;
   const bool ours_;
 };
 
-thread_local PyObject* InOp::inside = nullptr;
+thread_local bool InOp::inside = false;
 
 // __torch_dispatch__(self, func, types, args, kwargs) of the recording mode.
 static PyObject* dispatch(PyObject*, PyObject* const* a, Py_ssize_t n) {

@@ -311,6 +311,7 @@ struct Shim {
   PyObject* on_empty = nullptr;     // (bytes) -> bytes: the vault is empty
   PyObject* on_oom = nullptr;       // (): an op ended out of memory; raises BudgetError
   PyObject* on_retry = nullptr;     // () -> bool: an op found no memory; was anything freed?
+  PyObject* mode_class = nullptr;   // of the open budget's modes
   PyObject* on_progress = nullptr;  // (seq): a handle was used while offloaded cells exist
   Counters n;
 };

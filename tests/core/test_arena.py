@@ -507,6 +507,54 @@ def test_moves_do_not_cut_memory_ever_finer(core):
     arena.destroy()
 
 
+def test_alignment_does_not_split_the_range(core):
+    """What lies between two aligned blocks belongs to the same mapping: a process may have 65,530."""
+    arena = core_abi.Arena(core, 1 << 30)
+    blocks = [arena.alloc(MIB + 512) for _ in range(300)]
+    assert None not in blocks
+    assert mappings(min(blocks), max(blocks) + MIB) <= 2
+    for address in blocks:
+        arena.free(address)
+    arena.destroy()
+
+
+@pytest.mark.parametrize("ranges", [1, 2, 4])
+def test_alignment_takes_no_addresses_that_are_needed(make_arena, ranges):
+    """All of the budget has a place, however short the range (`ulimit -v`)."""
+    budget = 64 * MIB
+    arena = make_arena(budget=budget, reserve=ranges * budget)
+    blocks = []
+    while (address := arena.alloc(256 * KIB + 512)) is not None:
+        blocks.append(address)
+    assert len(blocks) * (256 * KIB + 512) > 0.99 * budget
+    for address in blocks:
+        arena.free(address)
+
+
+@pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
+def test_a_refused_move_leaves_no_hole_in_the_range(core):
+    """The kernel has unmapped the target by then: somebody else would get those addresses, and then our next move."""
+    done = run_child("""
+        import resource
+        from pathlib import Path
+        from test_arena import KIB, MIB, fragment
+        arena = core_abi.Arena(core, 16 * MIB)
+        start = fragment(arena, 12 * MIB)[0] - 64 * KIB
+        data = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (data, resource.RLIM_INFINITY))
+        assert arena.alloc(8 * MIB) is None
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        at = start
+        for low, high in sorted((int(low, 16), int(high, 16)) for low, high in spans):
+            if low <= at < high:
+                at = high
+        assert at >= start + 64 * MIB, (hex(start), hex(at))
+        assert arena.alloc(3 * MIB) is not None
+    """)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_short_reserve_asks_reclaim_for_contiguity(make_arena):
     budget = 4 * MIB
     arena = make_arena(budget=budget, reserve=budget)

@@ -607,6 +607,39 @@ def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
     assert sum(op.name == "aten::div_" for op in second.ops) == 2
 
 
+def test_a_budget_that_is_opened_inside_an_op_records() -> None:
+    """The op is in the hand of a mode whose budget another thread has closed meanwhile; the new one's mode is not below it."""
+    _, step = dropouts()
+    with memmgr.budget(None, quiet=True, _sleep=False, disk=False) as opened:
+        step()
+    want = opened.stats()["recorded_ops"]
+    first = memmgr.budget(None, quiet=True, _sleep=False, disk=False)
+    recorded = []
+    keys = torch._C.DispatchKey
+
+    @torch.library.custom_op("memmgr_tests::opens_a_budget", mutates_args=())
+    def opens_a_budget(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=first.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradCPU, keys.AutogradOther):
+            exclude = exclude.remove(key) if exclude.has(key) else exclude - torch._C.DispatchKeySet(key)
+        guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+        with guard, torch.enable_grad(), memmgr.budget(None, quiet=True, _sleep=False, disk=False) as inner:
+            step()
+        recorded.append(inner.stats()["recorded_ops"])
+        return x + 1
+
+    first.__enter__()
+    try:
+        opens_a_budget(torch.ones(4))
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert recorded == [want]
+
+
 def test_what_is_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward after forward, say, with grad mode on."""
     with measuring() as (step, tracer):

@@ -28,7 +28,7 @@ class Graph:
             inputs=lambda k: self.inputs[k],
             outputs=lambda k: (k,),
             size_bytes=lambda c: self.sizes[c],
-            missing_bytes=lambda c: 0 if c in self.resident else self.sizes[c],
+            present=lambda c: c in self.resident,
         )
 
     def peak(self, order: list[int]) -> int:
@@ -114,3 +114,20 @@ def test_what_lies_about_longer_is_made_later() -> None:
     graph = Graph([(), (0,), (), (1, 2)], [9, 1, 5, 1])
     assert remake_order(graph.making(), [3])[0] == [0, 1, 2, 3]
     assert graph.peak([0, 1, 2, 3]) == 10 and graph.peak([2, 0, 1, 3]) == 15
+
+
+def test_what_is_there_costs_nothing_although_its_op_runs_again() -> None:
+    """An op makes x and y; only y is gone. P, made of x, is ready at no cost, so the branch of y comes first."""
+    names = ["L", "x", "y", "P", "Q", "T"]
+    sizes = dict(zip(names, (100, 1, 1, 10, 40, 1), strict=True))
+    maker = {"L": "l", "x": "a", "y": "a", "P": "p", "Q": "q", "T": "t"}
+    inputs = {"l": (), "a": ("L",), "p": ("x",), "q": ("y",), "t": ("P", "Q")}
+    making: Making[str, str] = Making(
+        gone=lambda c: c != "x",
+        maker=lambda c: maker[c],
+        inputs=lambda k: inputs[k],
+        outputs=lambda k: [c for c in names if maker[c] == k],
+        size_bytes=lambda c: sizes[c],
+        present=lambda c: c == "x",
+    )
+    assert remake_order(making, ["T"])[0] == ["l", "a", "q", "p", "t"]
