@@ -212,10 +212,8 @@ inline void Arena::ResidentChanged() {
 void Arena::ChooseChunk() {
   const bool moved = pages_.moving != nullptr && remap_ == MM_REMAP_FIRST && budget() < kAbsurdBytes;
   const uint64_t least = std::max<uint64_t>(kLeastChunk, pages_.page_bytes);
-  const uint64_t most = std::max<uint64_t>(kMostChunk, pages_.page_bytes);
-  chunk_bytes_ = moved ? std::clamp(std::bit_floor(budget() / kChunks), least, most) : 0;
-  large_.SetChunk(chunk_bytes_, moved && large_.bytes() / kAddresses >= budget());
-  small_.SetChunk(chunk_bytes_, false);
+  const uint64_t chunk = moved ? std::clamp<uint64_t>(std::bit_floor(budget() / kChunks), least, kMostChunk) : 0;
+  large_.SetChunk(chunk, moved && large_.bytes() / kAddresses >= budget());
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
@@ -304,7 +302,7 @@ inline Block* Arena::Place(Heap* heap, Request* request) {
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   const uint64_t excess = ExcessPages(block->holes);
-  const Moving moving(pages_, excess > 0 ? chunk_bytes_ : 0);
+  const Moving moving(pages_, excess > 0 ? large_.chunk_bytes() : 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
     const uint64_t committed = committed_pages();
     GiveBackNow(excess);

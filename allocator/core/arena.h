@@ -197,7 +197,6 @@ class Arena final : private ForkAware {
   uint64_t held_bytes_ = 0;
   uint64_t large_held_bytes_ = 0;
   uint64_t marked_peak_bytes_ = 0;
-  uint64_t chunk_bytes_ = 0;  // see pages.h; 0: pages are not moved
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;

@@ -10,6 +10,13 @@
 #include "window.h"
 
 namespace memmgr {
+namespace {
+
+// To a multiple of `step`, a power of two.
+uint64_t Up(uint64_t page, uint64_t step) { return (page + step - 1) & ~(step - 1); }
+uint64_t Down(uint64_t page, uint64_t step) { return page & ~(step - 1); }
+
+}  // namespace
 
 Heap::Heap(const PageOps& pages, TouchedSets* sets, char* base, uint64_t bytes, int unit_shift)
     : pages_(pages),
@@ -79,7 +86,7 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
 
 uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const {
   if (!align_ || bytes >> page_shift_ < chunk_pages_) return run->offset;
-  const uint64_t first = Up((run->offset + pages_.page_bytes - 1) >> page_shift_, chunk_pages_) << page_shift_;
+  const uint64_t first = Up(Whole(run).first, chunk_pages_) << page_shift_;
   const uint64_t run_end = run->offset + run->bytes;
   return first + bytes <= (run == last_ ? std::min(run_end, limit) : run_end) ? first : run->offset;
 }
@@ -292,7 +299,7 @@ uint64_t Heap::GiveBackOf(Block* run, uint64_t step, uint64_t most) {
     const uint64_t low = Up(begin, step), top = Down(end, step);
     end = begin;
     if (low >= top) continue;
-    const uint64_t first = std::max(low, top - std::min(top, (most - given) & ~(step - 1)));
+    const uint64_t first = std::max(low, top - std::min(top, Down(most - given, step)));
     if (pages_.decommit(pages_.user, base_ + (first << page_shift_), (top - first) << page_shift_) != 0) break;
     if (given == 0) Withdraw(run);
     map_.Clear(first, top);

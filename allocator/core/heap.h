@@ -17,7 +17,6 @@
 // in the budget, Back it with pages, use it, Free it.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -72,11 +71,12 @@ class Heap {
   }
   uint64_t blocks() const;  // live ones and runs
 
-  // 0: pages are not moved.
+  // 0: pages are not moved. Otherwise the area begins where a chunk does.
   void SetChunk(uint64_t bytes, bool align) {
     chunk_pages_ = bytes >> page_shift_;
     align_ = align;
   }
+  uint64_t chunk_bytes() const { return chunk_pages_ << page_shift_; }
   // Gives up to `pages` spare pages back to the system; returns how many it did.
   uint64_t GiveBack(uint64_t pages);
   // The same in two steps. Up to `pages` spare pages are away: in pieces that are chained by `left`, in front of
@@ -129,10 +129,6 @@ class Heap {
   bool CommitHoles(Block* block);
   // Gives back multiples of `step` pages of the run, at most `most`; returns how many.
   uint64_t GiveBackOf(Block* run, uint64_t step, uint64_t most);
-  // The page at or after `page`, or at or before it, whose address is a multiple of `step` pages; 0 if none is before.
-  uint64_t Up(uint64_t page, uint64_t step) const { return page + (-(base_page() + page) & (step - 1)); }
-  uint64_t Down(uint64_t page, uint64_t step) const { return page - std::min(page, (base_page() + page) & (step - 1)); }
-  uint64_t base_page() const { return reinterpret_cast<uint64_t>(base_) >> page_shift_; }
   template <typename Visitor>
   bool WalkRun(const Block* run, const Visitor& visit) const;
   std::string CheckBlock(const Block* block) const;

@@ -16,7 +16,6 @@ namespace memmgr {
 namespace {
 
 constexpr size_t kMostSeams = 16384;
-constexpr size_t kAlignment = size_t{2} << 20;  // a page table's reach: as much as can be moved by one entry
 
 int GiveToSystem(char* at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED) == 0 ? 0 : -errno; }
 
@@ -55,13 +54,13 @@ HostPages::HostPages() {
 
 void* HostPages::Reserve(void* user, size_t bytes) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  char* base = static_cast<char*>(mmap(nullptr, bytes + kAlignment, PROT_NONE, flags, -1, 0));
+  char* base = static_cast<char*>(mmap(nullptr, bytes + kMostChunk, PROT_NONE, flags, -1, 0));
   if (base == MAP_FAILED) return nullptr;
   // Offsets in the area are aligned as addresses are.
-  const size_t before = -reinterpret_cast<uintptr_t>(base) & (kAlignment - 1);
+  const size_t before = -reinterpret_cast<uintptr_t>(base) & (kMostChunk - 1);
   if (before > 0) munmap(base, before);
   base += before;
-  munmap(base + bytes, kAlignment - before);
+  munmap(base + bytes, kMostChunk - before);
   // No huge pages. One would bring 2 MiB into memory for a 4 KiB touch, khugepaged would fill holes again, and what we
   // give back of one stays with it until no part is in use: with the advice given to exactly the committed pages, a
   // remap of 1.4 GiB out of 3 left 1.1 GiB of memory in use that nobody could see in the process.

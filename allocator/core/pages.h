@@ -40,7 +40,7 @@ struct PageOps {
   void (*moving)(void* user, size_t chunk_bytes);
 };
 
-inline constexpr size_t kMostChunk = size_t{1} << 20;
+inline constexpr size_t kMostChunk = size_t{1} << 20;  // what is reserved begins at one
 
 // The host's memory for one arena.
 class HostPages {

@@ -383,16 +383,12 @@ PyObject* traced_op(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (kind < 0) return nullptr;
   // Forward passes that no backward ends (an evaluation with grad mode on).
   if (kind != UNNOTED && tr.events.size() >= tr.most_ops) give_up();
-  // An op inside one that is noted: one of the program's own put modes back on the stack, say to run a backward.
-  static thread_local bool inside = false;
-  if (kind == UNNOTED || tr.broken || inside) return run_op(func, types, args, kwargs);
+  if (kind == UNNOTED || tr.broken) return run_op(func, types, args, kwargs);
   Event e;
   e.func = func;
   before(e, begun, args, kwargs);
   const uint64_t pass = tr.pass, entered = now_ns(), elsewhere = elsewhere_ns();
-  inside = true;
   PyObject* out = run_op(func, types, args, kwargs);
-  inside = false;
   if (tr.pass != pass || tr.broken) return out;
   if (!out) {
     give_up();  // what it saved and made before it failed belongs to no op

@@ -68,6 +68,13 @@ def measure(step: Callable[[], Any], limit: int | None = None, **options: Any) -
     return found
 
 
+def recorded_ops(step: Callable[[], Any]) -> float:
+    """Of one step under a budget."""
+    with memmgr.budget(None, quiet=True, _sleep=False, disk=False) as opened:
+        step()
+        return float(opened.stats()["recorded_ops"])
+
+
 def program(trace: Trace) -> list[tuple[int, Op]]:
     """The program's own ops, with their numbers in the trace."""
     return [(k, op) for k, op in enumerate(trace.ops) if op.kind != OpKind.CONSTANT and op.name != BETWEEN]
@@ -578,18 +585,8 @@ def test_an_op_that_fails_is_in_no_trace() -> None:
 def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
     """A thread that did not close the budget keeps its mode, and the next budget puts another on top."""
 
-    def under_a_budget() -> tuple[float, Trace]:
-        with memmgr.budget(None, quiet=True, _sleep=False, disk=False) as opened:
-            step()
-            manager().measuring.want()
-            step()
-            step()
-            measured = manager().measuring.last
-            assert measured is not None
-            return opened.stats()["recorded_ops"], measured.trace
-
     _, step = dropouts()
-    recorded, trace = under_a_budget()
+    recorded, trace = recorded_ops(step), measure(step).trace
     first = memmgr.budget(None, quiet=True, _sleep=False, disk=False)
     first.__enter__()
     step()
@@ -597,7 +594,7 @@ def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
     thread.start()
     thread.join()
     try:
-        again, second = under_a_budget()
+        again, second = recorded_ops(step), measure(step).trace
     finally:
         torch._C._pop_torch_dispatch_stack(None)
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -610,9 +607,7 @@ def test_a_mode_that_a_closed_budget_left_does_nothing_twice() -> None:
 def test_a_budget_that_is_opened_inside_an_op_records() -> None:
     """The op is in the hand of a mode whose budget another thread has closed meanwhile; the new one's mode is not below it."""
     _, step = dropouts()
-    with memmgr.budget(None, quiet=True, _sleep=False, disk=False) as opened:
-        step()
-    want = opened.stats()["recorded_ops"]
+    want = recorded_ops(step)
     first = memmgr.budget(None, quiet=True, _sleep=False, disk=False)
     recorded = []
     keys = torch._C.DispatchKey
@@ -626,9 +621,8 @@ def test_a_budget_that_is_opened_inside_an_op_records() -> None:
         for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradCPU, keys.AutogradOther):
             exclude = exclude.remove(key) if exclude.has(key) else exclude - torch._C.DispatchKeySet(key)
         guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
-        with guard, torch.enable_grad(), memmgr.budget(None, quiet=True, _sleep=False, disk=False) as inner:
-            step()
-        recorded.append(inner.stats()["recorded_ops"])
+        with guard, torch.enable_grad():
+            recorded.append(recorded_ops(step))
         return x + 1
 
     first.__enter__()
