@@ -18,6 +18,9 @@ from memmgr._telemetry import MAP_STATES, MOST_READERS
 
 from .reading import LIMIT, Watching, manager, training, wait_until
 
+LAYERS = {"aten.addmm.default", "aten.gelu.default"}
+"""What `training`'s step does inside of its modules: the loss and the backward pass do neither."""
+
 
 def test_the_model_needs_more_than_its_limit() -> None:
     with memmgr.budget(None, quiet=True) as mm:
@@ -76,7 +79,8 @@ def test_events_and_cells_name_their_op_and_module() -> None:
             _all_events(watching, step)  # what was piled up while the modules were not known
             found = {(item["op"], item["module"]) for item in _all_events(watching, step)}
             assert ("aten.gelu.default", "Net.first.1") in found, found
-            assert not any(module is None for op, module in found if op), found
+            # The loss is computed outside of every module; whether one of its tensors leaves too is a matter of time.
+            assert all((op in LAYERS) == (module is not None) for op, module in found if op), found
             telemetry = manager().telemetry
             model = step.model  # type: ignore[attr-defined]
             loss = model(step.x).square().mean()  # cells to look at
