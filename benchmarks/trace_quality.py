@@ -11,7 +11,7 @@ round's time is the median of its passes, or of the simulations of its traces, a
 rounds of simulated to live. Live peaks are the most that was resident in any of these passes.
 
 Two policies, `evict` (recompute only, no tier) and `auto` with the disk tier in --disk, each twice: decided as it goes, beside
-the simulator with the same policy; and in passes that follow a plan, beside the planner's own prediction.
+the simulator with the same policy; and in passes that follow a plan, beside the simulator that follows one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' model
 
 import memmgr
 from memmgr import _budget
-from memmgr._plans import EFFORT, MARGIN
 from memmgr._trace import Measured
-from memmgr.policies.planner import plan
 from memmgr.policies.registry import parse_policy
-from memmgr.policies.simulator import simulate
-from memmgr.policies.steady import steadied
+from memmgr.policies.simulator import Run as Simulated
+from memmgr.policies.simulator import follow, simulate
 from memmgr.policies.trace import Trace
 from tests.budget import models
 
@@ -172,14 +170,11 @@ def measured(
 
 
 def simulated(traces: list[Trace], limit: int, policy: str, planned: bool) -> Run | None:
-    """The same in the simulator, or what the planner says of it."""
-    runs = []
+    """The same in the simulator."""
+    runs: list[Simulated] = []
     for trace in traces:
         link = trace.links[0] if trace.links else None
-        if planned:
-            run = plan(steadied(trace), int(limit * (1 - MARGIN)), link=link, effort=EFFORT, solve=False)
-        else:
-            run = simulate(trace, limit, parse_policy(policy), link)
+        run = (follow if planned else simulate)(trace, limit, parse_policy(policy), link)
         if not run.feasible:
             return None
         runs.append(run)

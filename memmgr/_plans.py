@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,12 @@ import numpy as np
 from memmgr.policies import Action
 from memmgr.policies.capuchin import choose, triggers
 from memmgr.policies.delta_paper import knapsack
-from memmgr.policies.planner import Plan, carried, plan
+from memmgr.policies.plan_saves import EFFORT, Made, budgets, bursts, decisions, in_triggers
+from memmgr.policies.planner import Plan, plan
 from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
 from memmgr.policies.steady import steadied
 from memmgr.policies.trace import TierLink, Trace
 
-from ._plan_saves import Made, bursts, decisions, in_triggers
 from ._recorder import MAX_ROOM
 from ._sizes import UNLIMITED
 
@@ -37,11 +37,7 @@ MOST_PLANS = 16  # signatures that are remembered; variable shapes have several
 MOST_MEASURED = 32  # passes that are measured in all
 MOST_MET = 256  # signatures that are remembered although nothing was measured: one that comes again is worth it
 WARM_PASSES = 1  # the first pass compiles and proves its kinds; optimizer state comes after it
-EFFORT = 100_000  # steps of the planner's search: about a third of a second
-# Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves). A pass that
-# ran short all the same takes as much more off, then twice as much, so often.
-MARGIN = 0.01
-MOST_TRIES = 4
+MOST_TRIES = 4  # plans that run short, each with twice the margin
 MOST_FEEDBACK = 12  # passes after which triggers stay where they are
 
 # Of a pass: how many cells it saved, the hash of their sizes, the id of the plan that it followed to the end or -1, at which
@@ -54,20 +50,7 @@ Planner = Callable[[Trace, int, TierLink | None, bool, bool], Made | None]
 
 def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, solve: bool) -> Made | None:
     made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=solve)
-    if not made.feasible:
-        return None
-    away, again = [], []
-    gone: set[int] = set()
-    asks = next((k for k, op in enumerate(trace.ops) if op.uses), len(trace.ops))
-    for a in made.absences:
-        action = Action.OFFLOAD if a.offloaded else Action.EVICT
-        if a.storage in gone or a.after >= asks:
-            again.append((a.storage, action, a.after, a.back))
-        else:
-            away.append((a.storage, action, a.back))
-        gone.add(a.storage)
-    kept = [(trace.storages[c.storage].size_bytes, c.made, c.read) for c in carried(trace, made.steps)]
-    return Made(away, replace(made, steps=(), absences=()), kept, again)  # the schedule is as long as the pass
+    return Made.of(trace, made) if made.feasible else None
 
 
 def _decided(decisions: Sequence[Decision]) -> Made:
@@ -237,10 +220,11 @@ class Plans:
         assert known.made is not None
         native = self._manager.native
         sizes = np.frombuffer(known.sizes, dtype=np.int64)
-        actions = decisions(known.made, known.measured, len(sizes))
+        of, index = known.measured.trace, known.measured.save_index
+        actions = decisions(known.made, index, len(sizes))
         native.drop_plans(known.id)
-        triggers = in_triggers(known.made, known.measured, actions, known.earlier)
-        native.add_plan(known.id, sizes, actions, triggers, *bursts(known.made, known.measured, actions))
+        triggers = in_triggers(known.made, of, index, actions, known.earlier)
+        native.add_plan(known.id, sizes, actions, triggers, *bursts(known.made, of, index, actions))
         return actions
 
     # -- the thread --
@@ -256,14 +240,12 @@ class Plans:
         begun = time.perf_counter()
         manager = self._manager
         try:
-            planner, limit = PLANNERS[manager.policy.planner], manager.config.limit_bytes
-            shares = [1.0 - MARGIN * 2**known.tries]
-            if not known.tries:
-                shares.append(1.0)  # so near the floor a plan without a margin is better than none
+            planner = PLANNERS[manager.policy.planner]
+            limits = budgets(manager.config.limit_bytes, known.tries)
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
             trace = steadied(known.measured.trace)
-            plans = (planner(trace, int(limit * share), manager.tier(), manager.may_evict, solve) for share in shares)
+            plans = (planner(trace, limit, manager.tier(), manager.may_evict, solve) for limit in limits)
             made = next((made for made in plans if made is not None), None)
             if made is None and known.made is not None:
                 known.tries = MOST_TRIES  # a plan that runs short is better than none

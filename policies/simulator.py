@@ -1,11 +1,16 @@
-"""Runs any filter, director and prefetcher over a trace: the code that decides live, on a made-up device."""
+"""Runs any filter, director and prefetcher, or a plan, over a trace: the code that decides live, on a made-up device."""
 
 from __future__ import annotations
 
+from .plan_saves import EFFORT, Made, budgets
+from .planner import Plan
+from .planner import plan as planned
 from .registry import Policy
 from .simulation import Run, Simulation, finished
+from .simulator_followed import FollowedSimulation
 from .simulator_live import LiveSimulation
 from .simulator_remake import DoesNotFit
+from .steady import steadied
 from .trace import TierLink, Trace
 
 
@@ -27,4 +32,33 @@ def simulate(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | N
     return finished((LiveSimulation if measured else Simulation)(trace, budget_bytes, policy, tier))
 
 
-__all__ = ["DoesNotFit", "Run", "Simulation", "finished", "simulate"]
+def follow(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None, plan: Plan | None = None) -> Run:
+    """One measured pass that follows a plan as a live run does (simulator_followed.py).
+
+    Args:
+        trace: the pass, or another that runs the same ops.
+        budget_bytes: most bytes resident.
+        policy: what decides where the plan's decisions are not enough.
+        tier: the tier below; None: recompute only.
+        plan: one for these ops. None: the one that a live run makes, from steady times and for a little less than the budget.
+
+    Raises:
+        ValueError: the trace is an operator log, which does not say what autograd saves; or the plan is not feasible.
+
+    Known limitations: those of `simulate`; reads begin as in the first pass that follows the plan, before feedback of late
+    ones has moved any (Capuchin, section 4.4).
+    """
+    if not any(op.saves for op in trace.ops):
+        raise ValueError("only a measured pass can be followed: an operator log does not say what autograd saves")
+    if plan is None:
+        even = steadied(trace)
+        plans = (planned(even, most, link=tier, effort=EFFORT, solve=False) for most in budgets(budget_bytes))
+        plan = next((made for made in plans if made.feasible), None)
+        if plan is None:
+            return Run(policy.name, budget_bytes, False, [], 0, 0.0, trace.seconds, why="no plan was found")
+    elif not plan.feasible:
+        raise ValueError("there is no plan to follow")
+    return finished(FollowedSimulation(trace, budget_bytes, policy, tier, Made.of(trace, plan)))
+
+
+__all__ = ["DoesNotFit", "Run", "Simulation", "finished", "follow", "simulate"]

@@ -63,9 +63,9 @@ class LiveSimulation(Simulation):
             self._position = int(self._order[s])
             self.accessed[s] = self.now()
         for _ in op.uses:
-            self._rank_ahead()
+            self.pressure()
         if self._is_recorded(k):
-            self._rank_ahead()
+            self.pressure()
 
     def after(self, k: int) -> None:
         op = self.trace.ops[k]
@@ -77,10 +77,24 @@ class LiveSimulation(Simulation):
             if not self._order[s]:
                 self._order[s] = self._saves
                 self._saved_bytes += int(self.size[s])
-            self._rank_ahead()
+                self.saved(s)
+            self.pressure()
 
     def _is_recorded(self, k: int) -> bool:
         return k < self._turn and self.trace.ops[k].kind != OpKind.VIEW
+
+    def saved(self, s: int) -> None:
+        """Autograd saves s for the first time."""
+
+    def asked(self, s: int) -> None:
+        """Autograd asks for s, which may be away."""
+
+    def pressure(self) -> None:
+        """Between two ops of the program, and with every save and use."""
+        self._rank_ahead()
+
+    def replays(self) -> None:
+        """An op is about to run again."""
 
     def _rank_ahead(self) -> None:
         """When the room left is less than what a request may take, and too little is ranked, who leaves next is."""
@@ -133,7 +147,12 @@ class LiveSimulation(Simulation):
             if not early:
                 break
             self.drop(min(early, key=lambda s: int(self._order[s])))  # of what was read too early, what is needed last
-        super().room(need_bytes)
+        if self.clock.used + need_bytes > self.budget:
+            self.short()
+            super().room(need_bytes)
+
+    def short(self) -> None:
+        """What was ranked, and what was read too early, was not enough."""
 
     def able(self) -> Bools:
         able = super().able()
@@ -188,20 +207,24 @@ class LiveSimulation(Simulation):
         """Makes all of `targets` resident: one after the other, as a node of backward asks for what it saved."""
         asked = self.trace.ops[k].uses if k < len(self.trace.ops) else ()
         targets = tuple(dict.fromkeys((*asked, *targets)))
-        if self.resident[list(targets)].all():
-            return
         there: list[int] = []
         try:
             for s in targets:
+                if s in asked:
+                    self.asked(s)
                 if not self.resident[s]:
                     if self.clean[s]:
                         self.read(s)
                     else:
-                        Remake(self, s).make()
+                        self.remake(s)
                 self.pins[s] += 1
                 there.append(s)
         finally:
             self.unpin(there)
+
+    def remake(self, s: int) -> None:
+        """Makes s again."""
+        Remake(self, (s,)).make()
 
     def unpin(self, storages: Iterable[int]) -> None:
         """Each of them is pinned once less."""

@@ -3,9 +3,11 @@ it needs planned before the first op runs, what two ops need made once, and what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from .remake_order import Making, remake_order
+from .remake_order import Making, needed, remake_order
 from .schedule import Do
 from .types import Action
 
@@ -20,11 +22,35 @@ class DoesNotFit(Exception):
 
 
 class Remake:
-    """One storage is made again."""
+    """One storage is made again, and on the way others that are wanted.
 
-    def __init__(self, run: LiveSimulation, target: int) -> None:
+    Attributes:
+        kept: by the number of a later burst of a plan: what was made on the way and stays, pinned, for that burst.
+    """
+
+    def __init__(
+        self,
+        run: LiveSimulation,
+        wanted: Sequence[int],
+        *,
+        target: int | None = None,
+        later: Sequence[tuple[int, Sequence[int], int]] = (),
+        may_spill: bool = True,
+    ) -> None:
+        """What is to be made.
+
+        Args:
+            run: the simulation.
+            wanted: the target and the others.
+            target: without it there is no end; the first of `wanted` if None.
+            later: (number of a burst, what it makes, bytes) for each for which a plan keeps something of this one.
+            may_spill: where there is no room otherwise, what was made on the way waits in the tier.
+        """
         self._run = run
-        self._target = target
+        self._wanted = list(wanted)
+        self._target = self._wanted[0] if target is None else target
+        self._later, self._may_spill = later, may_spill
+        self.kept: dict[int, list[int]] = {}
         self._pinned: set[int] = set()  # made on the way, until nobody reads it any more
         ops, storages = run.trace.ops, run.trace.storages
         self._making: Making[int, int] = Making(
@@ -48,10 +74,14 @@ class Remake:
             DoesNotFit: it is not to be had.
         """
         run = self._run
+        kept: dict[int, list[int]] | None = None
         try:
             for _ in range(_ROUNDS):
-                order, uses = remake_order(self._making, [self._target])
-                uses[self._target] = uses.get(self._target, 0) + 1
+                order, uses = remake_order(self._making, self._wanted)
+                if kept is None:
+                    kept = {number: self._shared(order, to_make, most) for number, to_make, most in self._later}
+                for s in (self._target, *chain.from_iterable(kept.values())):
+                    uses[s] = uses.get(s, 0) + 1
                 for s in [s for s in self._pinned if s not in uses]:
                     self._unpin(s)
                 for k in order:
@@ -59,10 +89,11 @@ class Remake:
                         if not self._step(k, uses):
                             break
                     except DoesNotFit:
-                        if not self._spill(k):
+                        if not self._may_spill or not self._spill(k):
                             raise
                         break
                 if run.resident[self._target]:
+                    self._keep(kept)
                     return
                 if run.clean[self._target]:
                     return run.read(self._target)
@@ -70,6 +101,19 @@ class Remake:
             for s in list(self._pinned):
                 self._unpin(s)
         raise DoesNotFit(f"making {run.trace.storages[self._target].name} again does not come to an end")
+
+    def _shared(self, order: Sequence[int], to_make: Sequence[int], most_bytes: int) -> list[int]:
+        """What `order` makes, nobody saved, and the making of `to_make` reads that `order` does not run; at most so much."""
+        made = {s for k in order for s in self._making.outputs(k) if not self._run.held[s]}
+        running = set(order)
+        rest = [k for k in needed(self._making, to_make)[0] if k not in running] if made else []
+        shared = list(dict.fromkeys(s for k in rest for s in self._making.inputs(k) if s in made))
+        return shared if sum(map(self._making.size_bytes, shared)) <= most_bytes else []
+
+    def _keep(self, kept: dict[int, list[int]]) -> None:
+        for number, storages in kept.items():
+            self.kept[number] = [s for s in storages if s in self._pinned]
+            self._run.pins.update(self.kept[number])
 
     def _pin(self, s: int) -> None:
         if s not in self._pinned:
@@ -82,7 +126,7 @@ class Remake:
         run = self._run
         self._pinned.remove(s)
         run.unpin((s,))
-        if run.resident[s] and not run.held[s]:
+        if run.resident[s] and not run.held[s] and not run.pins[s]:
             run.drop(s)
 
     def _step(self, k: int, uses: dict[int, int]) -> bool:
@@ -99,6 +143,7 @@ class Remake:
         fresh = [s for s in op.outputs if not run.resident[s]]
         run.pins.update(inputs)
         try:
+            run.replays()
             run.run_op(k, Do.RECOMPUTE)
         finally:
             run.unpin(inputs)

@@ -5,6 +5,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   auto        what a live run does by default (price, auto, bandwidth); for operator logs without --link: online
   online      decides op by op what runs again, for operator logs
   plan        the planner, which knows the whole pass
+  followed    what a live run does that follows the planner's plan, for measured passes
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,28 @@ from memmgr._trace_file import read_trace
 from memmgr.policies.capuchin import capuchin
 from memmgr.policies.delta_paper import delta_online, delta_taco
 from memmgr.policies.online import run_online
+from memmgr.policies.planner import plan
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Step, judge_records, replay
-from memmgr.policies.simulator import Run, simulate
+from memmgr.policies.simulator import Run, follow, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
 
-ALL = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "dtr_eq", "dtr", "msps", "lru+evict", "largest+evict")
-ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
+ALL = (
+    "auto",
+    "plan",
+    "followed",
+    "capuchin",
+    "delta_paper",
+    "delta_taco",
+    "dtr_eq",
+    "dtr",
+    "msps",
+    "lru+evict",
+    "largest+evict",
+)
+ALL_WITH_LINK = ("auto", "plan", "followed", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -130,7 +143,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.policy == "all":
         if args.schedule_out:
             raise _Refused("--schedule-out needs one policy, not all")
-        results = [_simulate(trace, name, ratio, budget, tier, bound)[0] for name in _all(tier)]
+        results = [_simulate(trace, name, ratio, budget, tier, bound)[0] for name in _all(trace, tier)]
         if args.json:
             print(json.dumps({"policy": "all", "results": [asdict(r) for r in results]}))
         else:
@@ -187,9 +200,13 @@ def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | No
     return 1.0 + extra / trace.seconds if trace.seconds and extra < float("inf") else None
 
 
-def _all(tier: TierLink | None) -> list[str]:
+def _all(trace: Trace, tier: TierLink | None) -> list[str]:
     names = ALL_WITH_LINK if tier else ALL
-    return [name for name in names if name != "plan" or find_spec("memmgr.policies.planner") is not None]
+    return [name for name in names if name != "followed" or _is_measured(trace)]
+
+
+def _is_measured(trace: Trace) -> bool:
+    return any(op.saves for op in trace.ops)
 
 
 _Outcome = tuple[bool, list[Step], str]
@@ -219,7 +236,9 @@ def _simulate(
 
 def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
     if name == "plan":
-        return _plan(tier)
+        return lambda trace, budget: _plan(trace, budget, tier)
+    if name == "followed":
+        return lambda trace, budget: _followed(trace, budget, tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
         return _online if name == "online" else _auto
     own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
@@ -250,17 +269,15 @@ def _online(trace: Trace, budget: int) -> _Outcome:
     return feasible, machine.steps, machine.why
 
 
-def _plan(tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
-    try:
-        planner = import_module("memmgr.policies.planner")
-    except ImportError as error:
-        raise _Refused(f"the planner is not there: {error}") from None
+def _plan(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
+    made = plan(trace, budget, link=tier)
+    return made.feasible, list(made.steps), "" if made.feasible else "no plan was found"
 
-    def decide(trace: Trace, budget: int) -> _Outcome:
-        plan = planner.plan(trace, budget, link=tier)
-        return plan.feasible, list(plan.steps), "" if plan.feasible else "no plan was found"
 
-    return decide
+def _followed(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
+    if not _is_measured(trace):
+        raise _Refused("followed is for measured passes: an operator log does not say what autograd saves; try plan")
+    return _outcome(follow(trace, budget, parse_policy("auto" if tier else "evict"), tier))
 
 
 def _write(path: Path, trace: Trace, steps: list[Step]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _plans, _replay, _shim
 from memmgr.policies import Action
+from memmgr.policies.plan_saves import Made, bursts, decisions
 from memmgr.policies.trace import TraceBuilder
 from tests.budget.there import bytes_already_there
 
@@ -70,26 +71,26 @@ def parts_of(trace: Any) -> dict[int, list[tuple[int, int]]]:
     return {size: sorted(parts) for size, parts in layers.items()}
 
 
-def all_away(trace: Any, *_: Any) -> _plans.Made:
+def all_away(trace: Any, *_: Any) -> Made:
     """Every saved part of a layer is dropped, and made again with the first of them that backward asks for."""
     away = [(s, Action.EVICT, parts[0][0]) for parts in parts_of(trace).values() for _, s in parts]
-    return _plans.Made(sorted(away))
+    return Made(sorted(away))
 
 
-def one_by_one(trace: Any, *_: Any) -> _plans.Made:
+def one_by_one(trace: Any, *_: Any) -> Made:
     """The same, each with its own use; what they are parts of is kept from the first that is made to the others."""
     layers = parts_of(trace)
     away = sorted((s, Action.EVICT, k) for parts in layers.values() for k, s in parts)
     carried = [(3 * size, parts[0][0], k) for size, parts in layers.items() for k, _ in parts[1:]]
-    return _plans.Made(away, None, carried)
+    return Made(away, None, carried)
 
 
-def two_for_one(trace: Any, *_: Any) -> _plans.Made:
+def two_for_one(trace: Any, *_: Any) -> Made:
     """Of `Sums`: each product is kept, from the part of it that is made, to the part of the sum, which is made last."""
     layers = parts_of(trace)
     away = sorted((s, Action.EVICT, k) for parts in layers.values() for k, s in parts)
     carried = [(size, k, parts[-1][0]) for size, parts in layers.items() for k, _ in parts[:-1]]
-    return _plans.Made(away, None, carried)
+    return Made(away, None, carried)
 
 
 def train(limit: int | None, net: type[nn.Module] = Projections, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -174,7 +175,7 @@ def test_what_a_later_burst_needs_is_kept(projections: list[int], monkeypatch: p
     plain, _ = train(None)
     digest, kept = in_planned_passes(projections, limit)
     assert digest == plain
-    monkeypatch.setitem(_plans.PLANNERS, "plan", lambda *args: _plans.Made(one_by_one(*args).away))
+    monkeypatch.setitem(_plans.PLANNERS, "plan", lambda *args: Made(one_by_one(*args).away))
     digest, forgotten = in_planned_passes(projections, limit)
     assert digest == plain
     assert kept == 1 < forgotten
@@ -186,7 +187,7 @@ def test_two_bursts_may_keep_something_for_a_third(projections: list[int], monke
     plain, _ = train(None, Sums)
     digest, kept = in_planned_passes(projections, limit, Sums)
     assert digest == plain
-    monkeypatch.setitem(_plans.PLANNERS, "plan", lambda *args: _plans.Made(two_for_one(*args).away))
+    monkeypatch.setitem(_plans.PLANNERS, "plan", lambda *args: Made(two_for_one(*args).away))
     digest, forgotten = in_planned_passes(projections, limit, Sums)
     assert digest == plain
     assert kept == 1 < forgotten
@@ -223,13 +224,9 @@ def test_others_that_fail_do_not_matter(projections: list[int], monkeypatch: pyt
 
 
 def test_a_burst_is_what_comes_back_before_the_same_op() -> None:
-    class Measured:
-        save_index = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 5}  # noqa: RUF012 - read only
-        trace = TraceBuilder().build()
-
+    save_index = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 5}
     away = [(10, Action.EVICT, 7), (11, Action.OFFLOAD, 7), (12, Action.EVICT, 9), (13, Action.EVICT, 7)]
     away += [(12, Action.EVICT, 7), (14, Action.EVICT, 8), (99, Action.EVICT, 7)]
-    made: Any = _plans.Made(away)
-    measured: Any = Measured()
-    numbers, _, _ = _plans.bursts(made, measured, _plans.decisions(made, measured, 6))
+    made = Made(away)
+    numbers, _, _ = bursts(made, TraceBuilder().build(), save_index, decisions(made, save_index, 6))
     assert numbers.tolist() == [0, -1, 1, 0, 2, -1]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _plans, _shim
 from memmgr._manager import Manager
+from memmgr.policies.plan_saves import decisions, in_triggers
 from tests.budget import models
 from tests.budget.there import bytes_already_there
 
@@ -185,9 +186,9 @@ def test_late_reads_move_their_triggers(monkeypatch: pytest.MonkeyPatch) -> None
     moved: list[int] = []
     original = _plans.in_triggers
 
-    def spy(made: Any, measured: Any, actions: Any, earlier: dict[int, int]) -> Any:
-        moved.append(sum(earlier.values()))
-        return original(made, measured, actions, earlier)
+    def spy(*asked: Any) -> Any:
+        moved.append(sum(asked[-1].values()))
+        return original(*asked)
 
     monkeypatch.setattr(_plans, "in_triggers", spy)
     stats = same(lambda case, i: case.step(), 0.6, steps=14, policy="capuchin", _throttle=60_000_000)
@@ -204,9 +205,10 @@ def test_a_read_begins_at_the_use_that_the_plan_names() -> None:
             settle()
         known = next(iter(manager().plans.known.values()))
         assert known.made is not None
-        actions = _plans.decisions(known.made, known.measured, len(known.sizes) // 8)
-        pairs = _plans.in_triggers(known.made, known.measured, actions, {})
-        earlier = _plans.in_triggers(known.made, known.measured, actions, {int(save): 2 for _, save in pairs})
+        trace, index = known.measured.trace, known.measured.save_index
+        actions = decisions(known.made, index, len(known.sizes) // 8)
+        pairs = in_triggers(known.made, trace, index, actions, {})
+        earlier = in_triggers(known.made, trace, index, actions, {int(save): 2 for _, save in pairs})
     assert len(pairs) and {int(actions[save]) for _, save in pairs} == {2}
     order: list[int] = []
     for op in known.measured.trace.ops:

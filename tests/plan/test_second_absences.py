@@ -17,6 +17,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget, _plans, _shim
 from memmgr.policies import Action
+from memmgr.policies.plan_saves import Made
 from tests.budget.there import bytes_already_there
 
 try:
@@ -152,7 +153,7 @@ def test_without_them_it_runs_short(steady: None, plain: str, monkeypatch: pytes
 def test_what_was_offloaded_may_go_twice(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: the first activation is written out, is back for the use of the last, and goes once more until its own."""
 
-    def twice(trace: Any, *_: Any) -> _plans.Made:
+    def twice(trace: Any, *_: Any) -> Made:
         first: dict[int, int] = {}
         for k, op in enumerate(trace.ops):
             for s in op.uses:
@@ -162,7 +163,7 @@ def test_what_was_offloaded_may_go_twice(plain: str, monkeypatch: pytest.MonkeyP
         last, early = order[0], order[-2:]
         away = [(s, Action.OFFLOAD, first[last] + 1) for s in early]
         again = [(s, Action.OFFLOAD, first[order[1]], first[s]) for s in early]
-        return _plans.Made([*away, *((s, a, back) for s, a, _, back in again)], again=again)
+        return Made([*away, *((s, a, back) for s, a, _, back in again)], again=again)
 
     monkeypatch.setitem(_plans.PLANNERS, "plan", twice)
     with opened(0.8, policy="offload") as run:
@@ -177,9 +178,9 @@ def test_any_rows_at_all_are_exact(seed: int, plain: str, monkeypatch: pytest.Mo
     dice = np.random.default_rng(seed)
     original = _plans.bursts
 
-    def anything(made: Any, measured: Any, actions: Any) -> Any:
-        numbers, carried, _ = original(made, measured, actions)
-        n = len(actions)
+    def anything(*asked: Any) -> Any:
+        numbers, carried, _ = original(*asked)
+        n = len(numbers)
         rows = np.stack(
             [dice.integers(-1, n + 2, 3 * n), dice.integers(-1, n + 2, 3 * n), dice.integers(0, 3, 3 * n),
              dice.integers(-1, 4 * n, 3 * n)], axis=1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from memmgr.tools import cli
 from memmgr.tools._dtr_log import read_dtr_log
 
 from .judge import needs_judge, verdict
+from .passes import layers
 from .synthetic import network
 
 FIELDS = {"policy", "ratio", "budget_bytes", "feasible", "overhead", "peak_bytes", "lower_bound", "seconds"}
@@ -64,6 +67,7 @@ def test_a_table_of_all(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--log", file, "--policy", "all", "--ratio", 0.8) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("auto", "plan", "capuchin", "delta_taco", "dtr_eq"))
+    assert "followed" not in shown
 
 
 def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +76,37 @@ def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str])
     assert {"auto", "plan", "offload", "dtr_eq"} <= set(results) and all(set(r) >= FIELDS for r in results.values())
     feasible = [r["overhead"] for r in results.values() if r["feasible"]]
     assert results["plan"]["lower_bound"] <= results["plan"]["overhead"] == min(feasible)
+
+
+def test_a_plan_is_followed_on_a_measured_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the table of all has it, which for an operator log it has not."""
+    file = tmp_path / "pass.trace"
+    trace = layers(12)
+    write_trace(file, trace)
+    words = ("--log", file, "--policy", "followed", "--ratio", 0.6, "--schedule-out", tmp_path / "s", "--json")
+    assert simulate(*words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["feasible"] and 1 < shown["lower_bound"] <= shown["overhead"]
+    names = {s.name: i for i, s in enumerate(trace.storages)}
+    steps = [Step(Do(r["do"]), r["op"] if "op" in r else names[str(r["storage"])]) for r in steps_of(tmp_path / "s")]  # type: ignore[arg-type]
+    cost = replay(trace, steps, shown["budget_bytes"])
+    assert cost.valid and cost.seconds / trace.seconds == pytest.approx(shown["overhead"])
+    assert simulate("--log", file, "--policy", "all", "--ratio", 0.6) == 0
+    assert "followed" in capsys.readouterr().out
+
+
+def test_without_a_plan_there_is_nothing_to_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "pass.trace", layers(12))
+    words = ("--log", tmp_path / "pass.trace", "--policy", "followed", "--budget", "20B", "--json")
+    assert simulate(*words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert not shown["feasible"] and "no plan" in shown["why"]
+
+
+def test_torch_is_not_loaded() -> None:
+    """It takes seconds, and a log can be looked at where there is none."""
+    code = "import sys, memmgr.tools.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("policy", ["offload", "plan"])
@@ -110,6 +145,7 @@ def test_a_log_that_ends_inside_an_op_is_said(file: Path, tmp_path: Path, capsys
         (["--ratio", "0.5", "--policy", "nonsense"], "unknown policy 'nonsense'"),
         (["--ratio", "-1"], "--ratio"),
         (["--ratio", "nan"], "--ratio"),
+        (["--ratio", "0.5", "--policy", "followed"], "measured passes"),
         (["--budget", "lots"], "--budget"),
         (["--ratio", "0.5", "--link", "-3"], "--link"),
         (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),

@@ -1,22 +1,41 @@
 """A plan's decisions in the terms of a live pass, which knows cells by the order in which it saves them and moments by their use.
 
 A plan names storages and ops of the pass that was measured. What a live run can see of ops in backward is which save they ask
-for, so that is how moments are told.
+for, so that is how moments are told. Passes that follow a plan (memmgr/_plans.py) and the simulation of one
+(simulator_followed.py) are told the same.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from memmgr.policies import Action
-from memmgr.policies.planner import Plan
+from .planner import Plan, carried
+from .trace import Trace
+from .types import Action
 
-if TYPE_CHECKING:
-    from ._trace import Measured
+EFFORT = 100_000
+"""Steps of the planner's search for a pass that follows the plan: about a third of a second."""
+
+MARGIN = 0.01
+"""Of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)."""
+
+
+def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
+    """The budgets to plan for, in bytes, the best first.
+
+    Args:
+        limit_bytes: the run's.
+        tries: how many plans ran short so far; each time a plan leaves twice as much free.
+    """
+    found = [int(limit_bytes * (1.0 - MARGIN * 2**tries))]
+    if not tries:
+        found.append(limit_bytes)  # so near the floor a plan without a margin is better than none
+    return found
 
 
 @dataclass
@@ -38,11 +57,32 @@ class Made:
     carried: list[tuple[int, int, int]] = field(default_factory=list)
     again: list[tuple[int, Action, int, int]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, trace: Trace, plan: Plan) -> Made:
+        """A feasible plan for this pass; its schedule, which is as long as the pass, is not kept."""
+        away, again = [], []
+        gone: set[int] = set()
+        asks = next((k for k, op in enumerate(trace.ops) if op.uses), len(trace.ops))
+        for a in plan.absences:
+            action = Action.OFFLOAD if a.offloaded else Action.EVICT
+            if a.storage in gone or a.after >= asks:
+                again.append((a.storage, action, a.after, a.back))
+            else:
+                away.append((a.storage, action, a.back))
+            gone.add(a.storage)
+        kept = [(trace.storages[c.storage].size_bytes, c.made, c.read) for c in carried(trace, plan.steps)]
+        return cls(away, replace(plan, steps=(), absences=()), kept, again)
 
-def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+
+def decisions(made: Made, save_index: Mapping[int, int], saves: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """What happens to each cell that a pass saves, in the order of saving: `Action` as uint8, shape (saves,).
 
     A storage's first absence decides; those that begin in backward are in `bursts`.
+
+    Args:
+        made: the decisions.
+        save_index: of each storage that autograd saved, its place among what the pass saved.
+        saves: how many that is.
     """
     actions = np.full(saves, int(Action.KEEP), dtype=np.uint8)
     decided: set[int] = set()
@@ -50,7 +90,7 @@ def decisions(made: Made, measured: Measured, saves: int) -> np.ndarray[Any, np.
         if storage in decided:
             continue
         decided.add(storage)
-        index = measured.save_index.get(storage)
+        index = save_index.get(storage)
         if index is not None and index < saves:
             actions[index] = int(action)
     return actions
@@ -71,12 +111,12 @@ class _Uses:
     position: dict[int, int]
 
     @classmethod
-    def of(cls, measured: Measured) -> _Uses:
+    def of(cls, trace: Trace, save_index: Mapping[int, int]) -> _Uses:
         """Of a pass."""
         uses = cls([], [], {})
-        for k, op in enumerate(measured.trace.ops):
+        for k, op in enumerate(trace.ops):
             for storage in op.uses:
-                save = measured.save_index.get(storage)
+                save = save_index.get(storage)
                 if save is not None and save not in uses.position:
                     uses.position[save] = len(uses.saves)
                     uses.ops.append(k)
@@ -91,7 +131,7 @@ class _Uses:
 
 
 def bursts(
-    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]]
+    made: Made, trace: Trace, save_index: Mapping[int, int], actions: np.ndarray[Any, np.dtype[np.uint8]]
 ) -> tuple[
     np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]
 ]:
@@ -103,7 +143,8 @@ def bursts(
 
     Args:
         made: the decisions.
-        measured: the pass they are for.
+        trace: the pass they are for.
+        save_index: of each storage that autograd saved in it, its place among what the pass saved.
         actions: of each save, from `decisions`.
 
     Returns:
@@ -115,16 +156,16 @@ def bursts(
     burst: dict[int, int] = {}  # by the op before which it runs
     seen: set[int] = set()
     for storage, _, back in made.away:
-        save = measured.save_index.get(storage)
+        save = save_index.get(storage)
         if save is None or save in seen or save >= len(actions):
             continue
         seen.add(save)
         if actions[save] == Action.EVICT:
             numbers[save] = burst.setdefault(back, len(burst))
-    uses = _Uses.of(measured)
+    uses = _Uses.of(trace, save_index)
     again: list[tuple[int, int, int, int]] = []
     for storage, action, after, back in made.again:
-        save = measured.save_index.get(storage)
+        save = save_index.get(storage)
         at = uses.before(after)
         if save is None or save >= len(actions) or at < 0:
             continue
@@ -144,7 +185,11 @@ def bursts(
 
 
 def in_triggers(
-    made: Made, measured: Measured, actions: np.ndarray[Any, np.dtype[np.uint8]], earlier: dict[int, int]
+    made: Made,
+    trace: Trace,
+    save_index: Mapping[int, int],
+    actions: np.ndarray[Any, np.dtype[np.uint8]],
+    earlier: Mapping[int, int],
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """With the use of which save each save that is offloaded begins to come back: int32, shape (n, 2), (used, save).
 
@@ -154,15 +199,16 @@ def in_triggers(
 
     Args:
         made: the decisions.
-        measured: the pass they are for.
+        trace: the pass they are for.
+        save_index: of each storage that autograd saved in it, its place among what the pass saved.
         actions: of each save, from `decisions`.
         earlier: of a save: by how many uses its trigger has moved.
     """
-    uses = _Uses.of(measured)
+    uses = _Uses.of(trace, save_index)
     pairs: list[tuple[int, int]] = []
     seen: set[int] = set()
     for storage, _, back in sorted(made.away, key=lambda a: a[2]):
-        save = measured.save_index.get(storage)
+        save = save_index.get(storage)
         if save is None or save in seen or save not in uses.position or save >= len(actions):
             continue
         seen.add(save)
@@ -172,7 +218,7 @@ def in_triggers(
         if uses.position[save] > 0:
             pairs.append((uses.saves[max(0, at)], save))
     for storage, action, after, back in made.again:
-        save = measured.save_index.get(storage)
+        save = save_index.get(storage)
         if action == Action.OFFLOAD and save is not None and save < len(actions):
             gone = uses.before(after)  # it has to leave first
             at = max(bisect_left(uses.ops, back) - 1 - earlier.get(save, 0), gone + 1)
