@@ -11,7 +11,8 @@ round's time is the median of its passes, or of the simulations of its traces, a
 rounds of simulated to live. Live peaks are the most that was resident in any of these passes.
 
 Two policies, `evict` (recompute only, no tier) and `auto` with the disk tier in --disk, each twice: decided as it goes, beside
-the simulator with the same policy; and in passes that follow a plan, beside the simulator that follows one.
+the simulator with the same policy; and in passes that follow a plan, beside the simulator that follows the same plan, or of a
+trace without a limit its own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' model
 import memmgr
 from memmgr import _budget
 from memmgr._trace import Measured
+from memmgr.policies.plan_saves import Made
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.simulator import Run as Simulated
 from memmgr.policies.simulator import follow, simulate
@@ -72,6 +74,9 @@ class Run:
 
 Round = tuple[Run, Run | None, Run | None]
 """Live; simulated from traces without a limit; simulated from those under it. None: it does not fit."""
+
+Followed = tuple[Made, Trace]
+"""A plan, and the pass that it was made of."""
 
 
 @dataclass(frozen=True)
@@ -131,50 +136,53 @@ class Passes:
 
 def measured(
     passes: Passes, limit: int | None, policy: str, disk: str | bool, planned: bool = False
-) -> tuple[Run, list[Measured]] | None:
+) -> tuple[Run, list[Measured], Followed | None] | None:
     """Passes under a budget, in turn not measured and measured; None where they do not fit.
 
-    `planned`: only those that followed a plan to its end, and the pass that it was made of; None also where none did.
+    `planned`: only those that followed a plan to its end, and that plan; None also where none did.
     """
     made: list[Measured] = []
     seconds: list[float] = []
+    peak = 0
+    plan: Followed | None = None
     try:
         with memmgr.budget(limit, policy=policy, disk=disk, quiet=True, _sleep=False, _plan=planned) as opened:
             passes.step()  # proves its kinds
             manager = _budget.current()
             assert manager is not None
-            peak = 0
-            while planned and len(seconds) < STEPS and opened.stats()["passes"] < 6 * STEPS:
-                followed = opened.stats()["planned_passes"]
+            while len(seconds) < STEPS and opened.stats()["passes"] < 8 * STEPS:
+                known = next(reversed(manager.plans.known.values()), None) if planned else None
+                if known is not None and known.made is not None and (plan is None or known.made is not plan[0]):
+                    plan, seconds, made, peak = (known.made, known.measured.trace), [], [], 0
                 manager._peaks[0] = 0
-                took = passes.step()
+                manager.measuring.want()
+                planned_passes = opened.stats()["planned_passes"]
+                took = passes.step()  # measuring begins at its end
+                passes.step()
                 if manager.plans.thread is not None:
                     manager.plans.thread.join()
-                if opened.stats()["planned_passes"] > followed:
-                    seconds.append(took)
-                    peak = max(peak, int(opened.stats()["resident_bytes.peak"]))
-            if seconds:
-                made.append(next(reversed(manager.plans.known.values())).measured)
-            while not planned and len(seconds) < STEPS:
-                manager.measuring.want()
-                seconds.append(passes.step())  # measuring begins at its end
-                passes.step()
+                if planned and (plan is None or opened.stats()["planned_passes"] < planned_passes + 2):
+                    continue
                 assert manager.measuring.last is not None
+                seconds.append(took)
                 made.append(manager.measuring.last)
-                peak = int(opened.stats()["resident_bytes.peak"])
+                peak = max(peak, int(opened.stats()["resident_bytes.peak"]))
     except memmgr.BudgetError:
         return None
     if not seconds:
         return None
-    return Run(statistics.median(seconds), peak), made
+    return Run(statistics.median(seconds), peak), made, plan
 
 
-def simulated(traces: list[Trace], limit: int, policy: str, planned: bool) -> Run | None:
+def simulated(traces: list[Trace], limit: int, policy: str, planned: bool, plan: Followed | None = None) -> Run | None:
     """The same in the simulator."""
     runs: list[Simulated] = []
     for trace in traces:
         link = trace.links[0] if trace.links else None
-        run = (follow if planned else simulate)(trace, limit, parse_policy(policy), link)
+        if planned:
+            run = follow(trace, limit, parse_policy(policy), link, *(plan or ()))
+        else:
+            run = simulate(trace, limit, parse_policy(policy), link)
         if not run.feasible:
             return None
         runs.append(run)
@@ -195,7 +203,7 @@ def compare(name: str, ratios: list[float], rounds: int, disk: str) -> tuple[lis
         for policy, planned, ratio in points:
             free = measured(passes, None, policy, False if policy == "evict" else disk)
             assert free is not None
-            run, made = free
+            run, made, _ = free
             if policy == "evict":  # with a tier beneath the passes that are not measured run backward without the mode
                 middle = statistics.median(m.trace.seconds for m in made)
                 own["unmanaged_seconds"].append(run.seconds)
@@ -211,8 +219,9 @@ def compare(name: str, ratios: list[float], rounds: int, disk: str) -> tuple[lis
                 continue
             links = () if policy == "evict" else made[0].trace.links
             before, under = ([replace(m.trace, links=links) for m in some] for some in (made, tight[1]))
+            asked = limit, policy, planned
             found[policy, planned, ratio].append(
-                (tight[0], simulated(before, limit, policy, planned), simulated(under, limit, policy, planned))
+                (tight[0], simulated(before, *asked), simulated(under, *asked, tight[2]))
             )
     rows = [Row(name, policy, planned, ratio, rounds, tuple(runs)) for (policy, planned, ratio), runs in found.items()]
     return rows, {key: statistics.median(values) for key, values in own.items()}

@@ -59,7 +59,13 @@ class Made:
 
     @classmethod
     def of(cls, trace: Trace, plan: Plan) -> Made:
-        """A feasible plan for this pass; its schedule, which is as long as the pass, is not kept."""
+        """A plan for this pass; its schedule, which is as long as the pass, is not kept.
+
+        Raises:
+            ValueError: the plan is not feasible.
+        """
+        if not plan.feasible:
+            raise ValueError("a plan that is not feasible decides nothing")
         away, again = [], []
         gone: set[int] = set()
         asks = next((k for k, op in enumerate(trace.ops) if op.uses), len(trace.ops))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .plan_saves import EFFORT, Made, budgets
-from .planner import Plan
-from .planner import plan as planned
+from .planner import plan
 from .registry import Policy
 from .simulation import Run, Simulation, finished
 from .simulator_followed import FollowedSimulation
@@ -32,33 +31,41 @@ def simulate(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | N
     return finished((LiveSimulation if measured else Simulation)(trace, budget_bytes, policy, tier))
 
 
-def follow(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None, plan: Plan | None = None) -> Run:
+def follow(
+    trace: Trace,
+    budget_bytes: int,
+    policy: Policy,
+    tier: TierLink | None,
+    made: Made | None = None,
+    of: Trace | None = None,
+) -> Run:
     """One measured pass that follows a plan as a live run does (simulator_followed.py).
 
     Args:
-        trace: the pass, or another that runs the same ops.
+        trace: the pass.
         budget_bytes: most bytes resident.
         policy: what decides where the plan's decisions are not enough.
         tier: the tier below; None: recompute only.
-        plan: one for these ops. None: the one that a live run makes, from steady times and for a little less than the budget.
+        made: the plan. None: the one that a live run makes, of steady times and for a little less than the budget.
+        of: the pass that `made` is a plan for, if it is another one that saves the same in the same order.
 
     Raises:
-        ValueError: the trace is an operator log, which does not say what autograd saves; or the plan is not feasible.
+        ValueError: the trace is an operator log, which does not say what autograd saves; or `made` is for a pass that saves other
+            sizes.
 
     Known limitations: those of `simulate`; reads begin as in the first pass that follows the plan, before feedback of late
     ones has moved any (Capuchin, section 4.4).
     """
     if not any(op.saves for op in trace.ops):
         raise ValueError("only a measured pass can be followed: an operator log does not say what autograd saves")
-    if plan is None:
+    if made is None:
         even = steadied(trace)
-        plans = (planned(even, most, link=tier, effort=EFFORT, solve=False) for most in budgets(budget_bytes))
-        plan = next((made for made in plans if made.feasible), None)
-        if plan is None:
+        plans = (plan(even, most, link=tier, effort=EFFORT, solve=False) for most in budgets(budget_bytes))
+        found = next((one for one in plans if one.feasible), None)
+        if found is None:
             return Run(policy.name, budget_bytes, False, [], 0, 0.0, trace.seconds, why="no plan was found")
-    elif not plan.feasible:
-        raise ValueError("there is no plan to follow")
-    return finished(FollowedSimulation(trace, budget_bytes, policy, tier, Made.of(trace, plan)))
+        made = Made.of(trace, found)
+    return finished(FollowedSimulation(trace, budget_bytes, policy, tier, made, of))
 
 
 __all__ = ["DoesNotFit", "Run", "Simulation", "finished", "follow", "simulate"]

@@ -28,18 +28,37 @@ class _Again:
     burst: int  # in which it returns; -1: none
 
 
-class FollowedSimulation(LiveSimulation):
-    """A simulation of a pass that follows a plan."""
+def _saved(trace: Trace) -> list[int]:
+    """What autograd saves, in the order of saving."""
+    return list(dict.fromkeys(s for op in trace.ops for s in op.saves))
 
-    def __init__(self, trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None, made: Made) -> None:
+
+class FollowedSimulation(LiveSimulation):
+    """A simulation of a pass that follows a plan.
+
+    The plan may be `of` another pass that saves the same in the same order: as live, that is all it is known by.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        budget_bytes: int,
+        policy: Policy,
+        tier: TierLink | None,
+        made: Made,
+        of: Trace | None = None,
+    ) -> None:
         super().__init__(trace, budget_bytes, policy, tier)
         self.leads = True
-        order = list(dict.fromkeys(s for op in trace.ops for s in op.saves))
-        index = {s: at for at, s in enumerate(order)}
+        of = of if of is not None else trace
+        order = _saved(trace)
+        index = {s: at for at, s in enumerate(_saved(of))}
+        if [of.storages[s].size_bytes for s in index] != self.size[order].tolist():
+            raise ValueError("the plan is one for another pass: it does not save the same")
         actions = decisions(made, index, len(order))
-        numbers, rows, again = bursts(made, trace, index, actions)
-        self._action = {s: Action(int(actions[at])) for s, at in index.items()}
-        self._burst = {s: int(numbers[at]) for s, at in index.items()}  # in which it returns next
+        numbers, rows, again = bursts(made, of, index, actions)
+        self._action = {s: Action(int(action)) for s, action in zip(order, actions, strict=True)}
+        self._burst = {s: int(number) for s, number in zip(order, numbers, strict=True)}  # in which it returns next
         self._bursts: dict[int, list[int]] = defaultdict(list)
         self._again_at: dict[int, list[_Again]] = defaultdict(list)  # by the storage that is used
         self._triggers: dict[int, list[int]] = defaultdict(list)  # the same
@@ -51,7 +70,7 @@ class FollowedSimulation(LiveSimulation):
             self._again_at[order[used]].append(_Again(order[save], Action(action), number))
             if number >= 0:
                 self._bursts[number].append(order[save])
-        for used, save in in_triggers(made, trace, index, actions, {}).tolist():
+        for used, save in in_triggers(made, of, index, actions, {}).tolist():
             self._triggers[order[used]].append(order[save])
         for number, later, nbytes in rows.tolist():
             self._carried[number].append((later, nbytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import memmgr
 from memmgr import _budget, _shim
 from memmgr.policies import Action
-from memmgr.policies.plan_saves import Made
+from memmgr.policies.plan_saves import EFFORT, Made, budgets
 from memmgr.policies.planner import Plan, plan
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do
@@ -27,7 +28,7 @@ from .passes import LINK, Pass, confirmed, layers
 
 def followed(trace: Trace, budget: int, made: Plan, link: TierLink | None = None) -> Run:
     policy = parse_policy("auto" if link else "evict")
-    return confirmed(trace, budget, follow(trace, budget, policy, link, made), link)
+    return confirmed(trace, budget, follow(trace, budget, policy, link, Made.of(trace, made)), link)
 
 
 def simulation(trace: Trace, budget: int, made: Made, policy: str = "evict") -> FollowedSimulation:
@@ -187,9 +188,34 @@ def test_an_operator_log_cannot_be_followed() -> None:
         tuple(type(op)(op.name, op.seconds, op.inputs, op.outputs, op.kind) for op in trace.ops), trace.storages
     )
     with pytest.raises(ValueError, match="operator log"):
-        follow(bare, 100, parse_policy("evict"), None, made)
-    with pytest.raises(ValueError, match="no plan"):
-        follow(trace, 10, parse_policy("evict"), None, plan(trace, 10))
+        follow(bare, 100, parse_policy("evict"), None, Made.of(trace, made))
+
+
+def test_a_plan_that_is_none_decides_nothing() -> None:
+    trace = layers(4)
+    with pytest.raises(ValueError, match="not feasible"):
+        Made.of(trace, plan(trace, 10))
+
+
+@pytest.mark.parametrize("link", [None, LINK])
+def test_without_a_plan_it_follows_the_one_that_a_live_run_makes(link: TierLink | None) -> None:
+    trace = layers(30, 100)
+    budget = int(trace.unmanaged_peak[0] * 0.6)
+    policy = parse_policy("auto" if link else "evict")
+    made = plan(trace, budgets(budget)[0], link=link, effort=EFFORT, solve=False)
+    found = confirmed(trace, budget, follow(trace, budget, policy, link), link)
+    assert found.feasible and found.steps == followed(trace, budget, made, link).steps
+
+
+def test_near_the_floor_a_plan_without_a_margin_is_followed() -> None:
+    trace = layers(8, 100)
+    policy = parse_policy("evict")
+    fits = bisect_left(
+        range(trace.unmanaged_peak[0]), True, key=lambda b: plan(trace, b, effort=EFFORT, solve=False).feasible
+    )
+    assert not plan(trace, budgets(fits)[0], effort=EFFORT, solve=False).feasible
+    assert confirmed(trace, fits, follow(trace, fits, policy, None), None).feasible
+    assert follow(trace, fits - 1, policy, None).why == "no plan was found"
 
 
 LIVE = {
