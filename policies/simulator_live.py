@@ -1,8 +1,7 @@
 """A pass as the live manager makes it: what sets it apart from ranking everything when room is short.
 
 - It ranks ahead of need, between two ops and when autograd saves or asks; malloc takes what is ranked in that order, however
-  old the ranking is by then, and only then what was read ahead, and only then whatever may go, the stalest first
-  (memmgr/_manager.py, vault.cpp).
+  old the ranking is by then, and only then what was read ahead, and only then ranks anew (memmgr/_manager.py, vault.cpp).
 - What leaves next is written meanwhile (writeback.py).
 - Staleness is by the recorder's clock, which counts ops of forward and stands still in backward.
 - What backward asks for is made again as simulator_remake.py says.
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .directors import DIRECTORS
 from .prefetchers import Upcoming
 from .rank import rank
 from .registry import Policy
@@ -31,11 +29,6 @@ _LOOK = 256  # what is read ahead is chosen among so many
 _LEAST_PATIENCE, _MOST_PATIENCE = 8, 256  # moments without a ranking after one that found little
 
 
-def _seconds_per_byte(tier: TierLink) -> float:
-    """To the tier and back, and what that takes of the processor."""
-    return 1 / tier.write_bytes_per_second + 1 / max(tier.read_bytes_per_second, 1e-9) + 2 * tier.cpu_seconds_per_byte
-
-
 class LiveSimulation(Simulation):
     """A simulation of a measured pass."""
 
@@ -48,10 +41,6 @@ class LiveSimulation(Simulation):
         self._recorded = 0.0  # the recorder's clock
         self._order = np.zeros(len(trace.storages), dtype=np.int64)  # in which autograd saved them, from 1
         self._position = 0  # in that order, of the last use
-        self._offloads = (
-            tier is not None and tier.write_bytes_per_second > 0 and policy.director is not DIRECTORS["evict"]
-        )
-        self._to_and_fro = _seconds_per_byte(tier) if tier is not None and self._offloads else 0.0
         self._saves = self._saved_bytes = 0
         self._turn = len(trace.ops) if trace.backward_at is None else trace.backward_at
         uses = sum(len(op.uses) for op in trace.ops)
@@ -160,22 +149,7 @@ class LiveSimulation(Simulation):
             self.drop(min(early, key=lambda s: int(self._order[s])))  # of what was read too early, what is needed last
         if self.clock.used + need_bytes > self.budget:
             self.short()
-            self._stalest_first(need_bytes)
             super().room(need_bytes)
-
-    def _stalest_first(self, need_bytes: int) -> None:
-        """The net below the ranking, in malloc, which must not search (vault.cpp): DELTA's comparison without the ancestors."""
-        able = np.flatnonzero(self.able() & (self._order > 0))
-        for s in able[np.argsort(self._order[able], kind="stable")].tolist():
-            if self.clock.used + need_bytes <= self.budget:
-                return
-            evicts = bool(self.droppable[s]) and self.policy.director is not DIRECTORS["offload"]
-            if evicts and (
-                not self._offloads or (not self.clean[s] and self.cost[s] < self.size[s] * self._to_and_fro)
-            ):
-                self.leave(s, Action.EVICT)
-            elif self.clean[s] or self._offloads:
-                self.leave(s, Action.OFFLOAD)
 
     def short(self) -> None:
         """What was ranked, and what was read too early, was not enough."""

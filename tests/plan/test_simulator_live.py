@@ -7,11 +7,11 @@ import pytest
 from memmgr.policies import Action
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do, Step
-from memmgr.policies.simulation import Run, finished
+from memmgr.policies.simulation import finished
 from memmgr.policies.simulator_live import LiveSimulation
 from memmgr.policies.trace import OpKind, TierLink, Trace
 
-from .passes import LINK, Pass, confirmed, layers, run
+from .passes import LINK, Pass, layers, run
 
 MB = 1 << 20
 
@@ -56,43 +56,6 @@ def test_who_leaves_was_ranked_before_it_was_short() -> None:
         "all of them are dearer than the cheap one, which was not there yet"
     )
     assert gone[: len(ranked[0])] == ranked[0] and gone.index(cheap) >= len(ranked[0])
-
-
-def unranked(trace: Trace, budget: int, policy: str, link: TierLink | None = None) -> Run:
-    simulation = LiveSimulation(trace, budget, parse_policy(policy), link)
-    simulation._rank_ahead = lambda: None  # type: ignore[method-assign]
-    return confirmed(trace, budget, finished(simulation), link)
-
-
-def gone_in_forward(trace: Trace, found: Run) -> list[int]:
-    assert trace.backward_at is not None
-    turn = found.steps.index(Step(Do.COMPUTE, trace.backward_at))
-    return [s.target for s in found.steps[:turn] if s.do == Do.FREE]
-
-
-def test_where_nothing_was_ranked_the_stalest_goes() -> None:
-    """malloc does not search: whatever the filter would say, what was saved first goes first."""
-    p = Pass()
-    h = p.constant(1)
-    made = [p.op(10, [h], seconds=100.0 - i) for i in range(12)]
-    trace = p.backward()
-    found = unranked(trace, 75, "msps+evict")
-    gone = gone_in_forward(trace, found)
-    assert len(gone) >= 3 and gone == made[: len(gone)]
-
-
-@pytest.mark.parametrize("policy", ["auto", "offload", "lru+evict"])
-def test_where_nothing_was_ranked_the_cheaper_way_is_taken(policy: str) -> None:
-    """To the tier and back takes 1 s."""
-    p = Pass()
-    h = p.constant(1)
-    dear = [p.op(10, [h], seconds=0.9 if i % 2 else 1.1) for i in range(12)][::2]
-    trace = p.backward()
-    found = unranked(trace, 75, policy, LINK)
-    gone = set(gone_in_forward(trace, found))
-    written = {s.target for s in found.steps if s.do == Do.OFFLOAD}
-    assert len(gone) >= 4
-    assert written & gone == {"auto": gone & set(dear), "offload": gone, "lru+evict": set()}[policy]
 
 
 def test_what_nobody_reads_any_more_goes_at_once() -> None:
