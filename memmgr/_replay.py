@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memmgr.policies import Action
-from memmgr.policies.remake_order import Making, needed, remake_order
+from memmgr.policies.remake_order import Making, remake_order, shared
 
 from . import _rng
 from ._circumstances import put, put_back
@@ -103,7 +103,7 @@ class Replayer:
         for _ in range(1000):
             order, uses = remake_order(_CELLS, wanted)
             if kept is None:
-                kept = {number: self._shared(order, cells, most_bytes) for number, cells, most_bytes in later}
+                kept = {number: shared(_CELLS, order, cells, most, _nobody_saved) for number, cells, most in later}
             for cell in (target, *chain.from_iterable(kept.values())):
                 uses[cell] = uses.get(cell, 0) + 1
             for cell in [c for c in pins if c not in uses]:
@@ -192,16 +192,6 @@ class Replayer:
             moved |= cell.slot >= 0
         return moved
 
-    def _shared(self, order: list[Any], cells: list[Any], most_bytes: int) -> list[Any]:
-        """What `order` makes, nobody saved, and the recipes of `cells` read that `order` does not run; at most so much."""
-        made = {cell for recipe in order for cell in recipe.outputs if cell is not None and cell.handles == 0}
-        if not made:
-            return []
-        running = set(order)
-        rest = [recipe for recipe in needed(_CELLS, cells)[0] if recipe not in running]
-        shared = list(dict.fromkeys(cell for recipe in rest for cell in recipe.inputs if cell in made))
-        return shared if sum(cell.nbytes for cell in shared) <= most_bytes else []
-
     def _made(self, recipe: Any, outputs: list[Any], uses: dict[Any, int], pins: dict[Any, Any]) -> None:
         """The op has run: who wants what it made has it, and what nobody after it reads is let go of."""
         native = self._native
@@ -227,6 +217,10 @@ class Replayer:
             else:
                 uses.pop(parent, None)
                 pins.pop(parent, None)
+
+
+def _nobody_saved(cell: Any) -> bool:
+    return bool(cell.handles == 0)
 
 
 def _saved_at(cell: Any) -> int:

@@ -101,7 +101,7 @@ def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
         trace: the pass.
         steps: a schedule for it that `schedule.replay` accepts.
     """
-    saved = {s for op in trace.ops for s in op.saves}
+    saved = set(trace.saved)
     made: dict[int, int] = {}  # what is there because it was made again: before which op
     found: dict[Carried, None] = {}
     stage = 0

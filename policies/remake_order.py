@@ -103,4 +103,22 @@ def _extra_bytes(making: Making[Cell, Op], order: Iterable[Op]) -> dict[Cell, in
     return extra
 
 
-__all__ = ["Making", "needed", "remake_order"]
+def shared(
+    making: Making[Cell, Op],
+    order: Sequence[Op],
+    wanted: Sequence[Cell],
+    most_bytes: int,
+    nobody_saved: Callable[[Cell], bool],
+) -> list[Cell]:
+    """What `order` makes, nobody saved, and the making of `wanted` reads later, by ops that `order` does not run; nothing if that
+    is more than `most_bytes`."""
+    made = {cell for op in order for cell in making.outputs(op) if nobody_saved(cell)}
+    if not made:
+        return []
+    running = set(order)
+    rest = [op for op in needed(making, wanted)[0] if op not in running]
+    found = list(dict.fromkeys(cell for op in rest for cell in making.inputs(op) if cell in made))
+    return found if sum(map(making.size_bytes, found)) <= most_bytes else []
+
+
+__all__ = ["Making", "needed", "remake_order", "shared"]

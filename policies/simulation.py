@@ -83,8 +83,7 @@ class Simulation:
         self.clock = Replay(trace, budget_bytes, *rates)
         self.budget = budget_bytes
         self.steps: list[Step] = []
-        saved = {s for op in trace.ops for s in op.saves}
-        self.chains = Chains(trace, self._gone, saved or None)
+        self.chains = Chains(trace, self._gone, set(trace.saved) or None)
         n = len(trace.storages)
         self.size = np.array([s.size_bytes for s in trace.storages], dtype=np.int64)
         self.cost = np.array([trace.ops[s.maker].seconds for s in trace.storages], dtype=np.float64)

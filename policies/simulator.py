@@ -27,8 +27,7 @@ def simulate(trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | N
 
     Known limitations: no trust that has to be earned, one tier. A cell is a whole storage.
     """
-    measured = any(op.saves for op in trace.ops)
-    return finished((LiveSimulation if measured else Simulation)(trace, budget_bytes, policy, tier))
+    return finished((LiveSimulation if trace.saved else Simulation)(trace, budget_bytes, policy, tier))
 
 
 def follow(
@@ -56,7 +55,7 @@ def follow(
     Known limitations: those of `simulate`; reads begin as in the first pass that follows the plan, before feedback of late
     ones has moved any (Capuchin, section 4.4).
     """
-    if not any(op.saves for op in trace.ops):
+    if not trace.saved:
         raise ValueError("only a measured pass can be followed: an operator log does not say what autograd saves")
     if made is None:
         even = steadied(trace)

@@ -28,11 +28,6 @@ class _Again:
     burst: int  # in which it returns; -1: none
 
 
-def _saved(trace: Trace) -> list[int]:
-    """What autograd saves, in the order of saving."""
-    return list(dict.fromkeys(s for op in trace.ops for s in op.saves))
-
-
 class FollowedSimulation(LiveSimulation):
     """A simulation of a pass that follows a plan.
 
@@ -51,9 +46,9 @@ class FollowedSimulation(LiveSimulation):
         super().__init__(trace, budget_bytes, policy, tier)
         self.leads = True
         of = of if of is not None else trace
-        order = _saved(trace)
-        index = {s: at for at, s in enumerate(_saved(of))}
-        if [of.storages[s].size_bytes for s in index] != self.size[order].tolist():
+        order = trace.saved
+        index = {s: at for at, s in enumerate(of.saved)}
+        if [of.storages[s].size_bytes for s in of.saved] != [trace.storages[s].size_bytes for s in order]:
             raise ValueError("the plan is one for another pass: it does not save the same")
         actions = decisions(made, index, len(order))
         numbers, rows, again = bursts(made, of, index, actions)
@@ -168,7 +163,7 @@ class FollowedSimulation(LiveSimulation):
         try:
             if len(wanted) > 1 or later:
                 try:
-                    together = Remake(self, wanted, target=s, later=later, may_spill=False)
+                    together = Remake(self, s, wanted, later, may_spill=False)
                     together.make()
                 except DoesNotFit:
                     self._forget()  # the others are a matter of speed
@@ -178,7 +173,7 @@ class FollowedSimulation(LiveSimulation):
                     return None
             return super().remake(s)
         finally:
-            self._let_go(self._kept.pop(number, []))
+            self.let_go(self._kept.pop(number, []))
 
     def _gone_of(self, burst: int, but: int) -> list[int]:
         return [
@@ -191,11 +186,5 @@ class FollowedSimulation(LiveSimulation):
         """Lets go of what is kept for later bursts. False: there was nothing."""
         kept, self._kept = self._kept, {}
         for storages in kept.values():
-            self._let_go(storages)
+            self.let_go(storages)
         return any(kept.values())
-
-    def _let_go(self, storages: list[int]) -> None:
-        self.unpin(storages)
-        for s in storages:
-            if self.resident[s] and not self.held[s] and not self.pins[s]:
-                self.drop(s)

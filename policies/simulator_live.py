@@ -224,7 +224,7 @@ class LiveSimulation(Simulation):
 
     def remake(self, s: int) -> None:
         """Makes s again."""
-        Remake(self, (s,)).make()
+        Remake(self, s).make()
 
     def unpin(self, storages: Iterable[int]) -> None:
         """Each of them is pinned once less."""
@@ -232,6 +232,13 @@ class LiveSimulation(Simulation):
             self.pins[s] -= 1
             if not self.pins[s]:
                 del self.pins[s]
+
+    def let_go(self, storages: Iterable[int]) -> None:
+        """The same; what is pinned no more and nobody saved goes."""
+        for s in storages:
+            self.unpin((s,))
+            if self.resident[s] and not self.held[s] and not self.pins[s]:
+                self.drop(s)
 
     def prefetch(self, k: int) -> None:
         """With a use in backward, what was saved last first; the room that a request may take stays free."""

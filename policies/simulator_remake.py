@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .remake_order import Making, needed, remake_order
+from .remake_order import Making, remake_order, shared
 from .schedule import Do
 from .types import Action
 
@@ -31,9 +31,8 @@ class Remake:
     def __init__(
         self,
         run: LiveSimulation,
-        wanted: Sequence[int],
-        *,
-        target: int | None = None,
+        target: int,
+        wanted: Sequence[int] = (),
         later: Sequence[tuple[int, Sequence[int], int]] = (),
         may_spill: bool = True,
     ) -> None:
@@ -41,14 +40,13 @@ class Remake:
 
         Args:
             run: the simulation.
-            wanted: the target and the others.
-            target: without it there is no end; the first of `wanted` if None.
+            target: without it there is no end.
+            wanted: it and the others, in the order of making; if empty, it alone.
             later: (number of a burst, what it makes, bytes) for each for which a plan keeps something of this one.
             may_spill: where there is no room otherwise, what was made on the way waits in the tier.
         """
         self._run = run
-        self._wanted = list(wanted)
-        self._target = self._wanted[0] if target is None else target
+        self._target, self._wanted = target, wanted or (target,)
         self._later, self._may_spill = later, may_spill
         self.kept: dict[int, list[int]] = {}
         self._pinned: set[int] = set()  # made on the way, until nobody reads it any more
@@ -73,13 +71,16 @@ class Remake:
         Raises:
             DoesNotFit: it is not to be had.
         """
-        run = self._run
+        run, making = self._run, self._making
         kept: dict[int, list[int]] | None = None
         try:
             for _ in range(_ROUNDS):
-                order, uses = remake_order(self._making, self._wanted)
+                order, uses = remake_order(making, self._wanted)
                 if kept is None:
-                    kept = {number: self._shared(order, to_make, most) for number, to_make, most in self._later}
+                    kept = {
+                        number: shared(making, order, to_make, most, self._nobody_saved)
+                        for number, to_make, most in self._later
+                    }
                 for s in (self._target, *chain.from_iterable(kept.values())):
                     uses[s] = uses.get(s, 0) + 1
                 for s in [s for s in self._pinned if s not in uses]:
@@ -102,18 +103,13 @@ class Remake:
                 self._unpin(s)
         raise DoesNotFit(f"making {run.trace.storages[self._target].name} again does not come to an end")
 
-    def _shared(self, order: Sequence[int], to_make: Sequence[int], most_bytes: int) -> list[int]:
-        """What `order` makes, nobody saved, and the making of `to_make` reads that `order` does not run; at most so much."""
-        made = {s for k in order for s in self._making.outputs(k) if not self._run.held[s]}
-        running = set(order)
-        rest = [k for k in needed(self._making, to_make)[0] if k not in running] if made else []
-        shared = list(dict.fromkeys(s for k in rest for s in self._making.inputs(k) if s in made))
-        return shared if sum(map(self._making.size_bytes, shared)) <= most_bytes else []
-
     def _keep(self, kept: dict[int, list[int]]) -> None:
         for number, storages in kept.items():
             self.kept[number] = [s for s in storages if s in self._pinned]
             self._run.pins.update(self.kept[number])
+
+    def _nobody_saved(self, s: int) -> bool:
+        return not self._run.held[s]
 
     def _pin(self, s: int) -> None:
         if s not in self._pinned:
@@ -123,11 +119,8 @@ class Remake:
     def _unpin(self, s: int) -> None:
         if s not in self._pinned:
             return
-        run = self._run
         self._pinned.remove(s)
-        run.unpin((s,))
-        if run.resident[s] and not run.held[s] and not run.pins[s]:
-            run.drop(s)
+        self._run.let_go((s,))
 
     def _step(self, k: int, uses: dict[int, int]) -> bool:
         """Runs op k. False: an input has left since the plan was made."""

@@ -168,6 +168,11 @@ class Trace:
         return tuple(tuple(row) for row in rows)
 
     @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """What autograd saves, in the order of saving. An operator log does not say: empty."""
+        return tuple(dict.fromkeys(s for op in self.ops for s in op.saves))
+
+    @cached_property
     def handed_bytes(self) -> tuple[int, ...]:
         """Per op, bytes of the blocks that its in-place writes take over: not there twice. 0 with `copy_on_write`."""
         if self.copy_on_write:

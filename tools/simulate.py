@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from memmgr._trace_file import read_trace
+from memmgr.policies.bound import lower_bound_seconds
 from memmgr.policies.capuchin import capuchin
 from memmgr.policies.delta_paper import delta_online, delta_taco
 from memmgr.policies.online import run_online
@@ -192,21 +192,13 @@ def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:
 
 
 def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | None:
-    try:
-        bound = import_module("memmgr.policies.bound")
-        extra = float(bound.lower_bound_seconds(trace, budget, link=tier))
-    except ImportError:  # without scipy, or without a planner
-        return None
+    extra = lower_bound_seconds(trace, budget, link=tier)
     return 1.0 + extra / trace.seconds if trace.seconds and extra < float("inf") else None
 
 
 def _all(trace: Trace, tier: TierLink | None) -> list[str]:
     names = ALL_WITH_LINK if tier else ALL
-    return [name for name in names if name != "followed" or _is_measured(trace)]
-
-
-def _is_measured(trace: Trace) -> bool:
-    return any(op.saves for op in trace.ops)
+    return [name for name in names if name != "followed" or trace.saved]
 
 
 _Outcome = tuple[bool, list[Step], str]
@@ -275,7 +267,7 @@ def _plan(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
 
 
 def _followed(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
-    if not _is_measured(trace):
+    if not trace.saved:
         raise _Refused("followed is for measured passes: an operator log does not say what autograd saves; try plan")
     return _outcome(follow(trace, budget, parse_policy("auto" if tier else "evict"), tier))
 

@@ -20,9 +20,8 @@ class Pass:
     """A measured pass under construction: forward by `op`, then `backward`, which uses what was saved in reverse."""
 
     ops: list[Op] = field(default_factory=list)
-    made: list[list[int]] = field(
-        default_factory=list
-    )  # of each storage: bytes, maker, last reader in forward, released
+    # Of each storage: bytes, maker, last reader in forward, released.
+    made: list[list[int]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     turn: int = 0
 

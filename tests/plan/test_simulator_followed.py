@@ -19,7 +19,7 @@ from memmgr.policies.schedule import Do
 from memmgr.policies.simulation import Run, finished
 from memmgr.policies.simulator import follow
 from memmgr.policies.simulator_followed import FollowedSimulation
-from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace import OpKind, TierLink, Trace
 from tests.budget import models
 from tests.budget.there import bytes_already_there
 
@@ -41,7 +41,7 @@ def again(run: Run) -> Counter[int]:
 
 
 def branches(seed: int) -> Trace:
-    """A pass of random shape: some outputs saved, some not, some ops that may not run again."""
+    """A pass of random shape: some outputs saved, some not, read by up to three ops."""
     rng = random.Random(seed)
     p = Pass()
     made = [p.constant(4)]
@@ -191,6 +191,32 @@ def test_an_operator_log_cannot_be_followed() -> None:
         follow(bare, 100, parse_policy("evict"), None, Made.of(trace, made))
 
 
+def test_a_plan_may_be_of_another_pass_that_saves_the_same() -> None:
+    """That is all that a live pass is known by: what runs between is numbered anew each time."""
+
+    def network(between: int) -> Trace:
+        p = Pass()
+        h = p.constant(1)
+        for i in range(24):
+            if i % 5 == 0:
+                for _ in range(between):
+                    p.op(1, [], saves=False, kind=OpKind.ONCE, seconds=0.1)
+            h = p.op(10, [h])
+        return p.backward()
+
+    one, other = network(1), network(3)
+    budget = one.unmanaged_peak[0] * 6 // 10
+    made = Made.of(one, plan(one, budget, solve=False))
+    ran = []
+    for trace in (one, other):
+        found = confirmed(trace, budget, follow(trace, budget, parse_policy("evict"), None, made, one), None)
+        assert found.feasible
+        ran.append([trace.saved.index(trace.ops[k].outputs[0]) for k in again(found)])
+    assert ran[0] == ran[1] and len(ran[0]) > 8
+    with pytest.raises(ValueError, match="another pass"):
+        follow(layers(24, 11), budget, parse_policy("evict"), None, made, one)
+
+
 def test_a_plan_that_is_none_decides_nothing() -> None:
     trace = layers(4)
     with pytest.raises(ValueError, match="not feasible"):
@@ -268,7 +294,16 @@ def test_it_evicts_and_runs_again_what_a_live_pass_does(name: str, share: float)
     assert known.made is not None
     trace = known.measured.trace
     run = simulation(trace, limit, known.made)
+    left: list[int] = []
+    leave = run.leave
+
+    def noted(s: int, action: Action) -> None:
+        left.append(s)
+        leave(s, action)
+
+    run.leave = noted  # type: ignore[method-assign]
     found = confirmed(trace, limit, finished(run), None)
     assert found.feasible and run.leads
+    assert len(left) == live["evictions"]
     assert sum(again(found).values()) == live["recomputes"]
     assert found.peak_bytes == pytest.approx(peak, rel=0.02)
