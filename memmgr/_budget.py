@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, parse_size
+from .native.pager import SMALL_BYTES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +34,27 @@ _last: Manager | None = None
 def current() -> Manager | None:
     """The open budget's manager, if one is open."""
     return _current
+
+
+def _manager_of(config: Config) -> Manager:
+    # An internal switch while the pager is built beside the recorder (allocator/pager): its exactness is tested with it.
+    if os.environ.get("MEMMGR_PAGER") == "1" and config.device.type == "cpu":
+        from .runtime.pager import PagerConfig, PagerRuntime
+
+        runtime = PagerRuntime(
+            PagerConfig(
+                limit_bytes=config.limit_bytes,
+                folder=config.folder,
+                disk_bytes=config.disk_bytes,
+                policy=config.policy,
+                verify=config.verify,
+                quiet=config.quiet,
+                throttle=config.throttle,
+                small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
+            )
+        )
+        return cast(Manager, runtime)  # the part of a manager that is used here
+    return Manager(config, _native(config.device))
 
 
 def _in_child() -> None:
@@ -169,7 +191,7 @@ class budget:
                     "of code. Close the other one first."
                 )
             config = self._settled()
-            manager = Manager(config, _native(config.device))
+            manager = _manager_of(config)
             _current = manager
         try:
             manager.start()

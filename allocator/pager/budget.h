@@ -1,0 +1,53 @@
+// The open budget: its pool, its tier, what the user asked for, and what was counted.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "memmgr/core.h"
+
+namespace memmgr::pager {
+
+// Who leaves first when malloc has to choose by itself.
+enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta };
+
+struct Options {
+  uint64_t small_bytes = 64 << 10;  // smaller storages are counted and never paged
+  bool may_evict = true;
+  bool may_offload = true;
+  bool torture = false;  // everything leaves after every op
+  bool verify = false;   // every cell that comes back meets its checksum
+  uint32_t sample = 64;  // otherwise one in so many
+  Order order = Order::kDtr;
+};
+
+struct Budget {
+  std::atomic<bool> open{false};
+  mm_arena* arena = nullptr;  // one a process; budgets follow one another on it
+  mm_tier* tier = nullptr;
+  Options options;
+
+  std::mutex error_lock;
+  std::string tier_error;  // the last one
+};
+
+struct Counters {
+  std::atomic<uint64_t> evictions{0}, evicted_bytes{0}, offloads{0}, offload_bytes{0}, clean_drops{0}, reloads{0},
+      reload_bytes{0}, rematerialized_ops{0}, rematerializations{0}, remat_ns{0}, stall_ns{0}, reclaims{0}, ops{0},
+      recorded_ops{0}, adopted{0}, adopted_bytes{0}, escapes{0}, trials{0}, refused_kinds{0}, tier_errors{0},
+      copies_before_write{0}, trap_retries{0}, admission_waits{0}, retries{0}, foreign_writes{0}, unseen_ops{0},
+      cut_recipes{0};
+};
+
+extern Budget budget;
+extern Counters counters;
+
+uint64_t now_ns();
+
+// The clock of staleness and costs: ticks that are cheap to read, all of one length.
+uint64_t ticks();
+double seconds_of_ticks(uint64_t n);
+
+}  // namespace memmgr::pager

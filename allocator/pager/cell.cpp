@@ -1,0 +1,493 @@
+#include "cell.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <cstring>
+#include <deque>
+#include <thread>
+
+#include "budget.h"
+#include "pools/pool.h"
+#include "private_member.h"
+#include "recipe.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+std::atomic<uint64_t> resident_cell_bytes{0};
+std::atomic<uint64_t> escaped_bytes{0};
+std::atomic<int64_t> absent_cells{0};
+
+// Never destroyed: storages outlive statics.
+std::mutex& graph_lock() {
+  static auto* m = new std::mutex;
+  return *m;
+}
+
+std::condition_variable& residency_changed() {
+  static auto* c = new std::condition_variable;
+  return *c;
+}
+
+static std::vector<Cell*>& registry() {
+  static auto* r = new std::vector<Cell*>;
+  return *r;
+}
+
+size_t count_cells_locked() { return registry().size(); }
+Cell* cell_at_locked(size_t index) { return registry()[index]; }
+
+static void register_locked(Cell* c) {
+  c->index = registry().size();
+  registry().push_back(c);
+}
+
+static void unregister_locked(Cell* c) {
+  forget_victim_locked(c);
+  auto& cells = registry();
+  cells[c->index] = cells.back();
+  cells[c->index]->index = c->index;
+  cells.pop_back();
+}
+
+Trash::~Trash() {
+  bytes.clear();
+  for (const mm_slot slot : slots)
+    if (budget.tier) mm_tier_free(budget.tier, slot);
+}
+
+// ---- storages and their cells ----
+
+// Private members that have no accessor: the pointer without its context, a count without the GIL.
+MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_, c10::detail::UniqueVoidPtr)
+MEMMGR_PRIVATE_MEMBER(DataOfUniquePtr, c10::detail::UniqueVoidPtr, data_, void*)
+
+static void set_data(at::DataPtr& p, void* data) {
+  (p.*private_member(PointerOfDataPtr())).*private_member(DataOfUniquePtr()) = data;
+}
+
+bool adoptable(const c10::StorageImpl* s) {
+  const at::DataPtr& p = pointer_of(s);
+  if (!p.get() || !p.device().is_cpu()) return false;
+  const auto deleter = p.get_deleter();
+  if (deleter != pool_deleter() && deleter != c10::GetDefaultCPUAllocator()->raw_deleter()) return false;
+  return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
+}
+
+Cell* adopt(c10::StorageImpl* s) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (Cell* c = cell_of(s)) return c;
+  if (!adoptable(s)) return nullptr;
+  at::DataPtr& p = pointer_of(s);
+  auto* c = new Cell;
+  static uint64_t next_serial = 4096;
+  c->nbytes = s->nbytes();
+  c->serial = next_serial;
+  next_serial += (c->nbytes + 4095) / 4096 * 4096 + 4096;
+  c->device = p.device();
+  c->outside = p.get_deleter() != pool_deleter();
+  c->small = c->nbytes < budget.options.small_bytes;
+  c->storage = WeakStorage::reclaim_copy(s);
+  c->version = new Version;
+  c->version->cell = c;
+  c->version->nbytes = c->nbytes;
+  c->last_touch.store(ticks(), std::memory_order_relaxed);
+  // The context changes hands in place: whoever reads the pointer meanwhile finds it as it was.
+  auto&& context = p.move_context();
+  const auto deleter = context.get_deleter();
+  c->bytes = at::DataPtr(p.get(), context.release(), deleter, c->device);
+  context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
+  register_locked(c);
+  if (!c->small) resident_cell_bytes += c->nbytes;
+  if (c->outside) {
+    mm_arena_add_outside(budget.arena, static_cast<int64_t>(c->nbytes));
+    if (!c->small) {
+      counters.adopted++;
+      counters.adopted_bytes += c->nbytes;
+    }
+  }
+  return c;
+}
+
+static void clear_trap(c10::StorageImpl* s);
+
+// The bytes are not a cell's any more, wherever they are; the caller empties `trash` outside of the lock.
+static void forget_bytes_locked(Cell* c, Trash* trash) {
+  const bool absent = c->state.load() & kAbsent;
+  if (absent) {
+    mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
+    absent_cells--;
+  } else {
+    if (!c->small) resident_cell_bytes -= c->nbytes;
+    if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
+  }
+  trash->bytes.push_back(std::move(c->bytes));
+  c->bytes.clear();
+  if (c->slot >= 0) trash->slots.push_back(c->slot);
+  c->slot = -1;
+  if (c->kept) recipe_bytes -= c->nbytes;
+}
+
+// Small bytes that live for recipes alone count as theirs (rule 5).
+static bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
+
+static void keep(Cell* c) {
+  c->kept = true;
+  recipe_bytes += c->nbytes;
+}
+
+static bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
+
+static void unstand_all_locked(Cell* c) {
+  if (c->escape != Escape::kNone) escaped_bytes -= c->nbytes;
+  c->escape = Escape::kNone;
+  c->newborn = false;
+  c->standing_pins = 0;
+}
+
+void unadopt(Cell* c) {
+  Trash trash;
+  WeakStorage weak{StoragePtr()};
+  StoragePtr s = c->storage.lock();
+  if (!s) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (cell_of(s.get()) != c || !c->bytes.get()) return;
+  if (!c->small) resident_cell_bytes -= c->nbytes;
+  if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
+  unstand_all_locked(c);
+  at::DataPtr& p = pointer_of(s.get());
+  const auto deleter = c->bytes.get_deleter();
+  auto&& context = p.move_context();
+  context.release();
+  context = std::unique_ptr<void, c10::DeleterFnPtr>(c->bytes.release_context(), deleter);
+  if (c->slot >= 0) trash.slots.push_back(c->slot);
+  unregister_locked(c);
+  c->version->cell = nullptr;
+  forget_recipe_locked(c->version, &trash);
+  release_version_locked(c->version, &trash);
+  weak = std::move(c->storage);
+  delete c;
+}
+
+// Ends the cell if nobody needs its bytes, or makes an orphan of it.
+void last_user_is_gone(Cell* c) {
+  Trash trash;
+  WeakStorage weak{StoragePtr()};
+  std::lock_guard<std::mutex> lock(graph_lock());
+  weak = std::move(c->storage);
+  c->storage = WeakStorage(StoragePtr());
+  Version* v = c->version;
+  if (v) {
+    const bool remade = v->recipe && recipe_available_locked(v->recipe);
+    // A small root that recipes name is kept by value, within bounds.
+    const bool kept = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
+    if (has_bytes_locked(v) && ((v->needed > 0 && !remade) || kept)) {
+      c->state.fetch_and(~kDead);
+      v->refs--;  // the version owns the cell now
+      if (c->small) keep(c);
+      return;
+    }
+    const bool before = pulls_locked(v);
+    v->cell = nullptr;
+    v->evicted = false;
+    const bool after = pulls_locked(v);  // needed and without bytes: it is made from what its recipe reads
+    if (v->recipe && after != before) {
+      if (after)
+        need_inputs_locked(v->recipe);
+      else
+        unneed_inputs_locked(v->recipe, &trash);
+    }
+  }
+  unregister_locked(c);
+  forget_bytes_locked(c, &trash);
+  if (v) release_version_locked(v, &trash);
+  delete c;
+}
+
+extern "C" void memmgr_pager_end_of_storage(void* cell) {
+  auto* c = static_cast<Cell*>(cell);
+  uint32_t standing;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    standing = c->standing_pins;
+    unstand_all_locked(c);
+  }
+  const uint32_t before = c->state.fetch_add(kDead - standing, std::memory_order_acq_rel);
+  if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone(c);
+}
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_, std::atomic<uint64_t>)
+
+StoragePtr hold(Cell* c) {
+  auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target());
+  if (!s) return {};
+  auto& counts = static_cast<c10::intrusive_ptr_target*>(s)->*private_member(CountOfTarget());
+  uint64_t seen = counts.load(std::memory_order_relaxed);
+  do {
+    const uint32_t strong = c10::detail::refcount(seen);
+    if (strong == 0 || (strong == 1 && c10::detail::has_pyobject(seen))) return {};
+  } while (!counts.compare_exchange_weak(seen, seen + c10::detail::kReferenceCountOne, std::memory_order_acquire,
+                                         std::memory_order_relaxed));
+  return StoragePtr::reclaim(s);
+}
+#else
+StoragePtr hold(Cell* c) { return c->storage.lock(); }
+#endif
+
+namespace {
+
+// Drops references where the GIL may be taken: a thread that has none of our locks and that nobody waits for.
+struct Dropper {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::vector<StoragePtr> waiting;
+  bool busy = false;
+  bool stopping = false;
+  std::thread thread;
+};
+
+Dropper& dropper() {
+  static auto* d = new Dropper;
+  return *d;
+}
+
+void drop_for_ever() {
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  for (;;) {
+    d.changed.wait(lock, [&] { return d.stopping || !d.waiting.empty(); });
+    if (d.waiting.empty()) return;
+    std::vector<StoragePtr> now;
+    now.swap(d.waiting);
+    d.busy = true;
+    lock.unlock();
+    now.clear();
+    lock.lock();
+    d.busy = false;
+    d.changed.notify_all();
+  }
+}
+
+}  // namespace
+
+void drop_later(StoragePtr storage) {
+  Dropper& d = dropper();
+  std::lock_guard<std::mutex> lock(d.lock);
+  if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
+  d.waiting.push_back(std::move(storage));
+  d.changed.notify_all();
+}
+
+void drop_what_waits() {
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  d.changed.wait(lock, [&] { return d.waiting.empty() && !d.busy; });
+}
+
+void stop_dropper() {
+  Dropper& d = dropper();
+  {
+    std::lock_guard<std::mutex> lock(d.lock);
+    d.stopping = true;
+    d.changed.notify_all();
+  }
+  if (d.thread.joinable()) d.thread.join();
+  d.stopping = false;
+}
+
+void forget_dropper_in_child() {
+  Dropper& d = dropper();
+  new (&d.lock) std::mutex;
+  new (&d.changed) std::condition_variable;
+  new (&d.thread) std::thread;
+  d.busy = false;
+}
+
+// ---- the trap ----
+
+static constexpr char kTrap[] = "memmgr: the bytes of this tensor are not in memory at this moment [cell 0x";
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+static void clear_trap(c10::StorageImpl* s) { s->clear_data_ptr_access_error_msg_(); }
+#else
+// Only 2.13 takes the trap off again.
+MEMMGR_PRIVATE_MEMBER(TrapOfStorage, c10::StorageImpl, throw_on_immutable_data_ptr_, bool)
+static void clear_trap(c10::StorageImpl* s) {
+  s->*private_member(TrapOfStorage()) = false;
+  s->set_data_ptr_noswap(std::move(pointer_of(s)));  // to itself: works out anew what has to be checked
+}
+#endif
+
+void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
+  if (data) {
+    set_data(pointer_of(s), data);
+    clear_trap(s);
+    return;
+  }
+  char text[320];
+  std::snprintf(text, sizeof text,
+                "%s%llx]: something reads it that is no torch operation. Call memmgr.pin(tensor) before, or read it "
+                "through torch (tensor.clone(), tensor.numpy(), tensor.tolist() bring it back).",
+                kTrap, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(c)));
+  s->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(text));
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  set_data(pointer_of(s), nullptr);
+}
+
+uint64_t trapped_cell(const char* what) {
+  const char* at = std::strstr(what, kTrap);
+  return at ? std::strtoull(at + sizeof kTrap - 1, nullptr, 16) : 0;
+}
+
+// ---- pins ----
+
+bool end_move_locked(Cell* c, bool absent) {
+  uint32_t now = c->state.load();
+  while (!c->state.compare_exchange_weak(now, (now & ~(kBusy | kAbsent)) | (absent ? kAbsent : 0u),
+                                         std::memory_order_acq_rel)) {
+  }
+  residency_changed().notify_all();
+  return (now & kDead) && (now & kPinMask) == 0;
+}
+
+void end_move(Cell* c, bool absent) {
+  bool last;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    last = end_move_locked(c, absent);
+  }
+  if (last) last_user_is_gone(c);
+}
+
+void stand_pinned_locked(Cell* c) {
+  c->standing_pins++;
+  c->state.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void stand_unpinned_locked(Cell* c) {
+  c->standing_pins--;
+  c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
+}
+
+// ---- versions ----
+
+bool has_bytes_locked(const Version* v) { return v->cell && !v->evicted; }
+
+bool available_locked(const Version* v) {
+  return has_bytes_locked(v) || (v->recipe && recipe_available_locked(v->recipe));
+}
+
+void need_locked(Version* v) {
+  const bool before = pulls_locked(v);
+  v->needed++;
+  if (!before && pulls_locked(v) && v->recipe) need_inputs_locked(v->recipe);
+}
+
+// An orphan that nobody needs any more lives only to be named: its bytes go.
+static void end_orphan_locked(Version* v, Trash* trash) {
+  Cell* c = v->cell;
+  v->cell = nullptr;
+  c->version = nullptr;
+  const uint32_t before = c->state.fetch_or(kDead, std::memory_order_acq_rel);
+  if ((before & kPinMask) || (before & kBusy)) return;  // whoever has it ends it
+  unregister_locked(c);
+  forget_bytes_locked(c, trash);
+  delete c;
+}
+
+static bool is_orphan(const Version* v) { return v->cell && !v->cell->storage._unsafe_get_target(); }
+
+void unneed_locked(Version* v, Trash* trash) {
+  const bool before = pulls_locked(v);
+  v->needed--;
+  if (before && !pulls_locked(v) && v->recipe) unneed_inputs_locked(v->recipe, trash);
+  if (v->needed == 0 && is_orphan(v) && !v->cell->small) end_orphan_locked(v, trash);
+}
+
+void set_evicted_locked(Version* v, bool evicted, Trash* trash) {
+  const bool before = pulls_locked(v);
+  v->evicted = evicted;
+  const bool after = pulls_locked(v);
+  if (before == after || !v->recipe) return;
+  if (after)
+    need_inputs_locked(v->recipe);
+  else
+    unneed_inputs_locked(v->recipe, trash);
+}
+
+void forget_recipe_locked(Version* v, Trash* trash) {
+  Recipe* r = v->recipe;
+  if (!r) return;
+  if (pulls_locked(v)) unneed_inputs_locked(r, trash);
+  v->recipe = nullptr;
+  v->depth = 0;
+  forget_output_locked(r, v);
+  release_recipe_locked(r, trash);
+}
+
+void release_version_locked(Version* v, Trash* trash) {
+  if (--v->refs > 0) return;
+  if (v->cell) end_orphan_locked(v, trash);
+  forget_recipe_locked(v, trash);
+  delete v;
+}
+
+Version* new_version_locked(Cell* c, Trash* trash) {
+  Version* before = c->version;
+  auto* v = new Version;
+  v->cell = c;
+  v->nbytes = c->nbytes;
+  c->version = v;
+  c->has_checksum = false;
+  if (before->cell == c) {
+    const bool pulled = pulls_locked(before);
+    before->cell = nullptr;
+    if (!pulled && pulls_locked(before) && before->recipe) need_inputs_locked(before->recipe);
+  }
+  release_version_locked(before, trash);
+  return v;
+}
+
+void settle_before_write(Cell* c) {
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    const Version* v = c->version;
+    const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
+    if (v->needed == 0 && !named) return;
+    if (v->recipe && recipe_available_locked(v->recipe)) return;
+  }
+  auto* copy = new Cell;
+  copy->nbytes = c->nbytes;
+  copy->device = c->device;
+  copy->small = c->small;
+  try {
+    copy->bytes = pool_allocate(c->nbytes);
+  } catch (...) {
+    delete copy;
+    throw;
+  }
+  std::memcpy(copy->bytes.get(), c->bytes.get(), c->nbytes);
+  counters.copies_before_write++;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Version* v = c->version;
+  v->cell = copy;
+  copy->version = v;
+  copy->last_touch.store(ticks(), std::memory_order_relaxed);
+  register_locked(copy);
+  if (copy->small)
+    keep(copy);
+  else
+    resident_cell_bytes += copy->nbytes;
+  new_version_locked(c, &trash);
+}
+
+void drop_slot(Cell* c) {
+  if (c->slot < 0) return;
+  const mm_slot slot = c->slot;
+  c->slot = -1;
+  if (budget.tier) mm_tier_free(budget.tier, slot);
+}
+
+}  // namespace memmgr::pager

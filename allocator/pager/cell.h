@@ -1,0 +1,194 @@
+// Cells: the storages that the pager manages, their residency, and the graph of what made their bytes.
+//
+// Words:
+//   cell       one storage of the managed device, from its first op to its end. It hangs on the storage's DataPtr, as
+//              that one's context: finding it takes no table, and its end is told by the deleter
+//   resident   its bytes are in memory; absent: they are not, and the storage's pointer is null behind torch's trap
+//   version    the bytes that a cell holds between two writes
+//   recipe     the op and its arguments that made a version; a root has none
+//   ghost      a version whose bytes are gone for good; its recipe may still make them for others
+//   orphan     a cell whose storage has died while its bytes are needed; its version owns it
+//   needed     a version that somebody's bytes can be made from only while it can be had
+//   pin        whoever has one may hold a pointer to the bytes: the cell stays where it is (rule 3)
+//
+// Locks: `graph_lock()` guards versions, recipes, kinds and the registry of cells. Nobody allocates managed memory, runs
+// an op, copies bytes or takes the GIL under it. Residency changes hands by `Cell::state` alone: whoever sets kBusy on a
+// cell without pins owns its bytes until it clears kBusy.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/StorageImpl.h>
+#include <torch/headeronly/version.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "memmgr/core.h"
+
+namespace memmgr::pager {
+
+using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+struct Recipe;
+struct Version;
+
+// Where the bytes of an absent cell are.
+enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kFill };
+
+// Why an address may not change any more (rule 9).
+enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite };
+
+constexpr uint32_t kPinMask = 0x00FFFFFF;
+constexpr uint32_t kDead = 1u << 29;  // the storage has died
+constexpr uint32_t kBusy = 1u << 30;  // somebody moves the bytes
+constexpr uint32_t kAbsent = 1u << 31;
+
+struct Cell {
+  std::atomic<uint32_t> state{0};  // pins, and the bits above
+  std::atomic<uint64_t> last_touch{0};
+  uint64_t nbytes = 0;
+  uint64_t serial = 0;  // stands for the address where addresses are compared; a range of nbytes, used once
+  c10::Device device{c10::DeviceType::CPU};
+
+  // Whoever has the cell busy or pinned reads and writes these.
+  at::DataPtr bytes;  // what frees the memory; empty while absent
+  mm_slot slot = -1;  // a copy below that is true to the bytes
+  Absence absence = Absence::kNone;
+  uint64_t checksum = 0;
+  bool has_checksum = false;
+
+  // Under the graph's lock.
+  WeakStorage storage{StoragePtr()};  // empty: an orphan
+  Version* version = nullptr;         // counted, but for an orphan's
+  size_t index = 0;                   // in the registry
+  uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
+  Escape escape = Escape::kNone;
+  bool newborn = false;  // nobody has written to it yet: foreign code may, without telling (rule 3)
+  bool outside = false;  // its memory is not the pool's
+  bool small = false;    // counted, never paged: it is a cell only because a recipe names it
+  bool kept = false;     // an orphan that recipes keep by value
+  int32_t queued_at = -1;  // among the victims (reclaim.cpp)
+
+  bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
+};
+
+// One version of a cell's bytes. Guarded by the graph's lock, and so is the count.
+struct Version {
+  uint32_t refs = 1;
+  uint32_t needed = 0;
+  Cell* cell = nullptr;      // that holds, or held, the bytes; null: a ghost
+  bool evicted = false;      // the cell's storage lives, its bytes can only be made again
+  bool uninitialized = false;
+  Recipe* recipe = nullptr;  // counted
+  uint16_t output = 0;
+  uint16_t depth = 0;
+  uint64_t nbytes = 0;
+};
+
+std::mutex& graph_lock();
+std::condition_variable& residency_changed();  // told whenever a cell stops being busy; waits on graph_lock()
+
+// Bytes and other things that must end outside of the lock.
+struct Trash {
+  std::vector<at::DataPtr> bytes;
+  std::vector<mm_slot> slots;
+  ~Trash();
+};
+
+// ---- storages and their cells ----
+
+extern "C" void memmgr_pager_end_of_storage(void* cell);
+
+inline at::DataPtr& pointer_of(const c10::StorageImpl* s) {
+  return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks();
+}
+
+inline Cell* cell_of(const c10::StorageImpl* s) {
+  const at::DataPtr& p = pointer_of(s);
+  return p.get_deleter() == &memmgr_pager_end_of_storage ? static_cast<Cell*>(p.get_context()) : nullptr;
+}
+
+// May this storage become a cell: memory of the pool, or of torch's default allocator, that is nobody else's?
+bool adoptable(const c10::StorageImpl* s);
+// Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
+Cell* adopt(c10::StorageImpl* s);
+// The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
+void unadopt(Cell* c);
+// A strong reference that never takes the GIL (rule 11); null where that cannot be had.
+StoragePtr hold(Cell* c);
+// Gives such a reference back, somewhere where the GIL may be taken.
+void drop_later(StoragePtr storage);
+void drop_what_waits();  // for tests, and at the end of a budget
+void stop_dropper();
+void forget_dropper_in_child();
+
+// Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls
+// this has the cell busy.
+void show_bytes(c10::StorageImpl* s, void* data, const Cell* c);
+// The id in a trap's message, 0 if the text is no trap's.
+uint64_t trapped_cell(const char* what);
+
+// ---- the registry ----
+
+size_t count_cells_locked();
+Cell* cell_at_locked(size_t index);
+template <class F>
+void for_each_cell_locked(F&& visit) {
+  for (size_t i = count_cells_locked(); i-- > 0;) visit(cell_at_locked(i));
+}
+
+// ---- pins ----
+
+// True: the bytes are there. False: the pin holds, but somebody has to bring them back.
+inline bool pin(Cell* c, uint64_t now) {
+  const uint32_t before = c->state.fetch_add(1, std::memory_order_acquire);
+  c->last_touch.store(now, std::memory_order_relaxed);
+  return !(before & (kAbsent | kBusy));
+}
+void last_user_is_gone(Cell* c);
+inline void unpin(Cell* c) {
+  const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);
+  if (C10_UNLIKELY((before & kDead) && (before & kPinMask) == 1 && !(before & kBusy))) last_user_is_gone(c);
+}
+inline bool begin_move(Cell* c) {  // of what nobody has pinned
+  uint32_t expected = 0;
+  return c->state.compare_exchange_strong(expected, kBusy, std::memory_order_acq_rel);
+}
+// Clears kBusy, sets or clears kAbsent, wakes who waits.
+void end_move(Cell* c, bool absent);
+bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
+
+void stand_pinned_locked(Cell* c);    // one standing pin more
+void stand_unpinned_locked(Cell* c);  // one less
+
+// ---- versions ----
+
+void release_version_locked(Version* v, Trash* trash);
+void release_recipe_locked(Recipe* r, Trash* trash);
+bool has_bytes_locked(const Version* v);
+// Can its bytes be had: are they somewhere, or can its recipe make them?
+bool available_locked(const Version* v);
+void need_locked(Version* v);
+void unneed_locked(Version* v, Trash* trash);
+// The cell's bytes are gone, or back: what its recipe reads is needed, or not any more.
+void set_evicted_locked(Version* v, bool evicted, Trash* trash);
+// The cell has new bytes from here on, of unknown making. The old version becomes a ghost; whoever needs it has been
+// given its bytes before (see settle_before_write).
+Version* new_version_locked(Cell* c, Trash* trash);
+// Before the bytes of `c` change: what is needed of them is kept as an orphan's copy (rule 4). Allocates; no lock held.
+void settle_before_write(Cell* c);
+// The copy below is not true to the bytes any more.
+void drop_slot(Cell* c);
+void forget_recipe_locked(Version* v, Trash* trash);
+
+// Bytes of resident cells that are not small, for admission and figures.
+extern std::atomic<uint64_t> resident_cell_bytes;
+extern std::atomic<uint64_t> escaped_bytes;
+extern std::atomic<int64_t> absent_cells;
+
+}  // namespace memmgr::pager

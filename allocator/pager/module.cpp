@@ -1,0 +1,527 @@
+// The Python module: opening and closing, what the readers ask for, figures. Nothing here is on the way of an op.
+#include <Python.h>
+#include <pthread.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <string>
+
+#include "budget.h"
+#include "cell.h"
+#include "kernel.h"
+#include "pools/pool.h"
+#include "recipe.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
+}
+
+#if defined(__x86_64__)
+uint64_t ticks() { return __builtin_ia32_rdtsc(); }
+#else
+uint64_t ticks() { return now_ns(); }
+#endif
+
+double seconds_of_ticks(uint64_t n) {
+  static const double each = [] {
+    const uint64_t t0 = now_ns(), c0 = ticks();
+    while (now_ns() - t0 < 2000000) {
+    }
+    return static_cast<double>(now_ns() - t0) * 1e-9 / static_cast<double>(ticks() - c0);
+  }();
+  return static_cast<double>(n) * each;
+}
+
+namespace {
+
+PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
+
+void set_out_of_memory(const char* text) {
+  PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
+  if (error)
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  else if (!PyErr_Occurred())
+    PyErr_SetString(PyExc_MemoryError, text);
+  Py_XDECREF(error);
+}
+
+// What torch throws becomes Python's error of the same meaning.
+template <class F>
+PyObject* guarded(F&& body) {
+  try {
+    return body();
+  } catch (const c10::OutOfMemoryError& e) {
+    set_out_of_memory(e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+StoragePtr storage_of(PyObject* o) {
+  if (THPVariable_Check(o)) {
+    const at::Tensor& t = THPVariable_Unpack(o);
+    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return {};
+    return StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+  if (PyLong_Check(o)) return StoragePtr::reclaim_copy(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(o)));
+  return {};
+}
+
+PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"limit", "folder", "disk_bytes", "throttle", "small_bytes", "may_evict", "may_offload",
+                                "torture", "verify", "order", nullptr};
+  unsigned long long limit, disk_bytes, throttle, small_bytes;
+  const char* folder;
+  int may_evict, may_offload, torture, verify, order;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppi", const_cast<char**>(names), &limit, &folder, &disk_bytes,
+                                   &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify, &order))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
+    seconds_of_ticks(0);
+    char why[200] = {};
+    if (folder && may_offload) {
+      budget.tier = mm_tier_open(folder, disk_bytes, throttle, 2, why, sizeof why);
+      TORCH_CHECK(budget.tier, "memmgr: the disk tier cannot be opened in ", folder, ": ", why);
+    }
+    Options o;
+    o.small_bytes = small_bytes;
+    o.may_evict = may_evict;
+    o.may_offload = may_offload;
+    o.torture = torture;
+    o.verify = verify;
+    o.order = static_cast<Order>(order);
+    budget.options = o;
+    budget.tier_error.clear();
+    install_pool(limit);
+    mm_arena_reset_peak(budget.arena);
+    mm_arena_reset_counts(budget.arena);
+    reset_floor();
+    for (auto* n : {&counters.evictions, &counters.evicted_bytes, &counters.offloads, &counters.offload_bytes,
+                    &counters.clean_drops, &counters.reloads, &counters.reload_bytes, &counters.rematerialized_ops,
+                    &counters.rematerializations, &counters.remat_ns, &counters.stall_ns, &counters.reclaims,
+                    &counters.ops, &counters.recorded_ops, &counters.adopted, &counters.adopted_bytes,
+                    &counters.escapes, &counters.trials, &counters.refused_kinds, &counters.tier_errors,
+                    &counters.copies_before_write, &counters.trap_retries, &counters.admission_waits,
+                    &counters.retries, &counters.foreign_writes, &counters.unseen_ops, &counters.cut_recipes})
+      n->store(0);
+    catch_unseen_threads(true);
+    budget.open.store(true, std::memory_order_release);
+    see_this_thread(true);
+    Py_RETURN_NONE;
+  });
+}
+
+// Cells, and references that keep them alive while the GIL is free.
+std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
+  std::vector<std::pair<Cell*, WeakStorage>> weak;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) {
+      if (c->storage._unsafe_get_target()) weak.emplace_back(c, c->storage);
+    });
+  }
+  std::vector<std::pair<Cell*, StoragePtr>> held;
+  for (auto& [c, w] : weak)
+    if (StoragePtr s = w.lock()) {
+      if (cell_of(s.get()) == c) held.emplace_back(c, std::move(s));
+    }
+  return held;
+}
+
+// close(): brings everything back, takes the cells off their storages, closes the tier.
+PyObject* py_close(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    if (!budget.open) Py_RETURN_NONE;
+    mm_arena_set_budget(budget.arena, MM_UNLIMITED);
+    std::string wrong;
+    Py_BEGIN_ALLOW_THREADS;
+    drop_what_waits();
+    Py_END_ALLOW_THREADS;
+    auto cells = all_cells();
+    Py_BEGIN_ALLOW_THREADS;
+    for (auto& [c, s] : cells) {
+      pin(c, ticks());
+      try {
+        bring_back(c);
+      } catch (const std::exception& e) {
+        wrong = e.what();
+      }
+      unpin(c);
+    }
+    poll_works();
+    Py_END_ALLOW_THREADS;
+    budget.open.store(false, std::memory_order_release);
+    catch_unseen_threads(false);
+    cut_recipes(true);
+    for (auto& [c, s] : cells)
+      if (cell_of(s.get()) == c && c->resident()) unadopt(c);
+    cells.clear();
+    Py_BEGIN_ALLOW_THREADS;
+    drop_what_waits();
+    Py_END_ALLOW_THREADS;
+    stop_dropper();
+    uninstall_pool();
+    if (budget.tier) {
+      mm_tier_close(budget.tier);
+      budget.tier = nullptr;
+    }
+    TORCH_CHECK(wrong.empty(), wrong);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_see_this_thread(PyObject*, PyObject* on) {
+  see_this_thread(PyObject_IsTrue(on) == 1);
+  Py_RETURN_NONE;
+}
+
+// adopt(tensor or cdata) -> bytes that became (or are) a cell
+PyObject* py_adopt(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = nullptr;
+    if (s && budget.open) {
+      c = cell_of(s.get());
+      if (!c && adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) c = adopt(s.get());
+    }
+    return PyLong_FromUnsignedLongLong(c ? c->nbytes : 0);
+  });
+}
+
+// adopt_all() -> bytes: the tensors that Python's garbage collector knows, and their gradients. The list of its objects
+// comes and goes without a bytecode in between, so nobody meets a reference that is not his.
+PyObject* py_adopt_all(PyObject*, PyObject*) {
+  PyObject* gc = PyImport_ImportModule("gc");
+  PyObject* all = gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr;
+  Py_XDECREF(gc);
+  if (!all) return nullptr;
+  std::vector<StoragePtr> found;
+  const auto add = [&](const at::Tensor& t) {
+    if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
+    c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (adoptable(s) && s->nbytes() >= budget.options.small_bytes) found.push_back(StoragePtr::reclaim_copy(s));
+  };
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
+    PyObject* o = PyList_GET_ITEM(all, i);
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
+    const at::Tensor& t = THPVariable_Unpack(o);
+    add(t);
+    if (t.defined() && t.is_leaf()) add(t.grad());
+  }
+  Py_DECREF(all);
+  uint64_t bytes = 0;
+  for (const StoragePtr& s : found)
+    if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
+  return PyLong_FromUnsignedLongLong(bytes);
+}
+
+// name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
+// mapped, and never used for another storage.
+PyObject* py_name(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    if (!c || !budget.open) return PyLong_FromLong(0);
+    uint64_t name = (uint64_t{1} << 62) + c->serial;
+    if (THPVariable_Check(o)) {
+      const at::Tensor& t = THPVariable_Unpack(o);
+      name += static_cast<uint64_t>(t.storage_offset()) * t.itemsize();
+    }
+    return PyLong_FromUnsignedLongLong(name);
+  });
+}
+
+// settle(): what was adopted past the limit leaves. Returns the bytes that are resident beyond it still.
+PyObject* py_settle(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    uint64_t beyond = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    const uint64_t limit = mm_arena_budget(budget.arena);
+    for (int i = 0; i < 1000; ++i) {
+      const uint64_t now = mm_arena_resident(budget.arena);
+      beyond = now > limit ? now - limit : 0;
+      if (!beyond || !reclaim_callback(nullptr, beyond, beyond, i)) break;
+    }
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromUnsignedLongLong(beyond);
+  });
+}
+
+PyObject* py_escape(PyObject*, PyObject* args) {
+  PyObject* o;
+  int why;
+  if (!PyArg_ParseTuple(args, "Oi", &o, &why)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    if (!s || !budget.open) Py_RETURN_FALSE;
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      Cell* c = cell_of(s.get());
+      if (!c && adoptable(s.get())) c = adopt(s.get());
+      if (c) escape(c, static_cast<Escape>(why));
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    Py_RETURN_TRUE;
+  });
+}
+
+// ---- Pin: keeps the bytes of tensors where they are while it lives ----
+
+struct PinObject {
+  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
+};
+
+void pin_dealloc(PyObject* self) {
+  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
+  for (auto& [c, s] : *pins) unpin(c);
+  delete pins;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject pin_type = [] {
+  PyTypeObject t{PyVarObject_HEAD_INIT(nullptr, 0)};
+  t.tp_name = "memmgr._pager.Pin";
+  t.tp_basicsize = sizeof(PinObject);
+  t.tp_flags = Py_TPFLAGS_DEFAULT;
+  t.tp_dealloc = pin_dealloc;
+  t.tp_doc = "Keeps the bytes of storages in memory, where they are, while it lives (rule 9: scoped).";
+  return t;
+}();
+
+// pin(sequence of tensors or cdatas[, written]) -> Pin
+PyObject* py_pin(PyObject*, PyObject* args) {
+  PyObject* sequence;
+  int written = 0;
+  if (!PyArg_ParseTuple(args, "O|p", &sequence, &written)) return nullptr;
+  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
+  if (!items) return nullptr;
+  auto* self = PyObject_New(PinObject, &pin_type);
+  if (!self) {
+    Py_DECREF(items);
+    return nullptr;
+  }
+  self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
+  PyObject* result = guarded([&]() -> PyObject* {
+    std::vector<StoragePtr> storages;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
+      if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      for (StoragePtr& s : storages) {
+        Cell* c = cell_of(s.get());
+        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) c = adopt(s.get());
+        if (!c) continue;
+        pin(c, ticks());
+        self->cells->emplace_back(c, std::move(s));
+        bring_back(c);
+        if (written) {
+          settle_before_write(c);
+          drop_slot(c);
+          Trash trash;
+          std::lock_guard<std::mutex> lock(graph_lock());
+          new_version_locked(c, &trash);
+        }
+      }
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    return reinterpret_cast<PyObject*>(self);
+  });
+  Py_DECREF(items);
+  if (!result) Py_DECREF(self);
+  return result;
+}
+
+// take_away(tensor, turn) -> bytes that left: for tests
+PyObject* py_take_away(PyObject*, PyObject* args) {
+  PyObject* o;
+  int turn = -1;
+  if (!PyArg_ParseTuple(args, "O|i", &o, &turn)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    uint64_t n = 0;
+    if (c) {
+      Py_BEGIN_ALLOW_THREADS;
+      n = let_go(c, turn);
+      Py_END_ALLOW_THREADS;
+    }
+    return PyLong_FromUnsignedLongLong(n);
+  });
+}
+
+// describe(tensor) -> dict or None: for tests and memmgr's own views
+PyObject* py_describe(PyObject*, PyObject* o) {
+  const StoragePtr s = storage_of(o);
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Cell* c = s ? cell_of(s.get()) : nullptr;
+  if (!c) Py_RETURN_NONE;
+  static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
+  const uint32_t state = c->state.load();
+  return Py_BuildValue("{sK ss sI sO sO sI sO sI}", "nbytes", static_cast<unsigned long long>(c->nbytes), "residency",
+                       state & kAbsent ? names[static_cast<int>(c->absence)] : "resident", "pins", state & kPinMask,
+                       "escaped", c->escape != Escape::kNone ? Py_True : Py_False, "recipe",
+                       c->version && c->version->recipe ? Py_True : Py_False, "depth",
+                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean", c->slot >= 0 ? Py_True : Py_False,
+                       "needed", c->version ? c->version->needed : 0u);
+}
+
+void put(PyObject* dict, const char* key, uint64_t value) {
+  PyObject* v = PyLong_FromUnsignedLongLong(value);
+  if (v) PyDict_SetItemString(dict, key, v);
+  Py_XDECREF(v);
+}
+
+PyObject* py_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d || !budget.arena) return d;
+  mm_arena_stats a{};
+  mm_arena_stats_get(budget.arena, &a);
+  put(d, "budget_bytes", a.budget_bytes);
+  put(d, "resident_bytes.current", a.live_bytes + a.outside_bytes);
+  put(d, "resident_bytes.peak", a.resident_peak_bytes);
+  put(d, "unmanaged_peak_bytes", a.unmanaged_peak_bytes);
+  put(d, "floor_bytes", floor_bytes());
+  put(d, "reclaims", a.reclaims);
+  put(d, "remapped_bytes", a.remapped_bytes);
+  put(d, "resident_cell_bytes", resident_cell_bytes.load());
+  put(d, "escaped_bytes", escaped_bytes.load());
+  put(d, "absent_cells", static_cast<uint64_t>(absent_cells.load()));
+  put(d, "recipe_bytes", recipe_bytes.load());
+  put(d, "works_in_flight", works_in_flight());
+#define COUNTER(name) put(d, #name, counters.name.load());
+  COUNTER(evictions)
+  COUNTER(evicted_bytes)
+  COUNTER(offloads)
+  COUNTER(offload_bytes)
+  COUNTER(clean_drops)
+  COUNTER(reloads)
+  COUNTER(reload_bytes)
+  COUNTER(rematerialized_ops)
+  COUNTER(rematerializations)
+  COUNTER(ops)
+  COUNTER(recorded_ops)
+  COUNTER(adopted)
+  COUNTER(adopted_bytes)
+  COUNTER(escapes)
+  COUNTER(trials)
+  COUNTER(refused_kinds)
+  COUNTER(tier_errors)
+  COUNTER(copies_before_write)
+  COUNTER(trap_retries)
+  COUNTER(admission_waits)
+  COUNTER(retries)
+  COUNTER(foreign_writes)
+  COUNTER(unseen_ops)
+  COUNTER(cut_recipes)
+  COUNTER(remat_ns)
+  COUNTER(stall_ns)
+#undef COUNTER
+  std::lock_guard<std::mutex> lock(graph_lock());
+  uint64_t pinned = 0, orphans = 0;
+  for_each_cell_locked([&](Cell* c) {
+    pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
+    orphans += c->storage._unsafe_get_target() ? 0 : 1;
+  });
+  put(d, "cells", count_cells_locked());
+  put(d, "pinned_cells", pinned);
+  put(d, "orphans", orphans);
+  return d;
+}
+
+PyObject* py_drain(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS;
+  drop_what_waits();
+  Py_END_ALLOW_THREADS;
+  poll_works();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_set_budget_error(PyObject*, PyObject* make) {
+  Py_INCREF(make);
+  Py_XSETREF(make_budget_error, make);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_set_link(PyObject*, PyObject* o) {
+  const double seconds = PyFloat_AsDouble(o);
+  if (PyErr_Occurred()) return nullptr;
+  set_link(seconds);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_check_arena(PyObject*, PyObject*) {
+  char why[400] = {};
+  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0) return PyErr_Format(PyExc_RuntimeError, "%s", why);
+  Py_RETURN_NONE;
+}
+
+// ---- fork: the child keeps its tensors and has no pager (what is absent meets the trap) ----
+
+void before_fork() { graph_lock().lock(); }
+void after_fork_in_parent() { graph_lock().unlock(); }
+void after_fork_in_child() {
+  new (&graph_lock()) std::mutex;
+  new (&residency_changed()) std::condition_variable;
+  forget_dropper_in_child();
+  if (!budget.open) return;
+  budget.open = false;
+  forget_pool_in_child();
+}
+
+PyMethodDef methods[] = {
+    {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS, "opens a budget"},
+    {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
+    {"see_this_thread", py_see_this_thread, METH_O, "the ops of this thread are seen (rule 12)"},
+    {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
+    {"adopt_all", py_adopt_all, METH_NOARGS, "adopts every tensor that Python knows -> bytes"},
+    {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
+    {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
+    {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
+    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False) -> Pin"},
+    {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
+    {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
+    {"stats", py_stats, METH_NOARGS, "figures"},
+    {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
+    {"set_budget_error", py_set_budget_error, METH_O, "(text) -> the exception that out of memory becomes"},
+    {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
+    {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+void raise_budget_error(const c10::OutOfMemoryError& e) {
+  if (!Py_IsInitialized() || !make_budget_error) return;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  set_out_of_memory(e.what_without_backtrace());
+  python_error error;
+  error.persist();
+  PyGILState_Release(gil);
+  throw error;
+}
+
+}  // namespace memmgr::pager
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
+  using namespace memmgr::pager;
+  if (PyType_Ready(&pin_type) < 0) return nullptr;
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  return PyModule_Create(&definition);
+}

@@ -1,0 +1,129 @@
+#include "numerics.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/DefaultDtype.h>
+#include <torch/headeronly/version.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+
+namespace memmgr::pager {
+
+namespace {
+
+using Switches = std::array<int64_t, 23>;
+
+Switches read_switches() {
+  const at::Context& c = at::globalContext();
+  Switches s{c.userEnabledCuDNN(),
+             c.benchmarkCuDNN(),
+             c.deterministicCuDNN(),
+             c.userEnabledMkldnn(),
+             c.deterministicMkldnn(),
+             c.deterministicAlgorithms(),
+             c.deterministicAlgorithmsWarnOnly(),
+             c.deterministicFillUninitializedMemory(),
+             c.userEnabledFlashSDP(),
+             c.userEnabledMemEfficientSDP(),
+             c.userEnabledMathSDP(),
+             c.userEnabledCuDNNSDP(),
+             c.allowFP16ReductionCPU(),
+             at::get_num_threads(),
+             0,
+             static_cast<int64_t>(c10::get_default_dtype().toScalarType())};
+#if defined(__x86_64__)
+  s[14] = static_cast<int64_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  size_t i = 16;
+  for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
+    for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL})
+      s[i++] = static_cast<int64_t>(c.float32Precision(b, o));
+#else
+  s[16] = static_cast<int64_t>(c.float32MatmulPrecision());
+  s[17] = c.allowTF32CuDNN();
+#endif
+  return s;
+}
+
+void write_switches(const Switches& now, const Switches& then) {
+  at::Context& c = at::globalContext();
+  const auto differs = [&](size_t i) { return now[i] != then[i]; };
+  if (differs(0)) c.setUserEnabledCuDNN(then[0]);
+  if (differs(1)) c.setBenchmarkCuDNN(then[1]);
+  if (differs(2)) c.setDeterministicCuDNN(then[2]);
+  if (differs(3)) c.setUserEnabledMkldnn(then[3]);
+  if (differs(4)) c.setDeterministicMkldnn(then[4]);
+  if (differs(5) || differs(6)) c.setDeterministicAlgorithms(then[5], then[6]);
+  if (differs(7)) c.setDeterministicFillUninitializedMemory(then[7]);
+  if (differs(8)) c.setSDPUseFlash(then[8]);
+  if (differs(9)) c.setSDPUseMemEfficient(then[9]);
+  if (differs(10)) c.setSDPUseMath(then[10]);
+  if (differs(11)) c.setSDPUseCuDNN(then[11]);
+  if (differs(12)) c.setAllowFP16ReductionCPU(then[12]);
+  if (differs(13)) at::set_num_threads(static_cast<int>(then[13]));
+  if (differs(14)) c.setFlushDenormal(then[14] != 0);
+  if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  size_t i = 16;
+  for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
+    for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL}) {
+      if (differs(i)) c.setFloat32Precision(b, o, static_cast<at::Float32Precision>(then[i]));
+      ++i;
+    }
+#else
+  if (differs(16)) c.setFloat32MatmulPrecision(static_cast<at::Float32MatmulPrecision>(then[16]));
+  if (differs(17)) c.setAllowTF32CuDNN(then[17]);
+#endif
+}
+
+struct Interned {
+  std::mutex lock;
+  std::deque<Switches> all;  // addresses stay valid
+};
+
+Interned& interned() {
+  static auto* i = new Interned;
+  return *i;
+}
+
+const Switches& switches_of(int id) {
+  Interned& known = interned();
+  std::lock_guard<std::mutex> lock(known.lock);
+  return known.all[static_cast<size_t>(id)];
+}
+
+}  // namespace
+
+int numerics_now() {
+  static thread_local Switches last;
+  static thread_local int last_id = -1;
+  const Switches now = read_switches();
+  if (last_id >= 0 && last == now) return last_id;
+  Interned& known = interned();
+  std::lock_guard<std::mutex> lock(known.lock);
+  last = now;
+  for (size_t i = 0; i < known.all.size(); ++i)
+    if (known.all[i] == now) return last_id = static_cast<int>(i);
+  known.all.push_back(now);
+  return last_id = static_cast<int>(known.all.size()) - 1;
+}
+
+NumericsGuard::NumericsGuard(int id) {
+  const int now = numerics_now();
+  if (now == id) return;
+  before_ = now;
+  write_switches(switches_of(now), switches_of(id));
+}
+
+NumericsGuard::~NumericsGuard() {
+  if (before_ >= 0) write_switches(read_switches(), switches_of(before_));
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,191 @@
+#include "ops.h"
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace memmgr::pager {
+
+namespace {
+
+using Names = std::unordered_set<std::string>;
+
+// Only these are ever run a second time (rule 5); the other namespaces of torch's own do what their schema says.
+const Names& own_namespaces() {
+  static const auto* n = new Names{"aten",          "prims",    "quantized", "quantized_decomposed", "mkl",     "mkldnn",
+                                   "mkldnn_prepacked", "_quantized", "_c10d_functional", "_c10d_functional_autograd",
+                                   "c10d", "fsdp", "_dtensor", "profiler", "inductor", "prim", "sparse", "xnnpack", "static_runtime"};
+  return *n;
+}
+
+// Aliases without saying so, or with a write that moves no bytes.
+const Names& views() {
+  static const auto* n = new Names{"aten::_unsafe_view", "aten::_reshape_alias", "aten::record_stream", "aten::requires_grad_",
+                                   "aten::retain_grad", "aten::_fw_primal", "aten::_make_dual", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_", "aten::swapdims_", "aten::swapaxes_", "aten::as_strided_", "aten::detach_", "aten::rename_"};
+  return *n;
+}
+
+const Names& metadata() {
+  static const auto* n = new Names{
+      "aten::empty_like",     "aten::zeros_like",       "aten::ones_like",   "aten::full_like", "aten::rand_like",
+      "aten::randn_like",     "aten::randint_like",     "aten::new_empty",   "aten::new_zeros", "aten::new_ones",
+      "aten::new_full",       "aten::new_empty_strided", "aten::is_same_size", "aten::_has_same_storage_numel", "aten::_version", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim", "aten::numel", "aten::is_contiguous", "aten::_has_compatible_shallow_copy_type", "aten::_is_zerotensor", "aten::is_complex", "aten::is_floating_point", "aten::result_type"};
+  return *n;
+}
+
+const Names& uninitialized() {
+  static const auto* n = new Names{"aten::empty",        "aten::empty_like",      "aten::empty_strided",
+                                   "aten::new_empty",    "aten::new_empty_strided", "aten::empty_permuted",
+                                   "aten::_empty_affine_quantized", "aten::empty_quantized", "aten::_empty_per_channel_affine_quantized"};
+  return *n;
+}
+
+// In-place ops that never read what was there.
+const Names& overwriters() {
+  static const auto* n = new Names{"aten::fill_",    "aten::zero_",        "aten::copy_",      "aten::normal_",
+                                   "aten::uniform_", "aten::bernoulli_",   "aten::random_",    "aten::exponential_",
+                                   "aten::geometric_", "aten::log_normal_", "aten::cauchy_"};
+  return *n;
+}
+
+const Names& storage_ops() {
+  static const auto* n = new Names{"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::resize_as_sparse_", "aten::sparse_resize_", "aten::sparse_resize_and_clear_", "aten::_resize_output", "aten::set_data"};
+  return *n;
+}
+
+// Results that are not a function of arguments and generator alone, that read what nobody wrote, or keep state.
+const Names& never_again() {
+  static const auto* n = new Names{"aten::_cudnn_init_dropout_state",
+                                   "aten::_cudnn_rnn",
+                                   "aten::miopen_rnn",
+                                   "aten::rrelu_with_noise",
+                                   "aten::rrelu_with_noise_functional",
+                                   "aten::_fused_moving_avg_obs_fq_helper",
+                                   "aten::_to_cpu",
+                                   "aten::_pin_memory",
+                                   "aten::linalg_lstsq",
+                                   "aten::_batch_norm_with_update",
+                                   "aten::_efficientzerotensor",
+                                   "aten::_local_scalar_dense",
+                                   "aten::from_file",
+                                   "aten::_foobar"};
+  return *n;
+}
+
+bool holds_tensors(const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType:
+    case c10::TypeKind::AnyType:
+    case c10::TypeKind::StorageType:
+      return true;
+    case c10::TypeKind::ListType:
+    case c10::TypeKind::OptionalType:
+    case c10::TypeKind::TupleType:
+    case c10::TypeKind::DictType:
+      for (const auto& inner : type.containedTypes())
+        if (holds_tensors(*inner)) return true;
+      return false;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
+  if (!handle.hasSchema()) {
+    kind = OpClass::kForeign;
+    return;
+  }
+  const auto& schema = handle.schema();
+  const std::string& name = schema.name();
+  const std::string space = name.substr(0, name.find("::"));
+  const bool replayable_space = space == "aten" || space == "prims";
+  bool all_aliases = true, any_tensor = false;
+  int positional_outputs = 0;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& a = schema.arguments()[i];
+    const bool tensors = holds_tensors(*a.type());
+    const bool write = a.alias_info() && a.alias_info()->isWrite();
+    may_hold_tensors.push_back(tensors);
+    written.push_back(write);
+    any_tensor |= tensors;
+    if (write) {
+      writes++;
+      if (a.is_out()) positional_outputs++;
+    }
+    if (a.type()->kind() == c10::TypeKind::GeneratorType ||
+        (a.type()->kind() == c10::TypeKind::OptionalType && a.name() == "generator"))
+      generator = static_cast<int>(i);
+    if (name == "aten::native_batch_norm" || name == "aten::_native_batch_norm_legit" ||
+        name == "aten::cudnn_batch_norm" || name == "aten::miopen_batch_norm") {
+      if (a.name() == "running_mean") running_mean = static_cast<int>(i);
+      if (a.name() == "running_var") running_var = static_cast<int>(i);
+      if (a.name() == "training") training = static_cast<int>(i);
+    }
+  }
+  if (training < 0) running_mean = running_var = -1;
+  for (const auto& r : schema.returns())
+    if (holds_tensors(*r.type()) && !(r.alias_info() && !r.alias_info()->isWrite())) all_aliases = false;
+  seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
+  uninitialized = pager::uninitialized().count(name) > 0;
+  overwriter = overwriters().count(name) > 0;
+  storage_op = storage_ops().count(name) > 0;
+  lazy_clone = name == "aten::_lazy_clone";
+  if (!own_namespaces().count(space)) {
+    kind = OpClass::kForeign;
+    if (!writes)  // one that declares nothing may write to all that it was given
+      for (size_t i = 0; i < may_hold_tensors.size(); ++i)
+        if ((written[i] = may_hold_tensors[i])) writes++;
+    return;
+  }
+  const bool hidden = running_mean >= 0;
+  if (handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !handle.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+    kind = OpClass::kComposite;
+    return;
+  }
+  if (!replayable_space) {
+    // torch's own, but not an op of tensors alone: what it calls is paged, what it declares is believed.
+    kind = OpClass::kForeign;
+    return;
+  }
+  if (views().count(name)) {
+    kind = OpClass::kView;
+    writes = 0;
+    std::fill(written.begin(), written.end(), uint8_t{0});
+    return;
+  }
+  if (pager::metadata().count(name)) {
+    kind = OpClass::kMetadata;
+  } else if (any_tensor && writes == 0 && all_aliases && !schema.returns().empty() && !storage_op) {
+    bool aliasing = false;
+    for (const auto& r : schema.returns()) aliasing |= r.alias_info() != nullptr;
+    if (aliasing) kind = OpClass::kView;
+  }
+  const bool never = never_again().count(name) > 0 || storage_op || uninitialized || lazy_clone;
+  recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
+  if (positional_outputs) overwriter = true;  // out= is written, not read
+}
+
+OpInfo* info_of(const c10::OperatorHandle& op) {
+  // A few hundred ops are in use: two levels, the first without a lock.
+  struct Entry {
+    size_t hash = 0;
+    OpInfo* info = nullptr;
+  };
+  static thread_local Entry recent[1024];
+  const size_t hash = std::hash<c10::OperatorHandle>()(op);
+  Entry& e = recent[(hash >> 6) % 1024];
+  if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op)) return e.info;
+  static auto* lock = new std::mutex;
+  static auto* all = new std::unordered_map<c10::OperatorHandle, OpInfo*>;
+  std::lock_guard<std::mutex> held(*lock);
+  OpInfo*& info = (*all)[op];
+  if (!info) info = new OpInfo(op);
+  e = {hash, info};
+  return info;
+}
+
+}  // namespace memmgr::pager

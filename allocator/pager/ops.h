@@ -1,0 +1,42 @@
+// What is known about an op from its name and schema: what it touches, what it writes, whether it can be run again.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace memmgr::pager {
+
+enum class OpClass : uint8_t {
+  kOrdinary,   // reads its tensors
+  kView,       // only aliases: no bytes are needed for a shape
+  kMetadata,   // reads the geometry of its tensors, never their bytes
+  kComposite,  // calls other ops, which are seen
+  kForeign,    // not torch's: paged around and inside, writes to what it does not declare, too (rule 4)
+};
+
+struct OpInfo {
+  c10::OperatorHandle op;
+  OpClass kind = OpClass::kOrdinary;
+  bool recordable = false;     // aten or prims, functional or with one declared write, nothing hidden
+  bool seeded = false;         // draws random numbers
+  bool uninitialized = false;  // its outputs are memory that nobody has written
+  bool overwriter = false;     // writes its first argument without reading it
+  bool storage_op = false;     // changes whose storage it is, or how long
+  bool lazy_clone = false;
+  int generator = -1;  // position of the generator
+  int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
+  std::vector<uint8_t> may_hold_tensors;                   // by argument
+  std::vector<uint8_t> written;                            // by argument
+  int writes = 0;
+  std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
+
+  explicit OpInfo(const c10::OperatorHandle& handle);
+};
+
+// Cached for the life of the process.
+OpInfo* info_of(const c10::OperatorHandle& op);
+
+}  // namespace memmgr::pager

@@ -1,0 +1,11 @@
+// One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
+#include "cell.cpp"
+#include "kernel.cpp"
+#include "module.cpp"
+#include "numerics.cpp"
+#include "ops.cpp"
+#include "pools/cpu_arena.cpp"
+#include "recipe.cpp"
+#include "reclaim.cpp"
+#include "rematerialize.cpp"
+#include "rng.cpp"

@@ -1,0 +1,476 @@
+#include "recipe.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
+#include <unordered_map>
+
+#include "budget.h"
+#include "numerics.h"
+#include "pools/pool.h"
+#include "rng.h"
+
+namespace memmgr::pager {
+
+std::atomic<uint64_t> recipe_bytes{0};
+thread_local int tl_running_recipes = 0;
+
+// A hundredth of the budget (rule 5), and room enough for a small model's.
+uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
+
+Recipe::~Recipe() { recipe_bytes -= bytes; }
+
+bool is_plain(const c10::TensorImpl* t) {
+  using K = c10::DispatchKey;
+  if (!t->has_storage() || t->is_python_dispatch() || t->has_symbolic_sizes_strides()) return false;
+  const c10::DispatchKeySet k = t->key_set();
+  if (k.has_any(c10::DispatchKeySet({K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor,
+                                     K::Conjugate, K::Negative})))
+    return false;
+  return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
+         t->device().is_cpu();
+}
+
+// ---- kinds ----
+
+namespace {
+
+struct Kinds {
+  std::mutex lock;
+  std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
+};
+
+Kinds& kinds() {
+  static auto* k = new Kinds;
+  return *k;
+}
+
+Kind* kind_of(uint64_t hash, OpInfo* info) {
+  struct Entry {
+    uint64_t hash = 0;
+    Kind* kind = nullptr;
+  };
+  static thread_local Entry recent[1024];
+  Entry& e = recent[hash % 1024];
+  if (e.kind && e.hash == hash && e.kind->info == info) return e.kind;
+  Kinds& known = kinds();
+  std::lock_guard<std::mutex> lock(known.lock);
+  Kind*& kind = known.all[hash];
+  if (!kind) {
+    kind = new Kind;
+    kind->info = info;
+  }
+  e = {hash, kind};
+  return kind;
+}
+
+struct Hash {
+  uint64_t value = 0x243F6A8885A308D3ull;
+  void mix(uint64_t v) {
+    value = (value ^ v) * 0x9E3779B185EBCA87ull;
+    value ^= value >> 32;
+  }
+  void mix(double v) {
+    uint64_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    mix(bits);
+  }
+  // False where the value is of a sort that no recipe keeps.
+  bool mix(const c10::IValue& v) {
+    if (v.isNone()) return mix(uint64_t{3}), true;
+    if (v.isInt()) return mix(uint64_t{5}), mix(static_cast<uint64_t>(v.toInt())), true;
+    if (v.isBool()) return mix(v.toBool() ? uint64_t{7} : uint64_t{9}), true;
+    if (v.isDouble()) return mix(uint64_t{11}), mix(v.toDouble()), true;
+    if (v.isComplexDouble()) {
+      const auto z = v.toComplexDouble();
+      return mix(uint64_t{13}), mix(z.real()), mix(z.imag()), true;
+    }
+    if (v.isIntList()) {
+      const auto list = v.toIntList();
+      mix(uint64_t{15 + 64 * list.size()});
+      for (const int64_t i : list) mix(static_cast<uint64_t>(i));
+      return true;
+    }
+    if (v.isString()) {
+      mix(uint64_t{17});
+      for (const char c : v.toStringRef()) mix(static_cast<uint64_t>(c));
+      return true;
+    }
+    if (v.isDevice()) {
+      const auto d = v.toDevice();
+      return mix(static_cast<uint64_t>(19 + 64 * static_cast<int>(d.type()) + d.index())), true;
+    }
+    if (v.isGenerator()) return mix(uint64_t{21}), true;
+    if (v.isList()) {
+      const auto list = v.toListRef();
+      mix(uint64_t{23 + 64 * list.size()});
+      for (const auto& item : list)
+        if (item.isTensor() || !mix(item)) return false;
+      return true;
+    }
+    return false;
+  }
+};
+
+bool is_zero(const c10::IValue& v) { return v.isDouble() && v.toDouble() == 0; }
+
+// Attention says that it draws, also where its dropout is off.
+bool draws(const OpInfo* info, const c10::IValue* args, size_t n) {
+  if (!info->seeded) return false;
+  const auto& arguments = info->op.schema().arguments();
+  for (size_t i = 0; i < n; ++i)
+    if (arguments[i].name() == "dropout_p") return !is_zero(args[i]);
+  return true;
+}
+
+}  // namespace
+
+void note_seconds(Kind* kind, double seconds) {
+  const double known = kind->seconds.load(std::memory_order_relaxed);
+  if (known < 0 || seconds < known / 2)
+    kind->seconds.store(seconds, std::memory_order_relaxed);
+  else
+    kind->seconds.store(known * (seconds > known ? 1.05 : 1 / 1.05), std::memory_order_relaxed);
+}
+
+// ---- describing ----
+
+namespace {
+
+struct Describer {
+  OpInfo* info;
+  Recipe* recipe;
+  Hash hash;
+  c10::SmallVector<Cell*, 8> cells;  // of `recipe->tensors`, null for values
+  bool ok = true;
+
+  void tensor(const c10::IValue& v, size_t argument, int32_t element) {
+    c10::TensorImpl* t = v.unsafeToTensorImpl();
+    if (!is_plain(t)) {
+      ok = false;
+      return;
+    }
+    c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+    const bool written = info->written[argument];
+    TensorArg a;
+    a.argument = static_cast<uint16_t>(argument);
+    a.element = element;
+    a.storage_bytes = s->nbytes();
+    for (const int64_t n : t->sizes()) a.sizes.push_back(n);
+    for (const int64_t n : t->strides()) a.strides.push_back(n);
+    a.offset = t->storage_offset();
+    a.dtype = t->dtype();
+    a.keys = c10::DispatchKeySet(c10::DispatchKey::CPU);  // is_plain() says so
+    a.wrapped_number = t->is_wrapped_number();
+    hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + a.sizes.size() + (written ? 1000 : 0) +
+             (a.wrapped_number ? 2000 : 0));
+    for (const int64_t n : a.sizes) hash.mix(static_cast<uint64_t>(n));
+    for (const int64_t n : a.strides) hash.mix(static_cast<uint64_t>(n) + 7);
+    Cell* c = cell_of(s);
+    const uint64_t whole = static_cast<uint64_t>(t->numel()) * t->itemsize();
+    if (info->kind == OpClass::kMetadata) {
+      a.role = Role::kShape;
+      c = nullptr;
+    } else if (written && info->overwriter && whole == a.storage_bytes && t->is_non_overlapping_and_dense()) {
+      a.role = Role::kFresh;
+      c = nullptr;
+    } else if (!written && !c && a.storage_bytes <= sizeof a.value && t->numel() <= 1 && s->data()) {
+      a.role = Role::kValue;
+      std::memcpy(a.value, s->data(), a.storage_bytes);
+    } else if (a.storage_bytes == 0) {
+      a.role = Role::kValue;
+    } else {
+      a.role = written ? Role::kWritten : Role::kRead;
+      if (!c) c = adopt(s);
+      if (!c) ok = false;
+    }
+    cells.push_back(c);
+    recipe->tensors.push_back(std::move(a));
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
+  auto r = std::make_unique<Recipe>();
+  r->info = info;
+  r->keys = keys;
+  Describer d{info, r.get(), {}, {}, true};
+  d.hash.mix(reinterpret_cast<uintptr_t>(info));
+  d.hash.mix(keys.raw_repr());
+  const bool statistics = info->training >= 0 && args[info->training].isBool() && args[info->training].toBool();
+  r->args.reserve(n);
+  for (size_t i = 0; i < n && d.ok; ++i) {
+    const c10::IValue& v = args[i];
+    const bool left_out = statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
+    if (left_out) {  // they move once a step; what the op returns in training does not read them
+      r->args.emplace_back();
+      d.hash.mix(uint64_t{29});
+    } else if (v.isTensor()) {
+      const bool defined = v.toTensor().defined();
+      if (defined) d.tensor(v, i, -1);
+      r->args.push_back(defined ? c10::IValue() : v);
+      d.hash.mix(uint64_t{31});
+    } else if (info->may_hold_tensors[i] && v.isList()) {
+      const auto list = v.toListRef();
+      d.hash.mix(uint64_t{33 + 64 * list.size()});
+      for (size_t k = 0; k < list.size(); ++k)
+        if (list[k].isTensor() && list[k].toTensor().defined()) {
+          d.tensor(list[k], i, static_cast<int32_t>(k));
+          d.hash.mix(static_cast<uint64_t>(k));
+        } else if (!list[k].isNone() && !list[k].isTensor()) {
+          d.ok = false;
+        }
+      r->args.emplace_back(static_cast<int64_t>(list.size()));
+    } else {
+      if (info->may_hold_tensors[i] && !v.isNone()) d.ok = false;
+      if (!d.hash.mix(v)) d.ok = false;
+      r->args.push_back(v);
+    }
+  }
+  if (!d.ok) return nullptr;
+  if (draws(info, args, n)) {
+    if (!can_draw_again(info)) return nullptr;
+    r->rng = generator_before(info, args);
+    if (!r->rng.defined()) return nullptr;
+  }
+  r->numerics = numerics_now();
+  d.hash.mix(static_cast<uint64_t>(r->numerics));
+  r->kind = kind_of(d.hash.value, info);
+  if (r->kind->trust.load(std::memory_order_relaxed) == Trust::kNo) return nullptr;
+  r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
+             r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
+  recipe_bytes += r->bytes;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  uint16_t depth = 0;
+  for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
+    Cell* c = d.cells[i];
+    if (!c) continue;
+    Version* v = c->version;
+    // What others can write to unseen, or nobody has written yet, says nothing about what comes of it.
+    if (c->escape != Escape::kNone || v->uninitialized) d.ok = false;
+    if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) d.ok = false;
+    if (!d.ok) break;
+    if (v->recipe) depth = std::max(depth, v->depth);
+    v->refs++;
+    r->tensors[i].version = v;
+  }
+  r->depth = static_cast<uint16_t>(depth + 1);
+  if (d.ok && r->depth <= kLongestChain) return r;
+  // References that were taken are given back; none of them is the last, since the cells have their own.
+  for (TensorArg& a : r->tensors)
+    if (a.version) a.version->refs--;
+  r->tensors.clear();
+  return nullptr;
+}
+
+void discard(std::unique_ptr<Recipe> recipe) {
+  if (!recipe) return;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (const TensorArg& a : recipe->tensors)
+    if (a.version) release_version_locked(a.version, &trash);
+  recipe.reset();
+}
+
+void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs) {
+  bool full;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Recipe* r = recipe.release();
+    r->refs = 1;
+    r->outputs = outputs;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      Version* v = outputs[i];
+      if (!v) continue;
+      forget_recipe_locked(v, &trash);
+      v->recipe = r;
+      v->output = static_cast<uint16_t>(i);
+      v->depth = r->depth;
+      r->refs++;
+    }
+    release_recipe_locked(r, &trash);
+    full = recipe_bytes.load(std::memory_order_relaxed) > recipe_bytes_limit();
+  }
+  if (full) cut_recipes(false);
+}
+
+bool recipe_available_locked(const Recipe* r) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version && !available_locked(a.version)) return false;
+  return true;
+}
+
+void need_inputs_locked(Recipe* r) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) need_locked(a.version);
+}
+
+void unneed_inputs_locked(Recipe* r, Trash* trash) {
+  for (const TensorArg& a : r->tensors)
+    if (a.version) unneed_locked(a.version, trash);
+}
+
+void forget_output_locked(Recipe* r, const Version* v) {
+  for (Version*& output : r->outputs)
+    if (output == v) output = nullptr;
+}
+
+void release_recipe_locked(Recipe* r, Trash* trash) {
+  if (--r->refs > 0) return;
+  for (const TensorArg& a : r->tensors)
+    if (a.version) release_version_locked(a.version, trash);
+  delete r;
+}
+
+void cut_recipes(bool all) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  std::vector<std::pair<uint64_t, Version*>> found;
+  for_each_cell_locked([&](Cell* c) {
+    Version* v = c->version;
+    if (v && v->recipe && v->needed == 0 && !v->evicted) found.emplace_back(c->last_touch.load(), v);
+  });
+  const size_t n = all ? found.size() : (found.size() + 1) / 2;
+  if (n < found.size())
+    std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
+  for (size_t i = 0; i < n; ++i) forget_recipe_locked(found[i].second, &trash);
+  counters.cut_recipes += n;
+}
+
+double seconds_to_make_locked(const Version* v) {
+  constexpr size_t kLooks = 48;
+  c10::SmallVector<const Recipe*, kLooks> seen;
+  c10::SmallVector<const Version*, kLooks> open{v};
+  double seconds = 0;
+  while (!open.empty()) {
+    const Version* at = open.pop_back_val();
+    const Recipe* r = at->recipe;
+    if (!r || std::find(seen.begin(), seen.end(), r) != seen.end()) continue;
+    if (seen.size() == kLooks) return seconds * 4;  // long: dear, however much it is
+    seen.push_back(r);
+    seconds += std::max(0.0, r->kind->seconds.load(std::memory_order_relaxed));
+    for (const TensorArg& a : r->tensors)
+      if (a.version && !has_bytes_locked(a.version)) open.push_back(a.version);
+  }
+  return seconds;
+}
+
+// ---- running ----
+
+namespace {
+
+// Nothing of the caller's thread reaches the op: no autograd, autocast, functorch or mode, and not our own key.
+struct Below {
+  Below() { ++tl_running_recipes; }
+  ~Below() { --tl_running_recipes; }
+  static c10::impl::LocalDispatchKeySet keys() {
+    c10::impl::PODLocalDispatchKeySet pod{};
+    pod.set_included(c10::DispatchKeySet(c10::DispatchKey::BackendSelect));
+    pod.set_excluded(c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    return pod;
+  }
+  c10::impl::ForceDispatchKeyGuard guard{keys()};
+};
+
+at::Tensor tensor_over(const TensorArg& a, StoragePtr storage) {
+  auto t = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)), a.keys, a.dtype);
+  t->set_sizes_and_strides(a.sizes, a.strides, a.offset);
+  if (a.wrapped_number) t->set_wrapped_number(true);
+  return at::Tensor(std::move(t));
+}
+
+StoragePtr storage_over(at::DataPtr bytes, uint64_t nbytes) {
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(nbytes),
+                                               std::move(bytes), c10::GetAllocator(c10::kCPU), true);
+}
+
+StoragePtr storage_for(const TensorArg& a, Source& source) {
+  const at::Device cpu(c10::kCPU);
+  switch (a.role) {
+    case Role::kValue:
+      return storage_over(at::DataPtr(const_cast<char*>(a.value), cpu), a.storage_bytes);
+    case Role::kShape:
+      return storage_over(at::DataPtr(nullptr, cpu), a.storage_bytes);
+    case Role::kRead:
+      return storage_over(at::DataPtr(source.data, cpu), a.storage_bytes);
+    case Role::kFresh:
+      return storage_over(pool_allocate(a.storage_bytes), a.storage_bytes);
+    case Role::kWritten:
+      break;
+  }
+  if (source.own) return std::move(source.own);
+  StoragePtr copy = storage_over(pool_allocate(a.storage_bytes), a.storage_bytes);
+  std::memcpy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
+  return copy;
+}
+
+}  // namespace
+
+std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
+  Below below;
+  NumericsGuard numerics(r.numerics);
+  torch::jit::Stack stack(r.args.begin(), r.args.end());
+  StoragePtr written;
+  std::vector<StoragePtr> inputs;
+  const auto& arguments = r.info->op.schema().arguments();
+  // Lists were kept as their lengths.
+  std::vector<std::vector<at::Tensor>> lists(stack.size());
+  std::vector<bool> is_list(stack.size(), false);
+  for (size_t i = 0; i < stack.size(); ++i)
+    if (r.info->may_hold_tensors[i] && stack[i].isInt()) {
+      is_list[i] = true;
+      lists[i].resize(static_cast<size_t>(stack[i].toInt()));
+    }
+  for (size_t i = 0; i < r.tensors.size(); ++i) {
+    const TensorArg& a = r.tensors[i];
+    StoragePtr s = storage_for(a, sources[i]);
+    if (a.role == Role::kWritten || a.role == Role::kFresh) written = s;
+    inputs.push_back(s);
+    at::Tensor t = tensor_over(a, std::move(s));
+    if (a.element >= 0)
+      lists[a.argument][static_cast<size_t>(a.element)] = std::move(t);
+    else
+      stack[a.argument] = std::move(t);
+  }
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (!is_list[i]) continue;
+    const bool optional = arguments[i].type()->containedTypes().size() == 1 &&
+                          arguments[i].type()->containedTypes()[0]->kind() == c10::TypeKind::OptionalType;
+    if (optional) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (at::Tensor& t : lists[i]) list.push_back(t.defined() ? std::optional<at::Tensor>(t) : std::nullopt);
+      stack[i] = std::move(list);
+    } else {
+      stack[i] = c10::List<at::Tensor>(lists[i]);
+    }
+  }
+  lists.clear();
+  if (r.rng.defined())
+    draw_again(r.info, r.keys, r.rng, &stack);
+  else
+    r.info->op.redispatchBoxed(r.keys, &stack);
+  std::vector<StoragePtr> outputs;
+  if (r.info->writes) {
+    outputs.push_back(std::move(written));
+    return outputs;
+  }
+  const auto add = [&](const c10::IValue& v) {
+    c10::TensorImpl* t = v.isTensor() ? v.unsafeToTensorImpl() : nullptr;
+    c10::StorageImpl* s = t && t->has_storage() ? t->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+    for (const StoragePtr& input : inputs)
+      if (input.get() == s) s = nullptr;
+    outputs.push_back(s ? StoragePtr::reclaim_copy(s) : StoragePtr());
+  };
+  for (const c10::IValue& v : stack) {
+    if (v.isList())
+      for (const c10::IValue& item : v.toListRef()) add(item);
+    else
+      add(v);
+  }
+  return outputs;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,105 @@
+// Recipes: the op and its arguments that make a version's bytes again (rule 5), and the kinds that have earned trust
+// (rule 8).
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/stack.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "cell.h"
+#include "ops.h"
+
+namespace memmgr::pager {
+
+enum class Trust : uint8_t { kNew, kYes, kNo };
+
+// An op with its dtypes, shapes, strides, all other arguments and its numerics.
+struct Kind {
+  OpInfo* info = nullptr;
+  std::atomic<Trust> trust{Trust::kNew};
+  std::atomic<uint32_t> trials{0};   // that found no room
+  std::atomic<double> seconds{-1};   // of one run; -1: not measured
+};
+
+enum class Role : uint8_t {
+  kRead,
+  kWritten,  // the op writes to it: a private copy
+  kFresh,    // the op writes to all of it without reading
+  kValue,    // a number: its bytes are in the recipe
+  kShape,    // only its geometry is read
+};
+
+struct TensorArg {
+  uint16_t argument = 0;
+  int32_t element = -1;  // in a list
+  Role role = Role::kRead;
+  Version* version = nullptr;  // counted; null for kFresh and kValue
+  uint64_t storage_bytes = 0;
+  c10::SmallVector<int64_t, 5> sizes;
+  c10::SmallVector<int64_t, 5> strides;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+  c10::DispatchKeySet keys;
+  bool wrapped_number = false;
+  char value[16] = {};
+};
+
+constexpr uint16_t kLongestChain = 512;
+
+struct Recipe {
+  uint32_t refs = 0;  // versions that it makes, and who runs it; guarded by the graph's lock
+  OpInfo* info = nullptr;
+  Kind* kind = nullptr;
+  c10::DispatchKeySet keys;  // below ours, as the op was called
+  std::vector<c10::IValue> args;  // tensors left out
+  std::vector<TensorArg> tensors;
+  std::vector<Version*> outputs;  // not counted; null: nobody wants it
+  at::Generator rng;              // a copy, in the state before the op drew; undefined: it draws nothing
+  int numerics = 0;
+  uint16_t depth = 1;
+  uint64_t bytes = 0;  // that it costs by itself
+  ~Recipe();
+};
+
+extern std::atomic<uint64_t> recipe_bytes;  // all of them, and what is kept for them
+uint64_t recipe_bytes_limit();
+
+// Describes the call on the stack before it runs; the cells of its large tensors are pinned and resident. Null where
+// the op cannot be run again. The result has references that the lock guards: end it with discard().
+std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n);
+void discard(std::unique_ptr<Recipe> recipe);
+// The recipe makes these versions. Takes the lock.
+void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs);
+
+bool recipe_available_locked(const Recipe* r);
+void need_inputs_locked(Recipe* r);
+void unneed_inputs_locked(Recipe* r, Trash* trash);
+void forget_output_locked(Recipe* r, const Version* v);
+// Drops the recipes of what is resident and whom nobody needs: all (at the end), or the older half.
+void cut_recipes(bool all);
+
+// Above 0 while this thread runs a recipe.
+extern thread_local int tl_running_recipes;
+
+// Bytes for one argument of a run.
+struct Source {
+  void* data = nullptr;
+  StoragePtr own;  // set: nobody else wants the bytes, the run may have them
+};
+// Runs the recipe on these bytes (one source an entry of `tensors`), below autograd, functorch and modes, with its
+// numerics and a generator of its own. Returns the storages of its outputs, in the order of Recipe::outputs; null where
+// an output has none of its own.
+std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources);
+
+// Seconds to make the version's bytes, with those of what is gone and must be made first; looks at a bounded number.
+double seconds_to_make_locked(const Version* v);
+// What one run took; a kind believes its faster runs.
+void note_seconds(Kind* kind, double seconds);
+
+// Is this an ordinary strided tensor with memory of its own?
+bool is_plain(const c10::TensorImpl* t);
+
+}  // namespace memmgr::pager

@@ -1,0 +1,49 @@
+// Residency: who leaves so that a request fits, how bytes leave, and how they come back.
+#pragma once
+
+#include <cstdint>
+
+#include "cell.h"
+
+namespace memmgr::pager {
+
+// What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
+uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
+[[noreturn]] void throw_out_of_memory(uint64_t request);
+
+// Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at even
+// turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
+uint64_t let_go(Cell* c, int turn = -1);
+// The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
+void bring_back(Cell* c);
+
+// An op that must have memory now and then: others wait for it meanwhile (kernel.cpp).
+bool others_are_running();
+void wait_for_others(double seconds);
+
+// The most that has been pinned and could not leave, with the request that came to it.
+void note_floor(uint64_t bytes);
+uint64_t floor_bytes();
+void reset_floor();
+// Without the victims' bytes: what is resident and may not leave now.
+uint64_t held_bytes();
+
+void set_link(double seconds_per_byte);
+double link_seconds_per_byte();
+
+// Victims that were queued are forgotten with their cell.
+void forget_victim_locked(Cell* c);
+
+// Blocks the GIL's holder least: releases the GIL if this thread has it.
+class WithoutGil {
+ public:
+  WithoutGil();
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  void* saved_ = nullptr;
+};
+
+}  // namespace memmgr::pager

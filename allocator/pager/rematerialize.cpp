@@ -1,0 +1,237 @@
+#include "rematerialize.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "budget.h"
+#include "pools/pool.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// The recipes that have to run, in order, with a reference on each.
+struct Plan {
+  std::vector<Recipe*> order;
+  std::unordered_map<const Version*, uint32_t> uses;  // of what these runs make, by later ones
+
+  ~Plan() {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Recipe* r : order) release_recipe_locked(r, &trash);
+  }
+};
+
+using Scratch = std::unordered_map<const Version*, StoragePtr>;
+
+// Depth first, without recursion: chains may be long.
+void make_plan_locked(Version* target, const Scratch& scratch, Plan* plan) {
+  struct At {
+    Recipe* recipe;
+    size_t next;
+  };
+  std::vector<At> path{{target->recipe, 0}};
+  std::unordered_set<const Recipe*> seen{target->recipe};
+  while (!path.empty()) {
+    At& at = path.back();
+    if (at.next == at.recipe->tensors.size()) {
+      at.recipe->refs++;
+      plan->order.push_back(at.recipe);
+      path.pop_back();
+      continue;
+    }
+    const Version* v = at.recipe->tensors[at.next++].version;
+    if (!v || has_bytes_locked(v) || scratch.count(v)) continue;
+    TORCH_CHECK(v->recipe, "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
+    plan->uses[v]++;
+    if (seen.insert(v->recipe).second) path.push_back({v->recipe, 0});
+  }
+}
+
+// The bytes of one argument, held where they are while the op runs.
+class Input {
+ public:
+  Input() = default;
+  Input(Input&&) = delete;
+  ~Input() {
+    if (pinned_) unpin(pinned_);
+    if (storage_) drop_later(std::move(storage_));
+  }
+  // False: the bytes are nowhere, so the plan is out of date.
+  bool fetch(const Version* v, Source* source) {
+    bool private_copy = false;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Cell* c = v->cell;
+      if (!c) return false;
+      const bool orphan = !c->storage._unsafe_get_target();
+      pin(c, ticks());
+      pinned_ = c;
+      if (!orphan) {
+        storage_ = hold(c);
+        private_copy = !storage_ && !c->resident();
+      }
+    }
+    if (private_copy) return read_aside(source);
+    bring_back(pinned_);
+    source->data = pinned_->bytes.get();
+    return true;
+  }
+
+ private:
+  // Only a Python object has the storage, so its pointer is left alone (rule 11); the copy below is read beside it.
+  bool read_aside(Source* source) {
+    if (pinned_->slot < 0) return false;
+    aside_ = pool_allocate(pinned_->nbytes);
+    const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
+    TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
+    source->data = aside_.get();
+    return true;
+  }
+
+  Cell* pinned_ = nullptr;
+  StoragePtr storage_;
+  at::DataPtr aside_;
+};
+
+// What came out for an evicted cell that nobody has claimed goes there. True if it did.
+bool give_to_cell(Version* v, StoragePtr& made) {
+  bool last;
+  StoragePtr storage;
+  Cell* c;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    c = v->cell;
+    if (!c || !v->evicted || c->version != v) return false;
+    uint32_t state = c->state.load();
+    if ((state & kBusy) || !(state & kAbsent)) return false;
+    if (!c->state.compare_exchange_strong(state, state | kBusy)) return false;
+    storage = hold(c);
+    if (!storage) {
+      end_move_locked(c, true);
+      return false;
+    }
+    at::DataPtr& p = pointer_of(made.get());
+    show_bytes(storage.get(), p.get(), c);
+    c->bytes = std::move(p);
+    p.clear();
+    resident_cell_bytes += c->nbytes;
+    mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
+    absent_cells--;
+    set_evicted_locked(v, false, &trash);
+    c->absence = Absence::kNone;
+    c->has_checksum = false;
+    c->last_touch.store(ticks(), std::memory_order_relaxed);
+    last = end_move_locked(c, false);
+  }
+  made.reset();
+  if (last) last_user_is_gone(c);
+  drop_later(std::move(storage));
+  return true;
+}
+
+// True: done. False: something that the plan counted on has left meanwhile.
+bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratch, at::DataPtr* result) {
+  std::vector<Source> sources(r->tensors.size());
+  std::vector<StoragePtr> made;
+  {
+    std::vector<std::unique_ptr<Input>> inputs;
+    for (size_t i = 0; i < r->tensors.size(); ++i) {
+      const Version* v = r->tensors[i].version;
+      if (!v) continue;
+      if (const auto found = scratch.find(v); found != scratch.end()) {
+        const bool only_use = plan.uses[v] <= 1 && r->tensors[i].role == Role::kWritten;
+        sources[i].data = pointer_of(found->second.get()).get();
+        if (only_use) sources[i].own = found->second;
+        continue;
+      }
+      inputs.push_back(std::make_unique<Input>());
+      if (!inputs.back()->fetch(v, &sources[i])) return false;
+    }
+    const uint64_t begun = now_ns();
+    made = run(*r, std::move(sources));
+    const uint64_t took = now_ns() - begun;
+    counters.rematerialized_ops++;
+    counters.remat_ns += took;
+  }
+  for (const TensorArg& a : r->tensors) {
+    const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
+    if (found != plan.uses.end() && found->second > 0 && --found->second == 0) scratch.erase(a.version);
+  }
+  for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
+    Version* v;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      v = r->outputs[i];
+    }
+    if (!v || !made[i]) continue;
+    TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
+                " gave another size when it was run again. Please report this.");
+    const bool simple = pointer_of(made[i].get()).get_deleter() == pool_deleter();
+    TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(), " gave memory that is not the pool's. Please report this.");
+    if (v == target) {
+      if (plan.uses[v] > 0) continue;
+      *result = std::move(pointer_of(made[i].get()));
+      pointer_of(made[i].get()).clear();
+      continue;
+    }
+    const bool wanted_later = plan.uses[v] > 0;
+    if (!give_to_cell(v, made[i]) && wanted_later) scratch[v] = std::move(made[i]);
+  }
+  return true;
+}
+
+}  // namespace
+
+at::DataPtr rematerialize(Cell* c) {
+  counters.rematerializations++;
+  Scratch scratch;
+  for (int attempt = 0; attempt < 1000; ++attempt) {
+    Plan plan;
+    const Version* target;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      target = c->version;
+      TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
+      make_plan_locked(c->version, scratch, &plan);
+    }
+    at::DataPtr result;
+    bool done = true;
+    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, plan, scratch, &result);
+    if (done && result.get()) return result;
+  }
+  TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
+}
+
+bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, StoragePtr before) {
+  counters.trials++;
+  std::vector<StoragePtr> again;
+  {
+    std::vector<Source> sources(r.tensors.size());
+    std::vector<std::unique_ptr<Input>> inputs;
+    for (size_t i = 0; i < r.tensors.size(); ++i) {
+      const TensorArg& a = r.tensors[i];
+      if (!a.version) continue;
+      if (a.role == Role::kWritten) {
+        sources[i].own = std::move(before);
+        continue;
+      }
+      inputs.push_back(std::make_unique<Input>());
+      if (!inputs.back()->fetch(a.version, &sources[i])) return false;
+    }
+    again = run(r, std::move(sources));
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i]) continue;
+    if (i >= again.size() || !again[i] || again[i]->nbytes() != outputs[i]->nbytes()) return false;
+    if (std::memcmp(pointer_of(again[i].get()).get(), pointer_of(outputs[i]).get(), outputs[i]->nbytes()) != 0)
+      return false;
+  }
+  return true;
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,111 @@
+#include "rng.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cstring>
+
+namespace memmgr::pager {
+
+std::mutex& drawing_lock() {
+  static auto* m = new std::mutex;
+  return *m;
+}
+
+namespace {
+
+enum class Way { kNone, kArgument, kOverload, kUniform, kNormal, kDropout };
+
+// The overload that takes a generator: where its new argument goes is read from its schema.
+const char* overload_with_generator(const c10::OperatorName& name) {
+  const auto is = [&](const char* op, const char* overload) { return name.name == op && name.overload_name == overload; };
+  if (is("aten::rand", "") || is("aten::randn", "") || is("aten::randint", "") || is("aten::randperm", ""))
+    return "generator";
+  if (is("aten::randint", "low")) return "low_generator";
+  return nullptr;
+}
+
+Way way_of(const OpInfo* info) {
+  if (info->generator >= 0) return Way::kArgument;
+  const auto& name = info->op.operator_name();
+  if (overload_with_generator(name)) return Way::kOverload;
+  if (name.name == "aten::rand_like") return Way::kUniform;
+  if (name.name == "aten::randn_like") return Way::kNormal;
+  if (name.name == "aten::native_dropout") return Way::kDropout;
+  return Way::kNone;
+}
+
+at::Tensor empty_like_of(const torch::jit::Stack& stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::empty_like", "");
+  torch::jit::Stack call(stack.begin(), stack.end());
+  op.callBoxed(&call);
+  return call[0].toTensor();
+}
+
+}  // namespace
+
+bool can_draw_again(const OpInfo* info) { return way_of(info) != Way::kNone; }
+
+at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
+  at::Generator used;
+  if (info->generator >= 0 && args[info->generator].isGenerator()) used = args[info->generator].toGenerator();
+  if (!used.defined()) used = at::detail::getDefaultCPUGenerator();
+  if (!used.device().is_cpu()) return {};
+  std::lock_guard<std::mutex> lock(used.mutex());
+  return used.clone();
+}
+
+void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generator& state, torch::jit::Stack* stack) {
+  at::Generator g = state.clone();
+  switch (way_of(info)) {
+    case Way::kArgument:
+      (*stack)[static_cast<size_t>(info->generator)] = g;
+      info->op.redispatchBoxed(keys, stack);
+      return;
+    case Way::kOverload: {
+      const auto& name = info->op.operator_name();
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), overload_with_generator(name));
+      const auto& arguments = op.schema().arguments();
+      for (size_t i = 0; i < arguments.size(); ++i)
+        if (arguments[i].name() == "generator") stack->insert(stack->begin() + static_cast<ptrdiff_t>(i), g);
+      op.redispatchBoxed(keys, stack);
+      return;
+    }
+    case Way::kUniform:
+    case Way::kNormal: {
+      at::Tensor out = empty_like_of(*stack);
+      if (way_of(info) == Way::kUniform)
+        out.uniform_(0, 1, g);
+      else
+        out.normal_(0, 1, g);
+      stack->clear();
+      stack->emplace_back(std::move(out));
+      return;
+    }
+    case Way::kDropout: {
+      // As ATen's native_dropout_cpu computes it.
+      const at::Tensor input = (*stack)[0].toTensor();
+      const double p = (*stack)[1].toDouble();
+      const bool train = (*stack)[2].isNone() || (*stack)[2].toBool();
+      at::Tensor mask, output;
+      if (input.numel() == 0 || !train || p == 0) {
+        info->op.redispatchBoxed(keys, stack);
+        return;
+      }
+      const double p1m = 1. - p;
+      const double scale = p1m == 0 ? 0. : 1. / p1m;
+      mask = at::empty_like(input, input.options().dtype(c10::CppTypeToScalarType<bool>::value));
+      mask.bernoulli_(p1m, g);
+      output = input.mul(mask).mul_(scale);
+      stack->clear();
+      stack->emplace_back(std::move(output));
+      stack->emplace_back(std::move(mask));
+      return;
+    }
+    case Way::kNone:
+      break;
+  }
+  TORCH_CHECK(false, "memmgr: ", info->op.schema().name(), " cannot draw again");
+}
+
+}  // namespace memmgr::pager

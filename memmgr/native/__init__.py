@@ -1,0 +1,1 @@
+"""The typed seam to the native half."""

@@ -1,0 +1,152 @@
+"""The pager's module, compiled once per installed torch, behind a protocol."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.machinery
+import importlib.resources
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict, cast
+
+import torch
+
+from .._shim import NoShim, cache_folder, compile_library, load_core
+
+
+SMALL_BYTES = 64 << 10
+"""Smaller storages are counted and never paged: one that comes and goes costs more than the room that it makes."""
+
+
+class Escape(enum.IntEnum):
+    """Why an address may not change any more (rule 9); the values are those of `allocator/pager/cell.h`."""
+
+    POINTER = 1
+    NUMPY = 2
+    DLPACK = 3
+    SHARED = 4
+    SLICE = 5
+    FOREIGN_WRITE = 6
+
+
+class Order(enum.IntEnum):
+    """Who leaves first when malloc chooses; the values are those of `allocator/pager/budget.h`."""
+
+    DTR = 0
+    LRU = 1
+    LARGEST = 2
+    DELTA = 3
+
+
+class CellInfo(TypedDict):
+    """What `describe` says about a cell. `residency`: "resident", "offloaded", "evicted" or "fill"."""
+
+    nbytes: int
+    residency: str
+    pins: int
+    escaped: bool
+    recipe: bool
+    depth: int
+    clean: bool
+    needed: int
+
+
+class Pin(Protocol):
+    """Keeps bytes in memory, where they are, while it lives."""
+
+
+Addressed = torch.Tensor | int
+"""A tensor, or a storage's `_cdata`."""
+
+
+class Pager(Protocol):
+    """The functions of the module; `allocator/pager/module.cpp` defines them."""
+
+    def open(
+        self,
+        limit: int,
+        folder: str | None,
+        disk_bytes: int,
+        throttle: int,
+        small_bytes: int,
+        may_evict: bool,
+        may_offload: bool,
+        torture: bool,
+        verify: bool,
+        order: int,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def see_this_thread(self, on: bool) -> None: ...
+    def adopt(self, tensor: Addressed) -> int: ...
+    def adopt_all(self) -> int: ...
+    def settle(self) -> int: ...
+    def escape(self, tensor: Addressed, why: int) -> bool: ...
+    def name(self, tensor: Addressed) -> int: ...
+    def pin(self, tensors: Sequence[Addressed], written: bool = False) -> Pin: ...
+    def take_away(self, tensor: Addressed, turn: int = -1) -> int: ...
+    def describe(self, tensor: Addressed) -> CellInfo | None: ...
+    def stats(self) -> dict[str, int]: ...
+    def drain(self) -> None: ...
+    def set_budget_error(self, make: Callable[[str], BaseException]) -> None: ...
+    def set_link(self, seconds_per_byte: float) -> None: ...
+    def check(self) -> None: ...
+
+
+_loaded: Pager | None = None
+
+
+def _sources() -> Path:
+    # In a checkout the sources are the ones that are being edited.
+    checkout = Path(__file__).resolve().parents[2] / "allocator" / "pager"
+    if (checkout / "pager.cpp").is_file():
+        return checkout
+    installed = Path(str(importlib.resources.files("memmgr") / "_pager_src"))
+    if (installed / "pager.cpp").is_file():
+        return installed
+    raise NoShim("the pager's sources are missing from the package: reinstall memmgr")
+
+
+def _include(sources: Path) -> Path:
+    beside = sources.parent / "include"
+    return beside if beside.is_dir() else sources.parent / "_shim_src"
+
+
+def load() -> Pager:
+    """The module, compiled if this torch has not been seen before.
+
+    Raises:
+        NoShim: no compiler, no headers, or a torch that the pager does not know.
+    """
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    sources = _sources()
+    include = _include(sources)
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
+    files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h")]
+    for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
+        digest.update(file.name.encode() + file.read_bytes())
+    target = cache_folder() / f"pager-{digest.hexdigest()[:20]}" / "_pager.so"
+    if not target.is_file():
+        python = Path(sysconfig.get_paths()["include"])
+        if not (python / "Python.h").is_file():
+            raise NoShim("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
+        compile_library(
+            sources / "pager.cpp", target, [include, python], ["c10", "torch_cpu", "torch_python"], what="pager"
+        )
+    load_core()
+    loader = importlib.machinery.ExtensionFileLoader("memmgr._pager", str(target))
+    spec = importlib.util.spec_from_file_location("memmgr._pager", target, loader=loader)
+    if spec is None:
+        raise NoShim(f"cannot load {target}")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise NoShim(str(error)) from error
+    _loaded = cast(Pager, module)
+    return _loaded

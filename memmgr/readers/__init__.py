@@ -1,0 +1,79 @@
+"""What memmgr changes in the process while a budget is open: raw readers, threads, higher-order ops."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from ..native.pager import Pager
+from .patches import Patches
+from .raw import RawReaders
+
+
+class Readers:
+    """All patches of one budget; none survives `remove`."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._patches = Patches()
+        self._raw = RawReaders(pager, self._patches)
+        self._open = False
+        self.backwards = 0
+
+    def install(self) -> None:
+        """Puts the patches in place."""
+        self._open = True
+        _let_higher_order_ops_through()
+        self._raw.install()
+        wrap = self._patches.wrap
+        wrap(threading.Thread, "_bootstrap_inner", self._thread)
+        import torch.autograd.graph as graph
+
+        wrap(graph, "_engine_run_backward", self._backward)
+        wrap(torch.autograd, "_engine_run_backward", lambda _: graph._engine_run_backward)
+
+    def remove(self) -> None:
+        """Undoes them."""
+        self._open = False
+        self._patches.undo()
+
+    def escaped(self) -> dict[str, int]:
+        """Where addresses were handed out for good: `module:line`, and how often."""
+        return dict(self._raw.sites)
+
+    def _thread(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def bootstrap(thread: threading.Thread) -> None:
+            self._pager.see_this_thread(True)
+            original(thread)
+
+        return bootstrap
+
+    def _backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self.backwards += 1
+            return original(*args, **kwargs)
+
+        return run_backward
+
+
+def _let_higher_order_ops_through() -> None:
+    """They have no kernel for the pager's key; what they call is seen."""
+    key = torch._C._dispatch_key_parse("Fake")
+    for op in torch._ops._higher_order_ops.values():
+        op.fallthrough(key)
+    cls = torch._ops.HigherOrderOperator
+    if not getattr(cls.__init__, "_memmgr", False):
+        original = cls.__init__
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.fallthrough(key)
+
+        init._memmgr = True  # type: ignore[attr-defined]
+        cls.__init__ = init  # type: ignore[method-assign]

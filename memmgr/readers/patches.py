@@ -1,0 +1,86 @@
+"""Wrapping attributes of other modules for a while, and putting them back."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """A set of attributes that were replaced. `undo` puts them back, newest first."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, Any, Any]] = []
+        self._finder: _AfterImport | None = None
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """`owner.name` becomes `make(owner.name)`; nothing happens where there is no such attribute."""
+        original = getattr(owner, name, _MISSING)
+        if original is _MISSING:
+            return
+        # An inherited attribute is shadowed, and the shadow is deleted at the end.
+        before = vars(owner).get(name, _MISSING)
+        wrapper = make(original)
+        setattr(owner, name, wrapper)
+        self._done.append((owner, name, before, wrapper))
+
+    def hide(self, owner: Any, name: str) -> None:
+        """`owner` has no attribute of its own by that name."""
+        before = vars(owner).get(name, _MISSING)
+        if before is not _MISSING:
+            delattr(owner, name)
+            self._done.append((owner, name, before, _MISSING))
+
+    def when_imported(self, module: str, patch: Callable[[ModuleType], None]) -> None:
+        """Calls `patch` with the module, now or right after its import."""
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            patch(loaded)
+            return
+        if self._finder is None:
+            self._finder = _AfterImport()
+            sys.meta_path.insert(0, self._finder)
+        self._finder.waiting.setdefault(module, []).append(patch)
+
+    def undo(self) -> None:
+        """What somebody else wrapped meanwhile is left: it calls through ours."""
+        if self._finder is not None:
+            sys.meta_path.remove(self._finder)
+            self._finder = None
+        for owner, name, before, wrapper in reversed(self._done):
+            if vars(owner).get(name, _MISSING) is not wrapper:
+                continue
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._done.clear()
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it looks at what the others found."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                run, patches = spec.loader.exec_module, self.waiting.pop(name)
+
+                def exec_module(module: ModuleType) -> None:
+                    run(module)
+                    for patch in patches:
+                        patch(module)
+
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+                return spec
+        return None

@@ -1,0 +1,203 @@
+"""Who reads a tensor's bytes without an op, and what is done about each (rule 9).
+
+Three ways, told apart by who asks:
+  escaped  the address was handed out for good: the bytes stay where they are while the storage lives
+  scoped   the bytes are in memory, where they are, while a call runs
+  named    the address is only compared: it gets a number that stands for the storage, and no byte is read
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..native.pager import Addressed, Escape, Pager
+from .patches import Patches
+
+# Callers that compare addresses and read nothing: module, and in it these functions (none named: all).
+NAMERS: dict[str, frozenset[str]] = {
+    "torch.serialization": frozenset(),
+    "torch.storage": frozenset({"__eq__", "is_shared", "__deepcopy__"}),
+    "torch._tensor": frozenset({"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal"}),
+    "torch.nn.modules.rnn": frozenset(),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": frozenset(),
+    "torch.distributed.fsdp._flat_param": frozenset(),
+    "safetensors.torch": frozenset(),  # but for _tobytes, which is scoped
+    "transformers.modeling_utils": frozenset(),
+    "transformers.pytorch_utils": frozenset(),
+    "transformers.integrations.moe": frozenset(),
+    "accelerate.utils.modeling": frozenset(),
+    "huggingface_hub.serialization._torch": frozenset(),
+}
+_PASS_ON = frozenset({"data_ptr", "_data_ptr"})  # of torch.storage: typed storages ask their untyped one
+
+# Methods of untyped storages that read or write bytes themselves; True: they write.
+STORAGE_METHODS = {
+    "copy_": True,
+    "fill_": True,
+    "__setitem__": True,
+    "byteswap": True,
+    "_set_from_file": True,
+    "resize_": True,
+    "_write_file": False,
+    "tolist": False,
+    "__iter__": False,
+}
+SHARING = ("share_memory_", "_share_memory_", "_share_filename_cpu_", "_share_fd_cpu_")
+
+
+def _storages(values: Iterable[Any]) -> list[Addressed]:
+    found: list[Addressed] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, torch.UntypedStorage):
+            found.append(value._cdata)
+        elif isinstance(value, torch.storage.TypedStorage):
+            found.append(value._untyped_storage._cdata)
+        elif isinstance(value, list | tuple):
+            found += _storages(value)
+        elif isinstance(value, dict):
+            found += _storages(value.values())
+    return found
+
+
+class RawReaders:
+    """The patches on torch, and on what else reads raw, of one budget."""
+
+    def __init__(self, pager: Pager, patches: Patches) -> None:
+        self._pager = pager
+        self._patches = patches
+        self._scope = threading.local()
+        self.sites: Counter[str] = Counter()  # where addresses escaped
+
+    def install(self) -> None:
+        wrap = self._patches.wrap
+        wrap(torch.Tensor, "data_ptr", self._pointer)
+        wrap(torch.UntypedStorage, "data_ptr", self._pointer)
+        wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
+        wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
+        for owner, name in (
+            (torch._C, "_to_dlpack"),
+            (torch._C, "_to_dlpack_versioned"),
+            (torch.utils.dlpack, "to_dlpack"),
+            (torch, "to_dlpack"),
+        ):
+            wrap(owner, name, functools.partial(self._escaping, Escape.DLPACK))
+        # A table of C functions that no call of ours can stand before; who does not find it asks __dlpack__.
+        self._patches.hide(torch.Tensor, "__dlpack_c_exchange_api__")
+        for name in SHARING:
+            wrap(torch.UntypedStorage, name, functools.partial(self._escaping, Escape.SHARED))
+        wrap(torch.UntypedStorage, "__getitem__", self._item)
+        for name, writes in STORAGE_METHODS.items():
+            wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
+        wrap(torch.Tensor, "tolist", self.scoped)
+        wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
+        wrap(torch._C, "_is_alias_of", self.scoped)
+        self._patches.when_imported("safetensors.torch", lambda module: wrap(module, "_tobytes", self._pointer_in_scope))
+        self._patches.when_imported("triton.runtime.jit", self._triton)
+
+    # -- scoped --
+
+    def scoped(self, original: Callable[..., Any], *, writes: bool = False) -> Callable[..., Any]:
+        """`original` with the bytes of all its tensors and storages in memory while it runs."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            pin = self._pager.pin(_storages([*args, *kwargs.values()]), writes)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                del pin
+
+        return call
+
+    def _pointer_in_scope(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, for a function that asks for addresses inside: they are its own until it returns."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer = getattr(self._scope, "pins", None)
+            self._scope.pins = []
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._scope.pins = outer
+
+        return call
+
+    def _triton(self, module: Any) -> None:
+        function = getattr(module, "JITFunction", None)
+        if function is not None:
+            self._patches.wrap(function, "run", functools.partial(self._launch))
+
+    def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # A kernel may write to whatever it was given.
+        return self._pointer_in_scope(self.scoped(original, writes=True))
+
+    # -- escaped or named --
+
+    def _pointer(self, original: Callable[..., int]) -> Callable[..., int]:
+        pager, scope = self._pager, self._scope
+
+        @functools.wraps(original)
+        def data_ptr(owner: Any) -> int:
+            addressed: Addressed = owner if isinstance(owner, torch.Tensor) else owner._cdata
+            pins = getattr(scope, "pins", None)
+            if pins is not None:
+                pins.append(pager.pin([addressed]))
+                return original(owner)
+            caller = _caller(sys._getframe(1))
+            if _names(caller):
+                return pager.name(addressed) or original(owner)
+            if pager.escape(addressed, Escape.POINTER):
+                self._note(caller)
+            return original(owner)
+
+        return data_ptr
+
+    def _escaping(self, why: Escape, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            for addressed in _storages([owner]):
+                if self._pager.escape(addressed, why):
+                    self._note(sys._getframe(1))
+            return original(owner, *args, **kwargs)
+
+        return call
+
+    def _item(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        whole = self._escaping(Escape.SLICE, original)
+        one = self.scoped(original)
+
+        @functools.wraps(original)
+        def item(storage: Any, index: Any) -> Any:
+            return whole(storage, index) if isinstance(index, slice) else one(storage, index)
+
+        return item
+
+    def _note(self, frame: FrameType | None) -> None:
+        if frame is not None:
+            self.sites[f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"] += 1
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    while (
+        frame is not None and frame.f_globals.get("__name__") == "torch.storage" and frame.f_code.co_name in _PASS_ON
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _names(frame: FrameType | None) -> bool:
+    if frame is None:
+        return False
+    functions = NAMERS.get(frame.f_globals.get("__name__", ""))
+    return functions is not None and (not functions or frame.f_code.co_name in functions)

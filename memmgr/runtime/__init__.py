@@ -1,0 +1,1 @@
+"""Opening a budget, leaving it, and what lies between."""
