@@ -197,6 +197,7 @@ void last_user_is_gone(Cell* c) {
       else
         unneed_inputs_locked(v->recipe, &trash);
     }
+    check_lost_locked(v);
   }
   unregister_locked(c);
   forget_bytes_locked(c, &trash);
@@ -372,10 +373,21 @@ void stand_unpinned_locked(Cell* c) {
 
 // ---- versions ----
 
-bool has_bytes_locked(const Version* v) { return v->cell && !v->evicted; }
+bool has_bytes_locked(const Version* v) { return v->cell && !v->evicted && !v->temporary; }
 
 bool available_locked(const Version* v) {
   return has_bytes_locked(v) || (v->recipe && recipe_available_locked(v->recipe));
+}
+
+void check_lost_locked(Version* v) {
+  if (v->lost || v->evicted || available_locked(v)) return;
+  v->lost = true;
+  for (Recipe* r : v->readers) {
+    if (r->broken) continue;
+    r->broken = true;
+    for (Version* made : r->outputs)
+      if (made) check_lost_locked(made);
+  }
 }
 
 void need_locked(Version* v) {
@@ -388,6 +400,7 @@ void need_locked(Version* v) {
 static void end_orphan_locked(Version* v, Trash* trash) {
   Cell* c = v->cell;
   v->cell = nullptr;
+  check_lost_locked(v);
   c->version = nullptr;
   const uint32_t before = c->state.fetch_or(kDead, std::memory_order_acq_rel);
   if ((before & kPinMask) || (before & kBusy)) return;  // whoever has it ends it
@@ -402,7 +415,27 @@ void unneed_locked(Version* v, Trash* trash) {
   const bool before = pulls_locked(v);
   v->needed--;
   if (before && !pulls_locked(v) && v->recipe) unneed_inputs_locked(v->recipe, trash);
-  if (v->needed == 0 && is_orphan(v) && !v->cell->small) end_orphan_locked(v, trash);
+  if (v->needed == 0 && is_orphan(v) && !v->cell->small && !v->temporary) end_orphan_locked(v, trash);
+}
+
+void lend_bytes_locked(Version* v, at::DataPtr bytes) {
+  auto* c = new Cell;
+  c->nbytes = v->nbytes;
+  c->small = c->nbytes < budget.options.small_bytes;
+  c->device = bytes.device();
+  c->bytes = std::move(bytes);
+  c->version = v;
+  c->last_touch.store(ticks(), std::memory_order_relaxed);
+  v->cell = c;
+  v->temporary = true;
+  register_locked(c);
+  if (!c->small) resident_cell_bytes += c->nbytes;
+}
+
+void end_loan_locked(Version* v, Trash* trash) {
+  if (!v->temporary) return;
+  v->temporary = false;
+  end_orphan_locked(v, trash);
 }
 
 void set_evicted_locked(Version* v, bool evicted, Trash* trash) {
@@ -424,6 +457,7 @@ void forget_recipe_locked(Version* v, Trash* trash) {
   v->depth = 0;
   forget_output_locked(r, v);
   release_recipe_locked(r, trash);
+  check_lost_locked(v);
 }
 
 void release_version_locked(Version* v, Trash* trash) {
@@ -444,6 +478,7 @@ Version* new_version_locked(Cell* c, Trash* trash) {
     const bool pulled = pulls_locked(before);
     before->cell = nullptr;
     if (!pulled && pulls_locked(before) && before->recipe) need_inputs_locked(before->recipe);
+    check_lost_locked(before);
   }
   release_version_locked(before, trash);
   return v;

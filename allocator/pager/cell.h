@@ -83,11 +83,14 @@ struct Version {
   uint32_t needed = 0;
   Cell* cell = nullptr;      // that holds, or held, the bytes; null: a ghost
   bool evicted = false;      // the cell's storage lives, its bytes can only be made again
+  bool temporary = false;    // a ghost that a rematerialization has made for others; its bytes end with that
   bool uninitialized = false;
   Recipe* recipe = nullptr;  // counted
   uint16_t output = 0;
   uint16_t depth = 0;
   uint64_t nbytes = 0;
+  bool lost = false;              // a ghost that nothing can make any more
+  std::vector<Recipe*> readers;   // the recipes that name it
 };
 
 std::mutex& graph_lock();
@@ -173,6 +176,11 @@ void release_recipe_locked(Recipe* r, Trash* trash);
 bool has_bytes_locked(const Version* v);
 // Can its bytes be had: are they somewhere, or can its recipe make them?
 bool available_locked(const Version* v);
+// Called whenever bytes or a recipe have gone: tells whoever could be made from `v` that they cannot any more.
+void check_lost_locked(Version* v);
+// A ghost has bytes for a while, as an orphan that may be offloaded; and has none again.
+void lend_bytes_locked(Version* v, at::DataPtr bytes);
+void end_loan_locked(Version* v, Trash* trash);
 void need_locked(Version* v);
 void unneed_locked(Version* v, Trash* trash);
 // The cell's bytes are gone, or back: what its recipe reads is needed, or not any more.

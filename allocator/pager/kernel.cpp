@@ -91,6 +91,19 @@ class Admitted {
   uint64_t bytes_;
 };
 
+// Memory of torch's default allocator counts from here on: others leave for it first.
+void make_room_for(const c10::StorageImpl* s) {
+  if (pointer_of(s).get_deleter() == pool_deleter()) return;
+  const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
+  if (all <= limit) return;
+  uint64_t released = 0;
+  for (int i = 0; released < all - limit; ++i) {
+    const uint64_t n = reclaim_callback(nullptr, all - limit - released, s->nbytes(), i);
+    if (!n) throw_out_of_memory(s->nbytes());
+    released += n;
+  }
+}
+
 // ---- what an op touches ----
 
 struct Touched {
@@ -128,6 +141,7 @@ class Frame {
     Cell* c = cell_of(s);
     if (C10_UNLIKELY(!c)) {
       if (!adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
+      make_room_for(s);
       c = adopt(s);
       if (!c) return;
     }
@@ -162,7 +176,11 @@ class Frame {
       ++pinned_;
     }
     if (C10_LIKELY(all)) return;
-    for (const Touched& t : cells_) bring_back(t.cell);
+    try {
+      for (const Touched& t : cells_) bring_back(t.cell);
+    } catch (const c10::OutOfMemoryError&) {
+      if (!budget.tier || !one_by_one()) throw;
+    }
   }
 
   void release() {
@@ -216,6 +234,47 @@ class Frame {
   }
 
  private:
+  // What is made again takes room beside what the op holds already. With a tier each is made with nothing else pinned
+  // and written below; after that all that is left is to read them back.
+  bool one_by_one() {
+    const auto unpin_all = [&] {
+      while (pinned_ > 0) unpin(cells_[--pinned_].cell);
+    };
+    c10::SmallVector<StoragePtr, 8> held;  // what is unpinned may not end
+    bool any = false;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for (const Touched& t : cells_) {
+        any |= t.cell->version && t.cell->version->evicted;
+        held.push_back(hold(t.cell));
+        if (!held.back()) any = false;
+      }
+    }
+    if (any) {
+      unpin_all();
+      for (const Touched& t : cells_) {
+        pin(t.cell, ticks());
+        pinned_ = 0;
+        try {
+          bring_back(t.cell);
+        } catch (...) {
+          unpin(t.cell);
+          throw;
+        }
+        unpin(t.cell);
+        let_go(t.cell, 1);
+      }
+      for (const Touched& t : cells_) {
+        pin(t.cell, ticks());
+        ++pinned_;
+      }
+      for (const Touched& t : cells_) bring_back(t.cell);
+    }
+    for (StoragePtr& s : held)
+      if (s) drop_later(std::move(s));
+    return any;
+  }
+
   static void begin_write(Cell* c) {
     settle_before_write(c);
     drop_slot(c);

@@ -253,6 +253,7 @@ PyObject* py_settle(PyObject*, PyObject*) {
       if (!beyond || !reclaim_callback(nullptr, beyond, beyond, i)) break;
     }
     Py_END_ALLOW_THREADS;
+    mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing
     return PyLong_FromUnsignedLongLong(beyond);
   });
 }

@@ -282,6 +282,11 @@ void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs
     Recipe* r = recipe.release();
     r->refs = 1;
     r->outputs = outputs;
+    for (const TensorArg& a : r->tensors) {
+      if (!a.version) continue;
+      a.version->readers.push_back(r);
+      r->broken |= !available_locked(a.version);
+    }
     for (size_t i = 0; i < outputs.size(); ++i) {
       Version* v = outputs[i];
       if (!v) continue;
@@ -295,12 +300,6 @@ void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs
     full = recipe_bytes.load(std::memory_order_relaxed) > recipe_bytes_limit();
   }
   if (full) cut_recipes(false);
-}
-
-bool recipe_available_locked(const Recipe* r) {
-  for (const TensorArg& a : r->tensors)
-    if (a.version && !available_locked(a.version)) return false;
-  return true;
 }
 
 void need_inputs_locked(Recipe* r) {
@@ -320,8 +319,16 @@ void forget_output_locked(Recipe* r, const Version* v) {
 
 void release_recipe_locked(Recipe* r, Trash* trash) {
   if (--r->refs > 0) return;
-  for (const TensorArg& a : r->tensors)
-    if (a.version) release_version_locked(a.version, trash);
+  for (const TensorArg& a : r->tensors) {
+    if (!a.version) continue;
+    auto& readers = a.version->readers;
+    const auto last = std::find(readers.rbegin(), readers.rend(), r);  // the youngest mostly ends first
+    if (last != readers.rend()) {
+      *last = readers.back();
+      readers.pop_back();
+    }
+    release_version_locked(a.version, trash);
+  }
   delete r;
 }
 

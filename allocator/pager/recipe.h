@@ -60,6 +60,7 @@ struct Recipe {
   at::Generator rng;              // a copy, in the state before the op drew; undefined: it draws nothing
   int numerics = 0;
   uint16_t depth = 1;
+  bool broken = false;  // something that it reads is lost
   uint64_t bytes = 0;  // that it costs by itself
   ~Recipe();
 };
@@ -74,7 +75,7 @@ void discard(std::unique_ptr<Recipe> recipe);
 // The recipe makes these versions. Takes the lock.
 void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs);
 
-bool recipe_available_locked(const Recipe* r);
+inline bool recipe_available_locked(const Recipe* r) { return !r->broken; }
 void need_inputs_locked(Recipe* r);
 void unneed_inputs_locked(Recipe* r, Trash* trash);
 void forget_output_locked(Recipe* r, const Version* v);

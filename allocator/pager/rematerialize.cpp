@@ -13,22 +13,25 @@ namespace memmgr::pager {
 
 namespace {
 
-// The recipes that have to run, in order, with a reference on each.
+// The recipes that have to run, in order, with a reference on each; and what they made for one another.
 struct Plan {
   std::vector<Recipe*> order;
   std::unordered_map<const Version*, uint32_t> uses;  // of what these runs make, by later ones
+  std::vector<Version*> lent;                         // counted
 
   ~Plan() {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
+    for (Version* v : lent) {
+      end_loan_locked(v, &trash);
+      release_version_locked(v, &trash);
+    }
     for (Recipe* r : order) release_recipe_locked(r, &trash);
   }
 };
 
-using Scratch = std::unordered_map<const Version*, StoragePtr>;
-
 // Depth first, without recursion: chains may be long.
-void make_plan_locked(Version* target, const Scratch& scratch, Plan* plan) {
+void make_plan_locked(Version* target, Plan* plan) {
   struct At {
     Recipe* recipe;
     size_t next;
@@ -44,7 +47,7 @@ void make_plan_locked(Version* target, const Scratch& scratch, Plan* plan) {
       continue;
     }
     const Version* v = at.recipe->tensors[at.next++].version;
-    if (!v || has_bytes_locked(v) || scratch.count(v)) continue;
+    if (!v || has_bytes_locked(v)) continue;
     TORCH_CHECK(v->recipe, "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
     if (seen.insert(v->recipe).second) path.push_back({v->recipe, 0});
@@ -135,7 +138,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
 }
 
 // True: done. False: something that the plan counted on has left meanwhile.
-bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratch, at::DataPtr* result) {
+bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* result) {
   std::vector<Source> sources(r->tensors.size());
   std::vector<StoragePtr> made;
   {
@@ -143,12 +146,6 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratc
     for (size_t i = 0; i < r->tensors.size(); ++i) {
       const Version* v = r->tensors[i].version;
       if (!v) continue;
-      if (const auto found = scratch.find(v); found != scratch.end()) {
-        const bool only_use = plan.uses[v] <= 1 && r->tensors[i].role == Role::kWritten;
-        sources[i].data = pointer_of(found->second.get()).get();
-        if (only_use) sources[i].own = found->second;
-        continue;
-      }
       inputs.push_back(std::make_unique<Input>());
       if (!inputs.back()->fetch(v, &sources[i])) return false;
     }
@@ -158,9 +155,15 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratc
     counters.rematerialized_ops++;
     counters.remat_ns += took;
   }
-  for (const TensorArg& a : r->tensors) {
-    const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
-    if (found != plan.uses.end() && found->second > 0 && --found->second == 0) scratch.erase(a.version);
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const TensorArg& a : r->tensors) {
+      const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
+      if (found == plan.uses.end() || found->second == 0 || --found->second > 0) continue;
+      if (std::find(plan.lent.begin(), plan.lent.end(), a.version) != plan.lent.end())
+        end_loan_locked(a.version, &trash);
+    }
   }
   for (size_t i = 0; i < r->outputs.size() && i < made.size(); ++i) {
     Version* v;
@@ -179,8 +182,13 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratc
       pointer_of(made[i].get()).clear();
       continue;
     }
-    const bool wanted_later = plan.uses[v] > 0;
-    if (!give_to_cell(v, made[i]) && wanted_later) scratch[v] = std::move(made[i]);
+    if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (v->cell) continue;
+    lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
+    pointer_of(made[i].get()).clear();
+    v->refs++;
+    plan.lent.push_back(v);
   }
   return true;
 }
@@ -189,7 +197,6 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, Scratch& scratc
 
 at::DataPtr rematerialize(Cell* c) {
   counters.rematerializations++;
-  Scratch scratch;
   for (int attempt = 0; attempt < 1000; ++attempt) {
     Plan plan;
     const Version* target;
@@ -197,11 +204,11 @@ at::DataPtr rematerialize(Cell* c) {
       std::lock_guard<std::mutex> lock(graph_lock());
       target = c->version;
       TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
-      make_plan_locked(c->version, scratch, &plan);
+      make_plan_locked(c->version, &plan);
     }
     at::DataPtr result;
     bool done = true;
-    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, plan, scratch, &result);
+    for (size_t i = 0; i < plan.order.size() && done; ++i) done = run_one(plan.order[i], target, plan, &result);
     if (done && result.get()) return result;
   }
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
