@@ -8,8 +8,7 @@ from .filters import FILTERS, DtrOptions, Price
 from .prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
 from .rank import rank
 from .registry import POLICIES, Policy, parse_policy
-from .tuner import PassSample, next_bias
-from .types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking, reverse_order_seconds
+from .types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking
 from .window import window_costs
 from .writeback import Watermarks, WriteBack, plan_writeback
 
@@ -27,7 +26,6 @@ __all__ = [
     "DtrOptions",
     "Filter",
     "Link",
-    "PassSample",
     "Policy",
     "Prefetcher",
     "Price",
@@ -36,10 +34,8 @@ __all__ = [
     "Watermarks",
     "WriteBack",
     "fifo",
-    "next_bias",
     "parse_policy",
     "plan_writeback",
     "rank",
-    "reverse_order_seconds",
     "window_costs",
 ]

@@ -66,8 +66,7 @@ class Auto:
 
     Attributes:
         bias: the transfer's seconds count this many times: 1 believes the model; more leans to recomputing, inf only
-            ever recomputes (where there is a recipe), 0 only ever offloads. `next_bias` (tuner.py) sets it from
-            measured passes.
+            ever recomputes (where there is a recipe), 0 only ever offloads.
 
     Known limitations: an eviction moves later uses back and raises its children's chains, neither is seen before the
     next ranking; reads and writes do not slow each other down; a read can use all room from `seconds_until_reads` on.

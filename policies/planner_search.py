@@ -33,7 +33,6 @@ class Search:
         timeline: Timeline,
         budget_bytes: int,
         *,
-        smallest_bytes: int = 1,
         seed: int = 0,
         bias: dict[int, float] | None = None,
     ) -> None:
@@ -43,7 +42,7 @@ class Search:
         self.random = random.Random(seed)
         self.bias = bias or {}
         p = timeline.problem
-        self.droppable = [s for s, size in enumerate(p.size) if size >= smallest_bytes and timeline.can_restore(s)]
+        self.droppable = [s for s, size in enumerate(p.size) if size > 0 and timeline.can_restore(s)]
         self._cost = [timeline.prices.get(s, p.cost[k]) for s, k in enumerate(p.maker)]
 
     @property

@@ -24,8 +24,8 @@ class Policy:
         torture: every cell that can leave leaves at once, pressure or not (tests).
         planner: who plans the passes that were measured ("plan", "capuchin", "delta_taco"); filter and director then decide
             only what no plan does. Empty: nobody.
-        tunable: the caller may replace the director by `Auto(bias)` from `next_bias`; true where the director is
-            `auto`.
+        recomputes: cells may be evicted at all, to be made again; False: whoever has to make room may not do so either.
+        offloads: a tier below is wanted; False: none is opened.
     """
 
     name: str
@@ -34,27 +34,33 @@ class Policy:
     prefetcher: Prefetcher
     torture: bool = False
     planner: str = ""
-
-    @property
-    def tunable(self) -> bool:
-        """True where the director is the `auto` of the registry."""
-        return self.director is DIRECTORS["auto"]
+    recomputes: bool = True
+    offloads: bool = True
 
 
-def _policy(name: str, filter_: str, director: str, prefetch: str = "bandwidth", *, planner: str = "") -> Policy:
-    return Policy(name, FILTERS[filter_], DIRECTORS[director], PREFETCHERS[prefetch], planner=planner)
+def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, planner: str = "") -> Policy:
+    """The policy of these parts. A planner other than ours decides itself how each leaves, whatever the net beneath it does."""
+    return Policy(
+        name,
+        FILTERS[filter_],
+        DIRECTORS[director],
+        PREFETCHERS[prefetch] if isinstance(prefetch, str) else prefetch,
+        planner=planner,
+        recomputes=director != "offload" or planner not in ("", "plan"),
+        offloads=director != "evict",
+    )
 
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off)
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
-        "auto": _policy("auto", "price", "auto", planner="plan"),
-        "evict": _policy("evict", "dtr_eq", "evict", "off", planner="plan"),
-        "offload": _policy("offload", "lru", "offload", planner="plan"),
-        "delta": _policy("delta", "delta", "delta"),
-        "capuchin": _policy("capuchin", "lru", "offload", "off", planner="capuchin"),
-        "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", planner="delta_taco"),
+        "auto": _policy("auto", "price", "auto", "bandwidth", "plan"),
+        "evict": _policy("evict", "dtr_eq", "evict", "off", "plan"),
+        "offload": _policy("offload", "lru", "offload", "bandwidth", "plan"),
+        "delta": _policy("delta", "delta", "delta", "bandwidth"),
+        "capuchin": _policy("capuchin", "lru", "offload", "off", "capuchin"),
+        "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", "delta_taco"),
         "keep": _KEEP,
         "nothing": _KEEP,
         "torture": Policy("torture", FILTERS["lru"], Alternate(), off, torture=True),
@@ -107,7 +113,7 @@ def parse_policy(text: str) -> Policy:
     prefetcher = _prefetcher(prefetch)
     if prefetcher is None:
         raise _unknown(text)
-    return Policy(tidy, FILTERS[filter_], DIRECTORS[director], prefetcher)
+    return _policy(tidy, filter_, director, prefetcher)
 
 
 def _pairs(tidy: str) -> dict[str, str] | None:

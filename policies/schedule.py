@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .trace import HELD, OpKind, Trace
+from .trace import OpKind, Trace
 
 
 class Do(Enum):
@@ -183,14 +183,6 @@ class Replay:
             self._wait(self.ready_at.get(s, 0.0))
 
 
-def without_trailing_frees(steps: Sequence[Step]) -> Sequence[Step]:
-    """`steps` up to the last one that runs or copies something."""
-    end = len(steps)
-    while end and steps[end - 1].do is Do.FREE:
-        end -= 1
-    return steps[:end]
-
-
 def judge_records(trace: Trace, steps: Iterable[Step]) -> Iterator[dict[str, object]]:
     """The schedule as the judge reads it, one JSON object a line.
 
@@ -205,6 +197,3 @@ def judge_records(trace: Trace, steps: Iterable[Step]) -> Iterator[dict[str, obj
             yield {"do": do.value, "op": step.target}
         else:
             raise ValueError(f"the judge knows no {do.value}")
-
-
-__all__ = ["HELD", "Broken", "Cost", "Do", "Step", "judge_records", "replay", "without_trailing_frees"]

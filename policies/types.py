@@ -7,7 +7,7 @@ names here are there to make that hard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -203,10 +203,6 @@ class Link:
         """Inverse bandwidth; +inf for a link that cannot read."""
         return 1.0 / self.read_bytes_per_second if self.read_bytes_per_second > 0 else float("inf")
 
-    def with_queue(self, *, write_bytes: int, read_bytes: int) -> Link:
-        """The same link carrying other queues."""
-        return replace(self, queued_write_bytes=write_bytes, queued_read_bytes=read_bytes)
-
 
 NO_LINK = Link(0.0, 0.0)
 """No tier below: whatever can be recomputed is."""
@@ -246,22 +242,3 @@ Director: TypeAlias = Callable[[Candidates, Ints, Link, int], Actions]
 The action of an entry may depend on the entries before it, never on those after it: `rank` asks for ever longer
 prefixes until it has enough. `urgent_bytes` are wanted now, the rest at `Link.demand_bytes_per_second`.
 """
-
-
-def reverse_order_seconds(cost_seconds: ArrayLike, *, until_turn_seconds: float, backward_ratio: float = 2.0) -> Floats:
-    """Estimates `seconds_until_use` from what forward has cost: backward walks the saved cells in reverse.
-
-    Args:
-        cost_seconds: (n,) forward time spent up to each save since the save before it, in the order of saving.
-        until_turn_seconds: rest of forward (last pass's forward time minus time since it began); 0 in backward.
-        backward_ratio: backward's time for an op over its forward time; about 2 for matmul and convolution.
-
-    Returns:
-        float64 (n,), in the order of saving: the last saved is needed first, at the turn.
-
-    Known limitations:
-        Recompute and stalls make backward longer; the estimate is then early, which overstates read exposure.
-    """
-    cost = np.asarray(cost_seconds, dtype=np.float64)
-    after = cost[::-1].cumsum()[::-1] - cost  # what was saved later is used first
-    return np.asarray(until_turn_seconds + backward_ratio * after, dtype=np.float64)
