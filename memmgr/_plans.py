@@ -20,8 +20,9 @@ import numpy as np
 from memmgr.policies import Action
 from memmgr.policies.capuchin import choose, triggers
 from memmgr.policies.delta_paper import knapsack
+from memmgr.policies.plan_data import Plan
 from memmgr.policies.plan_saves import EFFORT, Made, budgets, bursts, decisions, in_triggers
-from memmgr.policies.planner import Plan, plan
+from memmgr.policies.planner import plan
 from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
 from memmgr.policies.steady import steadied
 from memmgr.policies.trace import TierLink, Trace

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .planner import Plan, carried
+from .plan_data import Plan, carried
 from .trace import Trace
 from .types import Action
 

@@ -6,120 +6,18 @@ go below, and the gap between the two. What is behind it: docs/planner.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .bound import INFEASIBLE, SOLVE, with_link
-from .bound_room import least_bytes
+from .bound_room import least_bytes, smallest_budget_bytes
+from .plan_data import Absence, Plan, absences
+from .planner_fallback import best_online
 from .planner_offload import offloading
-from .planner_recompute import recompute_only
+from .planner_recompute import recompute_only, replayed, traded
+from .planner_search import Search
 from .planner_timeline import Problem, Timeline
 from .schedule import Do, Step
 from .trace import TierLink, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Absence:
-    """One time that a storage is away: what a live run acts on.
-
-    Attributes:
-        storage: number in the trace.
-        offloaded: read back from the tier; else its op runs again.
-        after: the op after which it goes (with `offloaded`, once its copy is complete).
-        back: the op before which it has to be asked for again: its recompute runs, or its read starts, right before.
-        rerun: the stage's own order of events makes some storages to make others; False: wanted by the program itself.
-    """
-
-    storage: int
-    offloaded: bool
-    after: int
-    back: int
-    rerun: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Decisions for one pass.
-
-    Attributes:
-        budget_bytes: what it was made for.
-        feasible: whether there are steps.
-        steps: the schedule; empty if infeasible.
-        absences: the same, cell by cell, in the order of going; a storage that is not named stays while it is wanted.
-        peak_bytes: most bytes resident at any step; 0 if infeasible.
-        seconds: predicted time, waits included; inf if infeasible.
-        unmanaged_seconds: time of one run of each op.
-        bound_seconds: no schedule under the budget takes less; inf: none exists.
-    """
-
-    budget_bytes: int
-    feasible: bool
-    steps: tuple[Step, ...]
-    absences: tuple[Absence, ...]
-    peak_bytes: int
-    seconds: float
-    unmanaged_seconds: float
-    bound_seconds: float
-
-    @property
-    def overhead(self) -> float:
-        """Predicted time over the unmanaged one's; inf if infeasible."""
-        return self.seconds / self.unmanaged_seconds if self.unmanaged_seconds else 1.0
-
-    @property
-    def lower_bound(self) -> float:
-        """The bound as an overhead."""
-        return self.bound_seconds / self.unmanaged_seconds if self.unmanaged_seconds else 1.0
-
-    @property
-    def gap(self) -> float:
-        """How much longer than the bound it takes, as a share of the bound's time: 0.03 is 3 % above the best possible."""
-        return self.seconds / self.bound_seconds - 1.0 if 0 < self.bound_seconds < INFEASIBLE else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """A storage that nobody saved, made again before one op and read before a later one to make others.
-
-    Attributes:
-        storage: number in the trace.
-        made: the op before which its maker runs again.
-        read: a later op, before which another op runs again that reads it.
-    """
-
-    storage: int
-    made: int
-    read: int
-
-
-def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
-    """What a schedule keeps from one burst of recomputation to another although the program never saved it.
-
-    A live run knows what autograd saved by the order of saving; of the rest it knows what recipes read.
-
-    Args:
-        trace: the pass.
-        steps: a schedule for it that `schedule.replay` accepts.
-    """
-    saved = set(trace.saved)
-    made: dict[int, int] = {}  # what is there because it was made again: before which op
-    found: dict[Carried, None] = {}
-    stage = 0
-    for step in steps:
-        if step.do is Do.COMPUTE:
-            stage += 1
-        elif step.do is Do.FREE:
-            made.pop(step.target, None)
-        elif step.do is Do.RECOMPUTE:
-            op = trace.ops[step.target]
-            for s in op.inputs:
-                if made.get(s, stage) < stage:
-                    found[Carried(s, made[s], stage)] = None
-            for s in op.outputs:
-                if s not in saved:
-                    made.setdefault(s, stage)
-    return list(found)
-
 
 EFFORT = 300_000
 """Steps of search of a plan by default: about a second."""
@@ -136,7 +34,8 @@ def plan(
 ) -> Plan:
     """The best plan found. The same arguments give the same plan.
 
-    With a link it is the best of recompute alone, the link alone and mixtures of both, so never worse than either.
+    With a link it is the best of recompute alone, the link alone and mixtures of both, so never worse than either. Where
+    nothing of that fits, it is the best schedule of an online policy.
 
     Args:
         trace: a measured pass.
@@ -148,8 +47,9 @@ def plan(
             slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
 
     *Known limitations*: what the program holds at the end (gradients) may be dropped and made again, but close to the room
-    that constants, these and the largest op need together a plan may not be found although one exists. In a trace that is
-    not `copy_on_write`, recomputing an in-place op is taken to need a private copy (design rule 2).
+    that constants, these and the largest op need together a plan may not be found although one exists. What fits a budget fits
+    every larger one, but for the few that only an online policy fits. In a trace that is not `copy_on_write`, recomputing an
+    in-place op is taken to need a private copy (design rule 2).
     """
     wanted = SOLVE.set(solve)
     try:
@@ -184,10 +84,34 @@ def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
                         best, seconds = other, takes
                     if seconds <= (unmanaged + bound) * (1 + 1e-9):
                         break
+    if best is None and bound < INFEASIBLE and (link is not None or budget_bytes >= smallest_budget_bytes(trace)):
+        found = best_online(trace, budget_bytes, link, recompute=recompute)
+        if found is not None:
+            steps, cost = found
+            best = _improved(problem, trace, budget_bytes, steps, bound, effort) if link is None else None
+            if best is None:
+                away = absences(trace, steps)
+                return Plan(
+                    budget_bytes, True, steps, away, cost.peak_bytes, cost.seconds, unmanaged, unmanaged + bound
+                )
+            seconds = unmanaged + best.extra_seconds
     if best is None:
         return Plan(budget_bytes, False, (), (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
     steps = _steps(best)
     return Plan(budget_bytes, True, steps, _absences(best), best.peak, seconds, unmanaged, unmanaged + bound)
+
+
+def _improved(
+    problem: Problem, trace: Trace, budget_bytes: int, steps: tuple[Step, ...], bound: float, effort: int
+) -> Timeline | None:
+    """The timeline of an online policy's schedule, less what the pass as a whole shows to be superfluous; None: it has none."""
+    timeline = replayed(problem, steps)
+    if timeline is None or timeline.peak > budget_bytes:
+        return None
+    search = Search(timeline, budget_bytes)
+    search.settle(effort)
+    traded(search, bound, effort)
+    return timeline
 
 
 def _steps(timeline: Timeline) -> tuple[Step, ...]:

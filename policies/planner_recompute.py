@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .bound import INFEASIBLE, SOLVE, relaxation, tighter
-from .bound_room import least_bytes
+from .bound_room import least_bytes, smallest_budget_bytes
 from .online import run_online
 from .planner_search import Search
 from .planner_timeline import Problem, Timeline
@@ -17,6 +17,13 @@ _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.
 
 _LADDERS = (1.0, 0.0, 3.0)
 """Sharpness on the way down to a budget that is hard to meet, in turn."""
+
+_PATIENT = 0.0
+"""The one of these that goes on with `_PATIENCE` times the steps for a rung, where all of them ended above the budget."""
+
+_PATIENCE = 4
+"""Where gradients are taken of gradients, what one drop has to run again is most of a step of the program, so a rung takes many
+more steps than there are storages. More than four times as many hardly leads further down."""
 
 _MOST_AGAIN = 3.0
 """A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
@@ -77,24 +84,23 @@ def descend(
         problem: the pass.
         budget_bytes: most bytes resident.
         prices: what may be read back, see `Timeline`.
-        trace: of the problem; where all else fails the online policy has its turn at the same levels.
+        trace: of the problem, where nothing may be read back: what is proven not to fit is not searched for, and where all else
+            fails the online policy has its turn at the same levels.
     """
     least = least_bytes(problem)
     work = 2_000 + 24 * len(problem.size)  # steps of one level that may be in vain
     if budget_bytes < least:
         return None
+    ladders: dict[float, Search] = {}
     for sharpness in _LADDERS:
-        search = Search(Timeline(problem, prices), 0)
-        timeline, step = search.timeline, 0.2
-        while timeline.peak > budget_bytes and step > 0.02:
-            search.budget, search.bias = least + int((timeline.peak - least) * (1 - step)), {}
-            timeline.mark()
-            if not search.squeeze(sharpness=sharpness, limit_work=work):
-                timeline.undo()
-                step /= 2
-            timeline.journal = None
-        if timeline.peak <= budget_bytes:
+        search = ladders[sharpness] = Search(Timeline(problem, prices), 0)
+        if _climb_down(search, sharpness, budget_bytes, least, work, 0.2):
             return search
+    if trace is not None and budget_bytes < smallest_budget_bytes(trace):
+        return None
+    search = ladders[_PATIENT]
+    if _climb_down(search, _PATIENT, budget_bytes, least, _PATIENCE * work, 0.1):
+        return search
     excess = 1.0
     while excess:
         excess = excess / 2 if excess > 0.01 else 0.0
@@ -103,15 +109,31 @@ def descend(
             search = Search(Timeline(problem, prices), level)
             if search.squeeze(sharpness=1.0, limit_work=3 * work):
                 return search
-            if trace is not None:
+            if trace is not None and trace.copy_on_write:  # the online policy knows no block that is handed on
                 fits, machine = run_online(trace, level, most_again=_MOST_AGAIN)
-                replayed = _replayed(problem, machine.steps) if fits else None
-                if replayed is not None and replayed.peak <= level:
-                    return Search(replayed, level)
+                timeline = replayed(problem, machine.steps) if fits else None
+                if timeline is not None and timeline.peak <= level:
+                    return Search(timeline, level)
     return None
 
 
-def _replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
+def _climb_down(search: Search, sharpness: float, budget_bytes: int, least: int, work: int, step: float) -> bool:
+    """Lowers the peak by a share of what is above `least`, rung by rung; whether the budget is met.
+
+    A rung that takes more than `work` steps is taken back and tried half as far down, until that is too little to be tried.
+    """
+    timeline = search.timeline
+    while timeline.peak > budget_bytes and step > 0.02:
+        search.budget, search.bias = least + int((timeline.peak - least) * (1 - step)), {}
+        timeline.mark()
+        if not search.squeeze(sharpness=sharpness, limit_work=work):
+            timeline.undo()
+            step /= 2
+        timeline.journal = None
+    return timeline.peak <= budget_bytes
+
+
+def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
     """The timeline of a schedule; None if a stage runs things again in more orders than there are rows."""
     timeline = Timeline(problem)
     stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
@@ -131,6 +153,16 @@ def _replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
     return timeline
 
 
+def traded(search: Search, bound: float, effort: int) -> None:
+    """Trades for `effort` steps, or until the extra seconds are near the bound."""
+    before = search.bias
+    for turn in range(8):
+        if search.timeline.extra_seconds <= bound * (1 + _GOOD):
+            break
+        search.bias = before if turn % 2 else {}
+        search.improve(effort // 8)
+
+
 def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort: int) -> tuple[Timeline | None, float]:
     """(the cheapest timeline found, a bound in extra seconds: the relaxation at the unmanaged peak, and where that leaves a
     gap, at the timeline's highest summits).
@@ -145,7 +177,7 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
     bound, kept = relaxation(problem, budget_bytes, [moment])
     if bound == INFEASIBLE:
         return None, bound
-    fits = descend(problem, budget_bytes, trace=trace if trace.copy_on_write else None)
+    fits = descend(problem, budget_bytes, trace=trace)
     if fits is None:
         return None, bound
     found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
@@ -154,13 +186,7 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
         fits.settle(effort)
         found.append(fits)
     search = min(found, key=lambda search: search.timeline.extra_seconds)
-    spent = sum(other.work for other in found)
-    before = search.bias
-    for turn in range(8):
-        if search.timeline.extra_seconds <= bound * (1 + _GOOD):
-            break
-        search.bias = before if turn % 2 else {}
-        search.improve(max(effort - spent, effort // 4) // 8)
+    traded(search, bound, max(effort - sum(other.work for other in found), effort // 4))
     if SOLVE.get() and search.timeline.extra_seconds > bound * (1 + _GOOD):
         bound = tighter(problem, budget_bytes, bound, search.timeline.summits(_MOMENTS))
     return search.timeline, bound

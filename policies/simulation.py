@@ -25,7 +25,7 @@ from .simulator_remake import DoesNotFit
 from .trace import OpKind, TierLink, Trace
 from .types import NO_LINK, Action, Bools, Candidates, Floats, Ints, Link
 
-BACKWARD_RATIO = 2.0  # backward's time over forward's, op by op; see reverse_order_seconds
+BACKWARD_RATIO = 2.0  # backward's time over forward's, op by op: about that for products and convolutions
 _MOST = 20.0  # a run that takes so many times the unmanaged one is not running
 
 
@@ -77,8 +77,19 @@ def finished(run: Simulation) -> Run:
 class Simulation:
     """The state of a run. Subclasses add decisions that were made before it (`before`, `after`)."""
 
-    def __init__(self, trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None) -> None:
-        self.trace, self.policy, self.tier = trace, policy, tier
+    def __init__(
+        self, trace: Trace, budget_bytes: int, policy: Policy, tier: TierLink | None, *, most: float = _MOST
+    ) -> None:
+        """The state before the first op.
+
+        Args:
+            trace: the pass.
+            budget_bytes: most bytes resident.
+            policy: who leaves, and how.
+            tier: the tier below; None: recompute only.
+            most: a run that takes so many times the unmanaged one does not fit.
+        """
+        self.trace, self.policy, self.tier, self.most = trace, policy, tier, most
         rates = (tier.write_bytes_per_second, tier.read_bytes_per_second, tier.latency_seconds) if tier else (0, 0, 0)
         self.clock = Replay(trace, budget_bytes, *rates)
         self.budget = budget_bytes
@@ -191,8 +202,8 @@ class Simulation:
         if not self.trace.copy_on_write and do is Do.COMPUTE:
             for old, _ in op.writes:
                 self.resident[old] = False
-        if self.clock.now > _MOST * self.trace.seconds:
-            raise DoesNotFit(f"it takes more than {_MOST:g} times as long")
+        if self.clock.now > self.most * self.trace.seconds:
+            raise DoesNotFit(f"it takes more than {self.most:g} times as long")
 
     def step(self, do: Do, target: int) -> None:
         """Does it, and notes it."""

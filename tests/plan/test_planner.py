@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from memmgr.policies import planner_search
 from memmgr.policies.bound import lower_bound_seconds
-from memmgr.policies.planner import Carried, Plan, carried, plan
+from memmgr.policies.plan_data import Carried, Plan, carried
+from memmgr.policies.planner import plan
 from memmgr.policies.planner_search import Search
 from memmgr.policies.planner_timeline import Problem, Timeline
 from memmgr.policies.schedule import Cost, Do, Step, replay

@@ -12,8 +12,9 @@ import torch
 import memmgr
 from memmgr import _budget, _shim
 from memmgr.policies import Action
+from memmgr.policies.plan_data import Plan
 from memmgr.policies.plan_saves import EFFORT, Made, budgets
-from memmgr.policies.planner import Plan, plan
+from memmgr.policies.planner import plan
 from memmgr.policies.registry import parse_policy
 from memmgr.policies.schedule import Do
 from memmgr.policies.simulation import Run, finished
