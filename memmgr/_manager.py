@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
+from memmgr.policies.rules.types import KEPT_SHARE
+from memmgr.policies.rules.writeback import WATERMARKS
 from memmgr.policies.trace import TierLink
-from memmgr.policies.types import KEPT_SHARE
-from memmgr.policies.writeback import WATERMARKS
 
 from . import _device
 from ._advice import own_checkpointing

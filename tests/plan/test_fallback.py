@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from memmgr.policies import planner, planner_recompute
-from memmgr.policies.bound_room import least_bytes
-from memmgr.policies.online import run_online
-from memmgr.policies.plan_data import Plan, absences
-from memmgr.policies.planner import plan
-from memmgr.policies.planner_timeline import Problem
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import Do
-from memmgr.policies.simulator import simulate
+from memmgr.policies.online.policy import run_online
+from memmgr.policies.plan import planner
+from memmgr.policies.plan import recompute as alone
+from memmgr.policies.plan.fallback import best_online
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.plan import Plan, absences
+from memmgr.policies.trace.schedule import Do
 
 from .judge import needs_judge
 from .passes import LINK, layers
@@ -54,11 +57,11 @@ def test_the_longer_rungs_are_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> 
     trace = trace_of(unrolled_gan(3, **GAN))
     budget = int(0.25 * trace.unmanaged_peak[0])
     problem = Problem.of(trace)
-    found = planner_recompute.descend(problem, budget)
+    found = alone.descend(problem, budget)
     assert found is not None and found.timeline.peak <= budget
     found.timeline.check()
-    monkeypatch.setattr(planner_recompute, "_PATIENCE", 1)
-    assert planner_recompute.descend(problem, budget) is None
+    monkeypatch.setattr(alone, "_PATIENCE", 1)
+    assert alone.descend(problem, budget) is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_before_it_gives_up_the_best_online_schedule(ratio: float, monkeypatch: 
     online = [_takes(trace, budget, name) for name in ("dtr_eq", "dtr")]
     fits, machine = run_online(trace, budget)
     assert fits
-    monkeypatch.setattr(planner_recompute, "descend", nothing)
+    monkeypatch.setattr(alone, "descend", nothing)
     made = plan(trace, budget)
     assert made.feasible
     holds(trace, made)
@@ -117,6 +120,15 @@ def test_measured_passes_fall_back_as_well(
         if not recompute:
             assert not any(step.do is Do.RECOMPUTE for step in made.steps)
             assert all(absence.offloaded for absence in made.absences)
+
+
+@pytest.mark.parametrize("storages", [0, 1, 100])
+def test_it_writes_no_more_than_the_tier_holds(storages: int) -> None:
+    trace = layers(12)
+    budget = least_bytes(Problem.of(trace)) + 35
+    link = replace(LINK, capacity_bytes=storages * trace.storages[1].size_bytes)
+    found = best_online(trace, budget, link, recompute=False)
+    assert (found is not None) == (storages == 100)
 
 
 def nothing_at_all(*_: object, **__: object) -> tuple[()]:

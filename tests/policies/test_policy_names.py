@@ -24,7 +24,7 @@ from memmgr.policies import (
     plan_writeback,
     rank,
 )
-from memmgr.policies.prefetchers import Bandwidth, Fifo
+from memmgr.policies.rules.prefetchers import Bandwidth, Fifo
 
 LINK = Link(1e9, 1e9)
 
