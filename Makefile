@@ -48,8 +48,9 @@ else
 endif
 	@touch $@
 
-# The editable install finds Python sources where they lie; only the native half has to be built again.
-$(VENV)/.installed: $(VENV)/.requirements $(wildcard allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
+# The editable install finds Python sources where they lie, by a table: the native half has to be built again, and the table
+# made again when a folder comes.
+$(VENV)/.installed: $(VENV)/.requirements $(wildcard policies/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,demo,dev]"
 	@touch $@
 

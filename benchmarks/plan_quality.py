@@ -39,16 +39,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs wi
 
 from _passes import SHAPES
 
-from memmgr.policies import online, online_saved
-from memmgr.policies.bound import lower_bound_seconds
-from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
-from memmgr.policies.online import run_online
-from memmgr.policies.planner import plan
-from memmgr.policies.planner_timeline import Problem
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import Step, judge_records, replay
-from memmgr.policies.simulator import simulate
+from memmgr.policies.online import policy as online_policy
+from memmgr.policies.online import saved as online_saved
+from memmgr.policies.online.policy import run_online
+from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.plan.smallest_budget import smallest_budget_bytes
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools._dtr_log import read_dtr_log
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -349,11 +351,11 @@ def sensitivity(args: argparse.Namespace) -> dict[str, float]:
         ("_ROOM", "segments of {} of the budget", (0.125, 0.5, 1e6)),
         ("saved_by", "all that is held counts as needed", (lambda name, sizes: online_saved._ALL,)),
     ):
-        as_it_is = getattr(online, attribute)
+        as_it_is = getattr(online_policy, attribute)
         for value in values:
-            setattr(online, attribute, value)
+            setattr(online_policy, attribute, value)
             say(label.format(value), overheads(passes))
-        setattr(online, attribute, as_it_is)
+        setattr(online_policy, attribute, as_it_is)
     say("backward is not announced", overheads([replace(trace, backward_at=None) for trace in passes]))
     return result
 

@@ -36,7 +36,7 @@ from _training import Run, demo_gpt
 from step_cost import _plan, needs
 
 import memmgr
-from memmgr.policies.planner import plan as plan_of
+from memmgr.policies.plan.planner import plan as plan_of
 
 WARM_STEPS = 8
 NAMES = ("plain", "checkpointing", "evict, planned")

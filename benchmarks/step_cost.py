@@ -49,9 +49,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memmgr
 from memmgr import _budget, _replay
 from memmgr._sleep import TIGHT_PASSES
-from memmgr.policies.planner import plan as plan_of
-from memmgr.policies.steady import steadied
+from memmgr.policies.plan.planner import plan as plan_of
 from memmgr.policies.trace import Trace
+from memmgr.policies.trace.smooth import smoothed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
@@ -115,7 +115,7 @@ def _plan() -> tuple[Any, Trace | None]:
     if manager is None or manager.plans.latest() is None:
         return None, None
     known = next(k for k in reversed(manager.plans.known.values()) if k.made is not None and k.made.plan is not None)
-    return manager.plans.latest(), steadied(known.measured.trace)
+    return manager.plans.latest(), smoothed(known.measured.trace)
 
 
 def plain() -> contextlib.AbstractContextManager[None]:

@@ -38,11 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' model
 import memmgr
 from memmgr import _budget
 from memmgr._trace import Measured
-from memmgr.policies.plan_saves import Made
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.simulator import Run as Simulated
-from memmgr.policies.simulator import follow, simulate
+from memmgr.policies.plan.follow import follow
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.base import Run as Simulated
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import Trace
+from memmgr.policies.trace.live_terms import Made
 from tests.budget import models
 
 SIZES: dict[str, dict[str, int]] = {

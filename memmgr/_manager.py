@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
+from memmgr.policies.rules.types import KEPT_SHARE
+from memmgr.policies.rules.writeback import WATERMARKS
 from memmgr.policies.trace import TierLink
-from memmgr.policies.types import KEPT_SHARE
-from memmgr.policies.writeback import WATERMARKS
 
 from . import _device
 from ._advice import own_checkpointing
@@ -130,8 +130,7 @@ class Manager:
         self._recomputed = [0.0, 0.0]  # seconds by the program itself, and of the passes that were recorded
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
         self._recorded_peak = 0  # unmanaged, over those of them that were recorded
-        # A planner of its own decides that too, whatever the net beneath it does.
-        self.may_evict = self._director() != "offload" or self.policy.planner not in ("", "plan")
+        self.may_evict = self.policy.recomputes
         self.plans = Plans(self, config.plan and bool(config.policy.planner) and hasattr(native, "add_plan"))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
@@ -177,7 +176,7 @@ class Manager:
             if config.limit_bytes < UNLIMITED and places:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
             self._settle_doomed_tier()
-            self.has_tier = self._director() != "evict" and _device.open_tier(native, config)
+            self.has_tier = self.policy.offloads and _device.open_tier(native, config)
             self.restore_options()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
@@ -310,10 +309,6 @@ class Manager:
     def restore_options(self) -> None:
         """What malloc may do by itself with cells that nobody ranked."""
         self.native.set_options(self.may_evict, self.has_tier, self.config.verify, SAMPLE)
-
-    def _director(self) -> str:
-        name = getattr(self.policy.director, "__name__", type(self.policy.director).__name__)
-        return name.lower()
 
     # -- the mode and the hooks of a thread --
 

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmgr.policies import Action
-from memmgr.policies.capuchin import choose, triggers
-from memmgr.policies.delta_paper import knapsack
-from memmgr.policies.plan_saves import EFFORT, Made, budgets, bursts, decisions, in_triggers
-from memmgr.policies.planner import Plan, plan
-from memmgr.policies.simulator_decided import ON_DEMAND, Accesses, Decision
-from memmgr.policies.steady import steadied
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.published.capuchin import choose, triggers
+from memmgr.policies.published.delta import knapsack
+from memmgr.policies.simulate.decided import ON_DEMAND, Accesses, Decision
 from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.live_terms import EFFORT, Made, budgets, bursts, decisions, in_triggers
+from memmgr.policies.trace.plan import Plan
+from memmgr.policies.trace.smooth import smoothed
 
 from ._recorder import MAX_ROOM
 from ._sizes import UNLIMITED
@@ -244,7 +245,7 @@ class Plans:
             limits = budgets(manager.config.limit_bytes, known.tries)
             # On the CPU device a solver's own memory is what the budget is about.
             solve = manager.device.type != "cpu"
-            trace = steadied(known.measured.trace)
+            trace = smoothed(known.measured.trace)
             plans = (planner(trace, limit, manager.tier(), manager.may_evict, solve) for limit in limits)
             made = next((made for made in plans if made is not None), None)
             if made is None and known.made is not None:

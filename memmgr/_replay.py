@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memmgr.policies import Action
-from memmgr.policies.remake_order import Making, remake_order, shared
+from memmgr.policies.rules.remat_order import Making, remake_order, shared
 
 from . import _rng
 from ._circumstances import put, put_back

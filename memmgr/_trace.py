@@ -4,7 +4,7 @@ The shim notes each op and what lives (`allocator/shim/trace.cpp`); what that me
 that Python does not slow down what is being measured. Nothing is kept but numbers, so measuring changes neither a bit nor what
 fits.
 
-What a measured trace means, beyond what `policies/trace.py` says of all traces:
+What a measured trace means, beyond what `policies/trace/trace.py` says of all traces:
 
 - A storage's size is what it takes of the budget (its block, after alignment).
 - The pass begins after the last op that writes to a parameter before anything is saved: that is an optimizer's step.

@@ -3,15 +3,14 @@
 No torch, no memmgr, no clock, no I/O, no state: the same code runs live, in the simulator and in property tests.
 """
 
-from .directors import DIRECTORS, Alternate, Auto
-from .filters import FILTERS, DtrOptions, Price
-from .prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
-from .rank import rank
-from .registry import POLICIES, Policy, parse_policy
-from .tuner import PassSample, next_bias
-from .types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking, reverse_order_seconds
-from .window import window_costs
-from .writeback import Watermarks, WriteBack, plan_writeback
+from .rules.directors import DIRECTORS, Alternate, Auto
+from .rules.filters import FILTERS, DtrOptions, Price
+from .rules.prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
+from .rules.rank import rank
+from .rules.registry import POLICIES, Policy, parse_policy
+from .rules.types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking
+from .rules.window import window_costs
+from .rules.writeback import Watermarks, WriteBack, plan_writeback
 
 __all__ = [
     "DIRECTORS",
@@ -27,7 +26,6 @@ __all__ = [
     "DtrOptions",
     "Filter",
     "Link",
-    "PassSample",
     "Policy",
     "Prefetcher",
     "Price",
@@ -36,10 +34,8 @@ __all__ = [
     "Watermarks",
     "WriteBack",
     "fifo",
-    "next_bias",
     "parse_policy",
     "plan_writeback",
     "rank",
-    "reverse_order_seconds",
     "window_costs",
 ]

@@ -27,15 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from memmgr._trace_file import read_trace
-from memmgr.policies.bound import lower_bound_seconds
-from memmgr.policies.capuchin import capuchin
-from memmgr.policies.delta_paper import delta_online, delta_taco
-from memmgr.policies.online import run_online
-from memmgr.policies.planner import plan
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import Step, judge_records, replay
-from memmgr.policies.simulator import Run, follow, simulate
+from memmgr.policies.online.policy import run_online
+from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.follow import follow
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.published.capuchin import capuchin
+from memmgr.policies.published.delta import delta_online, delta_taco
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.base import Run
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
+from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
 

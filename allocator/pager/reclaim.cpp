@@ -86,7 +86,7 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   return cost;
 }
 
-// Lower leaves first (the names are those of memmgr.policies.filters).
+// Lower leaves first (the names are those of memmgr.policies.rules.filters).
 double score(double cost, uint64_t nbytes, double age) {
   const double m = static_cast<double>(nbytes);
   switch (budget.options.order) {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memmgr.policies import Policy
-from memmgr.policies.directors import DIRECTORS, keep
-from memmgr.policies.filters import FILTERS
+from memmgr.policies.rules.directors import DIRECTORS, keep
+from memmgr.policies.rules.filters import FILTERS
 
 from .._errors import BudgetError
 from .._sizes import UNLIMITED, show_size

@@ -13,8 +13,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from memmgr.policies.schedule import Do, Step
 from memmgr.policies.trace import HELD, OpKind, Trace
+from memmgr.policies.trace.schedule import Do, Step
 
 
 @dataclass(frozen=True)

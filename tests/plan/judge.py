@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from memmgr.policies.schedule import Step, judge_records
 from memmgr.policies.trace import Trace
+from memmgr.policies.trace.schedule import Step, judge_records
 
 from .operator_logs import SHARED
 

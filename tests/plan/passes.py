@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import replay
-from memmgr.policies.simulation import Run
-from memmgr.policies.simulator import simulate
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.base import Run
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+from memmgr.policies.trace.schedule import replay
 
 LINK = TierLink("host", 20.0, 20.0, 0.01)  # bytes a second
 

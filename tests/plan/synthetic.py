@@ -156,3 +156,101 @@ def tangle(seed: int, *, ops: int = 8) -> LogWriter:
         log.release(g, *(x for x in made if r.random() < 0.9))
         g = grads[0]
     return log
+
+
+class Tape:
+    """A log of a program that takes gradients, gradients of gradients too: what autograd would record of it.
+
+    Everything that ran stays until `backward` has come back to it, as with `create_graph=True`.
+    """
+
+    def __init__(self, log: LogWriter) -> None:
+        self.log = log
+        self.size: dict[str, int] = {}
+        self.made: list[tuple[str, str, int, tuple[str, ...]]] = []  # result, op, time, arguments
+        self.needs: set[str] = set()  # depends on something that a gradient is asked for
+
+    def constant(self, size: int, *, gradient: bool = True) -> str:
+        x = self.log.constant(size)
+        self.size[x] = size
+        if gradient:
+            self.needs.add(x)
+        return x
+
+    def run(self, op: str, time: int, arguments: tuple[str, ...], size: int) -> str:
+        [y] = self.log.call(op, time, list(arguments), size)
+        self.size[y] = size
+        self.made.append((y, op, time, arguments))
+        if self.needs.intersection(arguments):
+            self.needs.add(y)
+        return y
+
+    def gradients(self, loss: str, wanted: list[str], *, first: int = 0, last: bool = False) -> dict[str, str]:
+        """The gradient of `loss` by each of `wanted`, through what was made from the entry `first` on.
+
+        With `last` the graph is let go of on the way, and so is every gradient that is not wanted.
+        """
+        made = self.made[first:]
+        leads = set(wanted)  # to one of them
+        for y, _, _, arguments in made:
+            if leads.intersection(arguments):
+                leads.add(y)
+        of = {loss: self.run("ones_like", 3, (loss,), self.size[loss])}
+        for y, op, time, arguments in reversed(made):
+            if y in of and y in leads:
+                g = of[y] if y in wanted else of.pop(y)
+                for i in dict.fromkeys(x for x in arguments if x in leads and x in self.needs):
+                    part = self.run(f"{op}_backward", time, (g, *dict.fromkeys(arguments)), self.size[i])
+                    if i in of:
+                        total = self.run("add", self.size[i] // 9 + 3, (of[i], part), self.size[i])
+                        if last:
+                            self.log.release(of[i], part)
+                        part = total
+                    of[i] = part
+                if last and y not in wanted:
+                    self.log.release(g)
+            if last and y not in wanted:
+                self.log.release(y)
+        return {x: of[x] for x in wanted if x in of}
+
+
+def unrolled_gan(seed: int, *, steps: int = 8, depth: int = 4, batch: int = 24) -> LogWriter:
+    """A generator that is trained through `steps` steps of its discriminator, each of which takes gradients itself.
+
+    The discriminator's gradients and parameters of every step are read again when backward comes back to that step, so they
+    live as long as activations do. All of it is very many small storages, and no op needs more than a few.
+    """
+    log = LogWriter(seed)
+    r, tape = log.random, Tape(log)
+
+    def layers() -> list[str]:
+        return [tape.constant(4 * r.choice((24, 32, 48)) * r.choice((8, 12))) for _ in range(depth)]
+
+    def network(x: str, parameters: list[str]) -> str:
+        for parameter in parameters:
+            width = 4 * batch * r.choice((24, 32, 48))
+            y = tape.run("mm", (tape.size[x] + tape.size[parameter]) // 4 + 20, (x, parameter), width)
+            x = tape.run("tanh", width // 9 + 3, (y,), width)
+        return x
+
+    def loss_of(*outputs: str) -> str:
+        parts = [tape.run("binary_cross_entropy", 20, (x,), 8) for x in outputs]
+        return tape.run("add", 3, tuple(parts), 8) if len(parts) > 1 else parts[0]
+
+    generator, discriminator = layers(), layers()
+    momenta = [tape.constant(tape.size[p], gradient=False) for p in discriminator]
+    noise = tape.constant(4 * batch * 16, gradient=False)
+    real = tape.constant(4 * batch * 32, gradient=False)
+    for _ in range(steps):
+        first = len(tape.made)
+        fake = network(noise, generator)
+        loss = loss_of(network(real, discriminator), network(fake, discriminator))
+        gradient = tape.gradients(loss, discriminator, first=first)
+        for i, p in enumerate(discriminator):
+            time = tape.size[p] // 9 + 3
+            momenta[i] = tape.run("momentum", time, (momenta[i], gradient[p]), tape.size[p])
+            discriminator[i] = tape.run("step", time, (p, momenta[i]), tape.size[p])
+    loss = loss_of(network(network(noise, generator), discriminator))
+    log.lines.append({"INSTRUCTION": "ANNOTATE", "ANNOTATION": "BACKWARD"})
+    tape.gradients(loss, generator, last=True)
+    return log

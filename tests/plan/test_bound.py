@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from memmgr.policies.bound import INFEASIBLE, lower_bound_seconds, tighter
-from memmgr.policies.bound_room import least_bytes, smallest_budget_bytes
-from memmgr.policies.planner import plan
-from memmgr.policies.planner_timeline import Problem
-from memmgr.policies.schedule import replay
+from memmgr.policies.plan.bound import INFEASIBLE, lower_bound_seconds, tighter
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.plan.smallest_budget import smallest_budget_bytes
 from memmgr.policies.trace import HELD, TierLink, Trace, TraceBuilder
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.schedule import replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _plans, _replay, _shim
 from memmgr.policies import Action
-from memmgr.policies.plan_saves import Made, bursts, decisions
 from memmgr.policies.trace import TraceBuilder
+from memmgr.policies.trace.live_terms import Made, bursts, decisions
 from tests.budget.there import bytes_already_there
 
 try:

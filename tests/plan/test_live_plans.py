@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import memmgr
 from memmgr import _budget, _plans, _shim
 from memmgr._manager import Manager
-from memmgr.policies.plan_saves import decisions, in_triggers
+from memmgr.policies.trace.live_terms import decisions, in_triggers
 from tests.budget import models
 from tests.budget.there import bytes_already_there
 

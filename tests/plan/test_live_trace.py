@@ -22,14 +22,14 @@ from memmgr import _budget, _shim
 from memmgr._manager import Manager
 from memmgr._trace import BETWEEN, Measured, Tracer
 from memmgr._trace_file import read_trace
-from memmgr.policies import simulation
-from memmgr.policies.bound_room import least_bytes
-from memmgr.policies.planner import plan
-from memmgr.policies.planner_timeline import Problem
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import replay
-from memmgr.policies.simulator import simulate
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate import base as simulation
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import HELD, Op, OpKind, TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.schedule import replay
 from memmgr.tools import cli
 from tests.budget import models
 from tests.budget.there import bytes_already_there

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memmgr.policies.online import Online, OverBudget, feed, run_online
-from memmgr.policies.online_saved import saved_by
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import Do, replay
-from memmgr.policies.simulator import simulate
+from memmgr.policies.online.policy import Online, OverBudget, feed, run_online
+from memmgr.policies.online.saved import saved_by
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import HELD, Op, OpKind, Trace
+from memmgr.policies.trace.schedule import Do, replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, unmanaged, verdict

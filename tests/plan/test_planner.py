@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memmgr.policies import planner_search
-from memmgr.policies.bound import lower_bound_seconds
-from memmgr.policies.planner import Carried, Plan, carried, plan
-from memmgr.policies.planner_search import Search
-from memmgr.policies.planner_timeline import Problem, Timeline
-from memmgr.policies.schedule import Cost, Do, Step, replay
+from memmgr.policies.plan import search
+from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.plan.search import Search
+from memmgr.policies.plan.timeline import Timeline
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.plan import Carried, Plan, carried
+from memmgr.policies.trace.schedule import Cost, Do, Step, replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
@@ -298,7 +300,7 @@ def test_batches_take_out_what_is_not_needed(
         assert timeline.peak <= budget_bytes and timeline.extra_seconds <= before
         return removed[-1]
 
-    monkeypatch.setattr(planner_search, "_MANY", 0)
+    monkeypatch.setattr(search, "_MANY", 0)
     monkeypatch.setattr(Timeline, "thin", counted)
     for ratio in (0.7, 0.5, 0.35):
         made = plan(trace, int(peak * ratio), link=link, effort=20_000)

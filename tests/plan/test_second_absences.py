@@ -17,7 +17,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget, _plans, _shim
 from memmgr.policies import Action
-from memmgr.policies.plan_saves import Made
+from memmgr.policies.trace.live_terms import Made
 from tests.budget.there import bytes_already_there
 
 try:
@@ -113,8 +113,8 @@ def even(trace: Any) -> Any:
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _plans.steadied
-    monkeypatch.setattr(_plans, "steadied", lambda trace: even(original(trace)))
+    original = _plans.smoothed
+    monkeypatch.setattr(_plans, "smoothed", lambda trace: even(original(trace)))
 
 
 def test_a_plan_near_the_floor_is_followed_to_its_last_decision(steady: None, plain: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memmgr._trace_file import write_trace
-from memmgr.policies.schedule import Do, Step, replay
+from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools import cli
 from memmgr.tools._dtr_log import read_dtr_log
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from memmgr.policies import Candidates, Link
-from memmgr.policies.capuchin import capuchin, choose, triggers
-from memmgr.policies.delta_paper import delta_online, delta_taco, director, knapsack
-from memmgr.policies.registry import parse_policy
-from memmgr.policies.schedule import Do, Step, judge_records, replay
-from memmgr.policies.simulator import Run, simulate
-from memmgr.policies.simulator_chains import Chains
-from memmgr.policies.simulator_decided import Accesses
+from memmgr.policies.published.capuchin import capuchin, choose, triggers
+from memmgr.policies.published.delta import delta_online, delta_taco, director, knapsack
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.rules.types import Action
+from memmgr.policies.simulate.base import Run
+from memmgr.policies.simulate.decided import Accesses
+from memmgr.policies.simulate.neighbourhoods import Neighbourhoods
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
-from memmgr.policies.types import Action
+from memmgr.policies.trace.schedule import Do, Step, judge_records, replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, verdict
@@ -49,12 +50,12 @@ def test_what_nobody_saves_is_part_of_a_chain() -> None:
     trace = builder.build()
     a, b = (op.outputs[0] for op in trace.ops[1:])
     for saved, seconds in (({b}, 5.0), ({a, b}, 0.0), (None, 0.0)):
-        chains = Chains(trace, lambda s: False, saved)
+        chains = Neighbourhoods(trace, lambda s: False, saved)
         chains.ran(1)
         chains.ran(2)
         assert chains.chain_seconds(b) == chains.component_seconds(b) == seconds
     gone: set[int] = set()
-    chains = Chains(trace, gone.__contains__, {a, b})
+    chains = Neighbourhoods(trace, gone.__contains__, {a, b})
     chains.ran(1)
     chains.ran(2)
     gone.add(b)
@@ -70,7 +71,7 @@ def test_an_eviction_above_what_nobody_saves_lengthens_the_chains_below() -> Non
     trace = builder.build()
     a, _, b = (op.outputs[0] for op in trace.ops[1:])
     gone: set[int] = set()
-    chains = Chains(trace, gone.__contains__, {a, b})
+    chains = Neighbourhoods(trace, gone.__contains__, {a, b})
     for k in (1, 2, 3):
         chains.ran(k)
     assert chains.chain_seconds(b) == 2.0

@@ -1,8 +1,6 @@
-"""Prefetchers, write-back, the tuner and names."""
+"""Prefetchers, write-back and names."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -18,17 +16,15 @@ from memmgr.policies import (
     Auto,
     Candidates,
     Link,
-    PassSample,
     Ranking,
     Upcoming,
     Watermarks,
     fifo,
-    next_bias,
     parse_policy,
     plan_writeback,
     rank,
 )
-from memmgr.policies.prefetchers import Bandwidth, Fifo
+from memmgr.policies.rules.prefetchers import Bandwidth, Fifo
 
 LINK = Link(1e9, 1e9)
 
@@ -163,33 +159,6 @@ def test_writeback_opens_up_at_the_high_mark() -> None:
         Watermarks(0.9, 0.5)
 
 
-# -- tuner -----------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(times=st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3), passes=st.integers(0, 30))
-def test_the_tuner_settles_on_the_fastest(times: list[float], passes: int) -> None:
-    biases = (1.0, math.inf, 0.0)
-    seconds = dict(zip(biases, times, strict=True))
-    samples: list[PassSample] = []
-    for _ in range(6 + passes):
-        bias = next_bias(samples, biases=biases)
-        samples.append(PassSample(bias, seconds[bias]))
-    assert seconds[next_bias(samples, biases=biases)] * 0.99 <= min(times)
-    assert all(sum(s.bias == b for s in samples[:6]) <= 2 + passes + 6 for b in biases)
-    slow = [b for b in biases if seconds[b] > 2 * min(times)]
-    assert all(sum(s.bias == b for s in samples) <= 2 for b in slow)
-
-
-def test_the_model_wins_ties() -> None:
-    biases = (1.0, math.inf)
-    samples = [PassSample(1.0, 1.0), PassSample(1.0, 1.005), PassSample(math.inf, 0.995), PassSample(math.inf, 1.1)]
-    assert next_bias(samples, biases=biases) == 1.0
-    assert next_bias([*samples, PassSample(math.inf, 0.9)], biases=biases) == math.inf
-    with pytest.raises(ValueError, match="bias"):
-        Auto(-1.0)
-
-
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +197,31 @@ def test_names_alone() -> None:
     assert parse_policy(" DTR-eq ").filter is FILTERS["dtr_eq"]
     assert parse_policy("prefetch:fifo(7)").prefetcher == Fifo(7)
     assert parse_policy("prefetch:off").director is DIRECTORS["auto"]
-    assert parse_policy("auto").tunable and not parse_policy("evict").tunable
+
+
+@pytest.mark.parametrize(
+    ("text", "recomputes", "offloads"),
+    [
+        ("auto", True, True),
+        ("evict", True, False),
+        ("offload", False, True),
+        ("lru+offload", False, True),
+        ("filter:lru,director:evict,prefetch:bandwidth", True, False),
+        ("dtr", True, False),
+        ("capuchin", True, True),  # its net only swaps, its planner does both
+        ("delta_taco", True, True),
+        ("torture", True, True),
+        ("keep", True, True),
+    ],
+)
+def test_a_policy_says_what_it_may_do(text: str, recomputes: bool, offloads: bool) -> None:
+    policy = parse_policy(text)
+    assert (policy.recomputes, policy.offloads) == (recomputes, offloads)
+
+
+def test_a_bias_is_a_factor() -> None:
+    with pytest.raises(ValueError, match="bias"):
+        Auto(-1.0)
 
 
 BAD_NAMES = "fast|dtr+|+evict|dtr+evict+off+off|filter:dtr,filter:lru|filter|director:|filter:x|fifo0|lru+offload+fifo0"

@@ -22,7 +22,6 @@ from memmgr.policies import (
     parse_policy,
     plan_writeback,
     rank,
-    reverse_order_seconds,
 )
 
 
@@ -175,8 +174,7 @@ class Run:
                 j -= 1
             chain.append(total)
         if ids:
-            since = reverse_order_seconds(m.cost[: self.step], until_turn_seconds=0.0)
-            until = (0.0 if self.backward else self.left) + since[ids]
+            until = (0.0 if self.backward else self.left) + self.after_turn()[ids]
         else:
             until = np.zeros(0)
         return ids, Candidates.build(
@@ -188,10 +186,15 @@ class Run:
             seconds_until_use=until,
         )
 
+    def after_turn(self) -> np.ndarray:
+        """Seconds of backward, at twice forward's pace, before each cell so far is used: what was saved later comes first."""
+        cost = self.model.cost[: self.step]
+        return 2.0 * (cost[::-1].cumsum()[::-1] - cost)
+
     def state(self, urgent: bool) -> Link:
         m = self.model
         due = sorted((self.below - self.resident - self.dead) - set(self.reads))
-        since = reverse_order_seconds(m.cost[: self.step], until_turn_seconds=0.0 if self.backward else self.left)
+        since = self.after_turn() + (0.0 if self.backward else self.left)
         write_left = max(0.0, self.write_free - self.now) * self.link.write_bytes_per_second
         read_left = max(0.0, self.read_free - self.now) * self.link.read_bytes_per_second
         pace = float(m.size.sum() / m.cost.sum())

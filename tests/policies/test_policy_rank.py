@@ -22,7 +22,6 @@ from memmgr.policies import (
     Link,
     Price,
     rank,
-    reverse_order_seconds,
 )
 
 # Powers of two and small integers: sums are exact, so that a reference in another order of addition gives equal
@@ -229,11 +228,6 @@ def test_a_long_search_past_what_the_director_keeps() -> None:
 def test_bad_columns_are_refused(column: str, value: object) -> None:
     with pytest.raises(ValueError, match=column):
         Candidates.build([1, 2, 3], **{column: value})  # type: ignore[arg-type]
-
-
-def test_reverse_order_seconds() -> None:
-    got = reverse_order_seconds([1.0, 2.0, 4.0], until_turn_seconds=10.0, backward_ratio=2.0)
-    assert got.tolist() == [22.0, 18.0, 10.0]
 
 
 # -- directors -------------------------------------------------------------------------------------------------------

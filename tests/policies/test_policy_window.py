@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memmgr.policies import FILTERS, NO_LINK, Candidates, DtrOptions, Link, Price, rank, window_costs
-from memmgr.policies.directors import evict
+from memmgr.policies.rules.directors import evict
 
 LINK = Link(1e9, 2e9, cpu_seconds_per_byte=1e-10)
 CELL = st.tuples(st.integers(1, 1 << 30), st.floats(1e-6, 1e4), st.floats(1e-7, 1.0), st.floats(0, 10.0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.resources
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,6 +36,37 @@ def test_the_rooms_are_one_package() -> None:
 
     assert Path(memmgr.tools.__path__[0]).samefile(ROOT / "tools")
     assert Path(memmgr.policies.__path__[0]).samefile(ROOT / "policies")
+
+
+def test_every_file_of_a_room_is_a_module_of_the_package() -> None:
+    """Folders without an `__init__` would be left out by mypy and, by some installers, of the wheel."""
+    seen = 0
+    for room in ("policies", "tools"):
+        for file in sorted((ROOT / room).rglob("*.py")):
+            folder = file.parent.relative_to(ROOT)
+            assert (file.parent / "__init__.py").is_file(), folder
+            if room == "policies":  # those of tools are run as well as imported
+                name = ".".join(("memmgr", *folder.parts, *(() if file.stem == "__init__" else (file.stem,))))
+                module = importlib.import_module(name)
+                assert module.__file__ is not None and Path(module.__file__).samefile(file), name
+                seen += 1
+    assert seen >= 40
+
+
+def test_the_linter_knows_the_files_in_folders() -> None:
+    """The room's one dot would be taken for a second copy where the exception for it does not reach."""
+    pytest.importorskip("ruff")
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "TID", "policies"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    listed = subprocess.run([*command, "--show-files"], cwd=ROOT, capture_output=True, text=True)
+    assert len(re.findall(r"policies/\w+/\w+\.py$", listed.stdout, re.MULTILINE)) >= 30
+
+
+def test_a_new_folder_is_installed_anew() -> None:
+    """An editable install keeps a table of where modules lay: one that moved would not be found until it is made again."""
+    said = re.search(r"^\$\(VENV\)/\.installed:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert said is not None and "policies/*/__init__.py" in said[1]
 
 
 def test_the_version_is_said_once() -> None:

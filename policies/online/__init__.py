@@ -1,0 +1,1 @@
+"""Decides op by op what runs again, and never sees what comes next."""

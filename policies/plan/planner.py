@@ -1,0 +1,151 @@
+"""From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell (design section 5).
+
+The plan is a list of steps in the order in which the compute stream meets them, and says what it costs, what no schedule can
+go below, and the gap between the two. What is behind it: docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.plan import Absence, Plan, absences
+from memmgr.policies.trace.schedule import Do, Step
+
+from .bound import INFEASIBLE, SOLVE, with_link
+from .fallback import best_online
+from .offload import offloading
+from .recompute import recompute_only, replayed, traded
+from .search import Search
+from .smallest_budget import smallest_budget_bytes
+from .timeline import Timeline
+
+EFFORT = 300_000
+"""Steps of search of a plan by default: about a second."""
+
+
+def plan(
+    trace: Trace,
+    budget_bytes: int,
+    *,
+    link: TierLink | None = None,
+    recompute: bool = True,
+    effort: int = EFFORT,
+    solve: bool = True,
+) -> Plan:
+    """The best plan found. The same arguments give the same plan.
+
+    With a link it is the best of recompute alone, the link alone and mixtures of both, so never worse than either. Where
+    nothing of that fits, it is the best schedule of an online policy.
+
+    Args:
+        trace: a measured pass.
+        budget_bytes: most bytes resident at any time, the outputs of the running op included.
+        link: the tier that may be used; None: recompute only.
+        recompute: whether ops may run again; without it the link alone has to do.
+        effort: steps of search, about 3 us each.
+        solve: whether linear programs are solved, for the bound and as advice; without them the bound is weaker, plans with a
+            slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
+
+    *Known limitations*: what the program holds at the end (gradients) may be dropped and made again, but close to the room
+    that constants, these and the largest op need together a plan may not be found although one exists. What fits a budget fits
+    every larger one, but for the few that only an online policy fits. In a trace that is not `copy_on_write`, recomputing an
+    in-place op is taken to need a private copy (design rule 2).
+    """
+    wanted = SOLVE.set(solve)
+    try:
+        return _plan(trace, budget_bytes, link, recompute, effort)
+    finally:
+        SOLVE.reset(wanted)
+
+
+def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int) -> Plan:
+    problem = Problem.of(trace)
+    swapping = replace(problem, again=[False] * len(problem.size))
+    at = trace.unmanaged_peak[1]
+    unmanaged = sum(problem.cost)
+    idle = Timeline(problem)
+    best: Timeline | None = None
+    seconds = bound = INFEASIBLE
+    if budget_bytes < least_bytes(problem):
+        pass
+    elif idle.peak <= budget_bytes:
+        best, seconds, bound = idle, unmanaged, 0.0
+    else:
+        if recompute:
+            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort)
+            seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
+        if link is not None:
+            bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds
+            # The link alone has its turn too, so that nobody does better with less.
+            for p in (swapping, problem) if recompute else (swapping,):
+                gate = best is None or p is swapping  # alone it has the same turn
+                for other, takes in offloading(p, budget_bytes, link, at, effort, gate=gate):
+                    if takes < seconds:
+                        best, seconds = other, takes
+                    if seconds <= (unmanaged + bound) * (1 + 1e-9):
+                        break
+    if best is None and bound < INFEASIBLE and (link is not None or budget_bytes >= smallest_budget_bytes(trace)):
+        found = best_online(trace, budget_bytes, link, recompute=recompute)
+        if found is not None:
+            steps, cost = found
+            best = _improved(problem, trace, budget_bytes, steps, bound, effort) if link is None else None
+            if best is None:
+                away = absences(trace, steps)
+                return Plan(
+                    budget_bytes, True, steps, away, cost.peak_bytes, cost.seconds, unmanaged, unmanaged + bound
+                )
+            seconds = unmanaged + best.extra_seconds
+    if best is None:
+        return Plan(budget_bytes, False, (), (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
+    steps = _steps(best)
+    return Plan(budget_bytes, True, steps, _absences(best), best.peak, seconds, unmanaged, unmanaged + bound)
+
+
+def _improved(
+    problem: Problem, trace: Trace, budget_bytes: int, steps: tuple[Step, ...], bound: float, effort: int
+) -> Timeline | None:
+    """The timeline of an online policy's schedule, less what the pass as a whole shows to be superfluous; None: it has none."""
+    timeline = replayed(problem, steps)
+    if timeline is None or timeline.peak > budget_bytes:
+        return None
+    search = Search(timeline, budget_bytes)
+    search.settle(effort)
+    traded(search, bound, effort)
+    return timeline
+
+
+def _steps(timeline: Timeline) -> tuple[Step, ...]:
+    ends: dict[int, list[int]] = {}
+    written = timeline.problem.written
+    for s, _, end in timeline.intervals():
+        if written[s] < 0 or end != timeline.own[written[s]]:  # else its block went to the new version
+            ends.setdefault(end, []).append(s)
+    back = {q % timeline.stride for q in timeline.keys if timeline.op(q) < 0}
+    steps = []
+    for key in timeline.keys:
+        stage, op = timeline.stage(key), timeline.op(key)
+        if op == timeline.problem.n_ops:
+            break
+        if op < 0:
+            steps.append(Step(Do.RELOAD, key % timeline.stride))
+        else:
+            steps.append(Step(Do.COMPUTE if op == stage else Do.RECOMPUTE, op))
+            if op == stage:
+                steps.extend(Step(Do.OFFLOAD, s) for s in timeline.problem.outputs[op] if s in back)
+        steps.extend(Step(Do.FREE, s) for s in ends.get(key, ()))
+    return tuple(steps)
+
+
+def _absences(timeline: Timeline) -> tuple[Absence, ...]:
+    found = []
+    for s, made in enumerate(timeline.made):
+        for event, following in zip(made, made[1:], strict=False):
+            end = timeline.reach(s, following)
+            stage = timeline.stage(following)
+            own = timeline.problem.wanted[stage] if stage < timeline.problem.n_ops else timeline.problem.held
+            after = max(timeline.stage(max(end, event)), 0)
+            found.append(Absence(s, timeline.op(following) < 0, after, stage, s not in own))
+    return tuple(sorted(found, key=lambda a: (a.after, a.back, a.storage)))

@@ -1,0 +1,384 @@
+"""Finds what to run again: shaving the profile down to the budget, then trading what was chosen for something cheaper."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+
+from .timeline import Timeline
+
+_NO_LIMIT = 1 << 62
+
+_SETTLE = 10
+"""Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
+
+_MANY = 4_000
+"""Events beyond the program's own from which on they are taken out by the batch first."""
+
+
+class Search:
+    """Moves on one timeline under one budget. All randomness comes from `seed`, all limits are counts: no clock.
+
+    Attributes:
+        budget: bytes.
+        bias: factor on the price of dropping a storage; 1 where there is none.
+        droppable: the storages that may be dropped.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        budget_bytes: int,
+        *,
+        seed: int = 0,
+        bias: dict[int, float] | None = None,
+    ) -> None:
+        self.timeline = timeline
+        self.budget = budget_bytes
+        self._looked = 0
+        self.random = random.Random(seed)
+        self.bias = bias or {}
+        p = timeline.problem
+        self.droppable = [s for s, size in enumerate(p.size) if size > 0 and timeline.can_restore(s)]
+        self._cost = [timeline.prices.get(s, p.cost[k]) for s, k in enumerate(p.maker)]
+
+    @property
+    def work(self) -> int:
+        """Steps done so far, about 3 us each: what an effort is measured in."""
+        return self._looked + self.timeline.changes
+
+    # ---- what a recompute takes ----------------------------------------------------------------------------------
+
+    def closure(self, key: int, peak_at: int) -> tuple[float, list[int]] | None:
+        """(seconds, keys) of what has to run in `key`'s stage so that its op can run again at `key`; itself included.
+
+        An input that is not kept until then is kept longer where that fits under the budget and frees nothing at
+        position `peak_at`, else it is made again too. None: something is gone that cannot be made again.
+        """
+        t, p = self.timeline, self.timeline.problem
+        keys, seen = [key], {key}
+        seconds = 0.0
+        for q in keys:  # grows
+            op = t.op(q)
+            if op < 0:
+                seconds += t.prices[q % t.stride]
+                continue
+            seconds += p.cost[op]
+            for s in p.inputs[op]:
+                if t.resident(s, q):
+                    continue
+                back = t.restore(s, q)
+                if back in seen:
+                    continue
+                if not self._lost(s, q):
+                    low, high = bisect_right(t.keys, t.reach(s, q)), bisect_left(t.keys, q)
+                    fits = high <= low or int(t.profile[low:high].max()) + p.size[s] <= self.budget
+                    if (fits and not low <= peak_at < high) or not t.can_restore(s):
+                        continue
+                if not t.can_restore(s):
+                    return None
+                seen.add(back)
+                keys.append(back)
+        self._looked += len(keys)
+        return seconds, keys
+
+    def _lost(self, s: int, key: int) -> bool:
+        """Whether storage s was overwritten in place since it was last made before `key`: it cannot be kept until then."""
+        made = self.timeline.made[s]
+        return made[bisect_left(made, key) - 1] < self.timeline.gone[s] < key
+
+    def _apply(self, keys: list[int]) -> list[int]:
+        added = []
+        for q in sorted(keys):
+            if not self.timeline.has(q):
+                self.timeline.add(q)
+                added.append(q)
+        return added
+
+    # ---- shaving -------------------------------------------------------------------------------------------------
+
+    def _gaps(
+        self, at: int, sharpness: float, noise: float, splitting: bool, most: int = _NO_LIMIT
+    ) -> list[tuple[float, int, float]]:
+        """(seconds per byte, storage, weight) of what is resident at event `at` and not used by it."""
+        t, p = self.timeline, self.timeline.problem
+        keys, cost = t.keys, self._cost
+        over = np.maximum(t.profile - self.budget, 0).astype(np.float64)
+        over /= over.max()
+        if sharpness != 1.0:
+            over **= sharpness
+        total = np.concatenate(([0.0], np.cumsum(over))).tolist()
+        found = []
+        self._looked += len(self.droppable) // 4
+        for s in self.droppable:
+            uses = t.uses[s]
+            a = bisect_left(uses, at)
+            if a == len(uses) or uses[a] == at or t.pin[s] >= at:
+                continue
+            made, following = t.made[s], uses[a]
+            j = bisect_right(made, at)
+            if j == 0 or made[j - 1] == at or (j < len(made) and made[j] < following):
+                continue
+            if not splitting and t.restore(s, following) <= at:
+                continue
+            before = made[j - 1]
+            if a and uses[a - 1] > before:
+                before = uses[a - 1]
+            weight = min(p.size[s], most) * (total[bisect_left(keys, following)] - total[bisect_right(keys, before)])
+            if self.bias:
+                weight /= self.bias.get(s, 1.0)
+            if noise:
+                weight *= 1.0 + noise * self.random.random()
+            found.append((cost[s] / weight, s, weight))
+        return found
+
+    def shave(
+        self,
+        *,
+        sharpness: float = 1.0,
+        noise: float = 0.0,
+        limit_seconds: float = float("inf"),
+        limit_work: int = _NO_LIMIT,
+        splitting: bool = False,
+        fitting: bool = False,
+    ) -> bool:
+        """Drops what is cheapest per byte wherever the profile is highest, until it is under the budget.
+
+        Args:
+            sharpness: how much more the highest excess counts than a small one, in the worth of a gap.
+            noise: random share added to each gap's worth.
+            limit_seconds: gives up once so much is run again.
+            limit_work: gives up after so many steps, amid one peak after four times as many.
+            splitting: may run things again in another order than the program's.
+            fitting: bytes beyond what is over the budget count for nothing.
+
+        Returns:
+            Whether the budget is met.
+        """
+        t = self.timeline
+        until = self.work + limit_work
+        while True:
+            x = int(t.profile.argmax())
+            if t.profile[x] <= self.budget:
+                return True
+            most = int(t.profile[x]) - self.budget if fitting else _NO_LIMIT
+            heap = self._gaps(t.keys[x], sharpness, noise, splitting, most)
+            heapq.heapify(heap)
+            lower = self._lower(t.keys[x], heap, until=until + 3 * limit_work)
+            if not lower or t.extra_seconds > limit_seconds or self.work > until:
+                return False
+
+    def _lower(
+        self, at: int, heap: list[tuple[float, int, float]], ceiling: int = _NO_LIMIT, until: int = _NO_LIMIT
+    ) -> bool:
+        """Drops from the cheapest on until event `at` fits; whether anything was won. No peak goes above `ceiling`.
+
+        Gives up when `work` is at `until`.
+        """
+        t = self.timeline
+        won = False
+        while heap and self.work < until:
+            x = bisect_left(t.keys, at)
+            height = int(t.profile[x])
+            if height <= self.budget:
+                return True
+            price, s, weight = heap[0]
+            self._looked += 2
+            uses = t.uses[s]
+            a = bisect_left(uses, at)
+            if a == len(uses) or uses[a] == at or t.reach(s, at) < at:
+                heapq.heappop(heap)
+                continue
+            key = t.restore(s, uses[a])
+            if key <= at:
+                if not t.split(at):
+                    heapq.heappop(heap)
+                    continue
+                at -= t.stride
+            closure = None if t.has(key) else self.closure(key, x)
+            if closure is None:
+                heapq.heappop(heap)
+                continue
+            now = closure[0] / weight
+            if now > price * 1.0001 and len(heap) > 1:
+                heapq.heapreplace(heap, (now, s, weight))
+                continue
+            heapq.heappop(heap)
+            added = self._apply(closure[1])
+            if int(t.profile[bisect_left(t.keys, at)]) < height and (ceiling == _NO_LIMIT or t.peak <= ceiling):
+                won = True
+            else:
+                for q in reversed(added):
+                    t.remove(q)
+        return won
+
+    def squeeze(self, *, sharpness: float, limit_work: int) -> bool:
+        """`shave` for budgets near the floor: what led into a corner is taken back and costs more from then on.
+
+        Whatever is dropped must not raise the peak; where nothing can be dropped at the highest event, what its stage
+        runs again is kept instead, at four times the price next time.
+        """
+        t, p = self.timeline, self.timeline.problem
+        until = self.work + limit_work
+        while self.work < until:
+            x = int(t.profile.argmax())
+            if t.profile[x] <= self.budget:
+                return True
+            at = t.keys[x]
+            heap = self._gaps(at, sharpness, 0.0, True)
+            heapq.heapify(heap)
+            if self._lower(at, heap, int(t.profile[x]), until + limit_work):
+                continue
+            stage = t.stage(at)
+            low = bisect_left(t.keys, stage * t.rows * t.stride)
+            high = bisect_left(t.keys, t.own[stage])
+            if low == high:
+                return False
+            extras = t.keys[low:high]
+            read = {s for q in (*extras, t.own[stage]) if t.op(q) < p.n_ops for s in p.inputs[t.op(q)]}
+            for q in extras:
+                for s in t._makes(q % t.stride):
+                    if s in read:
+                        self.bias[s] = 2.0 * self.bias.get(s, 1.0)
+            for q in reversed(extras):
+                if t.has(q):
+                    self.take_out(q)
+            self._looked += 50
+        return False
+
+    # ---- pruning -------------------------------------------------------------------------------------------------
+
+    def _wanted(self, key: int) -> bool:
+        """Whether anything reads what the event makes."""
+        t = self.timeline
+        for s in t._makes(key % t.stride):
+            made = t.made[s]
+            j = bisect_left(made, key)
+            if t.reach(s, made[j + 1] if j + 1 < len(made) else 1 << 62) > key:
+                return True
+        return False
+
+    def take_out(self, key: int) -> None:
+        """Removes an event and the recomputes of its stage that only it wanted."""
+        t, p = self.timeline, self.timeline.problem
+        base = key - key % t.stride
+        stack = [key]
+        while stack:
+            q = stack.pop()
+            t.remove(q)
+            op = q - base - t.first
+            if op < 0:
+                continue
+            for s in p.inputs[op]:
+                for back in (base + s, base + t.first + p.maker[s]):
+                    if back not in stack and back != t.own[t.stage(base)] and t.has(back) and not self._wanted(back):
+                        stack.append(back)
+
+    def hopeless(self, key: int) -> bool:
+        """Whether taking the event out cannot fit, seen without doing it."""
+        t, p = self.timeline, self.timeline.problem
+        x = bisect_left(t.keys, key)
+        op = key % t.stride - t.first
+        freed = sum(p.size[s] for s in p.inputs[op]) if op >= 0 else 0
+        for s in t._makes(key % t.stride):
+            made, uses = t.made[s], t.uses[s]
+            j = bisect_left(made, key)
+            start = made[j - 1]
+            b = bisect_left(uses, made[j + 1]) if j + 1 < len(made) else len(uses)
+            if not (b and uses[b - 1] > key):
+                continue
+            if start < t.gone[s] < uses[b - 1]:
+                return True
+            a = bisect_left(uses, key)
+            end = uses[a - 1] if a and uses[a - 1] > start else start
+            low = bisect_right(t.keys, end)
+            if low < x and int(t.profile[low:x].max()) + p.size[s] - freed > self.budget:
+                return True
+        return False
+
+    def prune(self, keys: list[int], until: int = _NO_LIMIT) -> float:
+        """Takes out each of `keys` that the budget does not need, until `work` is at `until`; returns the seconds saved."""
+        t = self.timeline
+        before = t.extra_seconds
+        for q in keys:
+            if self.work > until:
+                break
+            self._looked += 2
+            if not t.has(q) or self.hopeless(q):
+                continue
+            outer, t.journal = t.journal, []
+            self.take_out(q)
+            if t.peak > self.budget:
+                t.undo()
+                t.journal = outer
+            else:
+                done, t.journal = t.journal or [], outer
+                if outer is not None:
+                    outer.extend(done)
+        return before - t.extra_seconds
+
+    def dearest_first(self) -> list[int]:
+        """All added events, by seconds per byte, dearest first."""
+        t, p = self.timeline, self.timeline.problem
+
+        def worth(q: int) -> float:
+            slot = q % t.stride
+            size = sum(p.size[s] for s in t._makes(slot))
+            return -(p.cost[slot - t.first] if slot >= t.first else t.prices[slot]) / max(size, 1)
+
+        return sorted(t.extras(), key=worth)
+
+    def settle(self, effort: int, rounds: int = 3) -> None:
+        """Prunes until nothing more can go, or `_SETTLE` times `effort` steps are done."""
+        until = self.work + _SETTLE * effort
+        t = self.timeline
+        while len(t.keys) > t.problem.n_ops + _MANY and t.thin(self.dearest_first(), self.budget):
+            pass
+        for _ in range(rounds):
+            if self.prune(self.dearest_first(), until) == 0.0:
+                return
+
+    # ---- trading -------------------------------------------------------------------------------------------------
+
+    def improve(self, work: int) -> None:
+        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done.
+
+        What is worse than before is taken back. The timeline has to meet the budget, and does afterwards.
+        """
+        t = self.timeline
+        until = self.work + work
+        while self.work < until and t.extra_seconds > 0:
+            before = t.extra_seconds
+            t.mark()
+            self._ruin()
+            kept = self.shave(
+                sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
+                noise=self.random.choice((0.2, 1.0, 3.0)),
+                limit_seconds=before * 1.1,
+                limit_work=until - self.work,
+                fitting=self.random.random() < 0.5,
+            )
+            if kept:
+                extras = t.extras()
+                self.prune(extras if len(extras) < 60 else self.random.sample(extras, 60))
+            self._looked += 20
+            if not kept or t.extra_seconds > before * (1 + 1e-12):
+                t.undo()
+            t.journal = None
+
+    def _ruin(self) -> None:
+        t = self.timeline
+        extras = t.extras()
+        count = min(len(extras), self.random.choice((1, 2, 4, 8, 16, 32)))
+        if self.random.random() < 0.5:
+            at = self.random.randrange(len(extras))
+            chosen = extras[max(0, at - count // 2) : at - count // 2 + count]
+        else:  # the same op, or its neighbours in the program, wherever they run again
+            middle = self.random.choice(extras) % t.stride
+            chosen = sorted(extras, key=lambda q: abs(q % t.stride - middle))[:count]
+        for q in chosen:
+            if t.has(q):
+                self.take_out(q)

@@ -1,0 +1,1 @@
+"""Other people's planners, as published."""

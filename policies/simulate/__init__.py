@@ -1,0 +1,1 @@
+"""Runs policies and plans over a trace, on a made-up device."""

@@ -1,0 +1,72 @@
+"""A trace in columns, as the planner, its bounds and the simulator read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .trace import OpKind, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A trace in columns. Storages and ops keep their numbers.
+
+    Attributes:
+        n_ops: number of ops; the *end* is stage n_ops, whose op (the same number) wants what is held at the end.
+        size: bytes per storage.
+        cost: seconds per op.
+        inputs: per op, what a recompute reads.
+        wanted: per op, what must be resident when the program runs it: inputs and saved tensors asked back.
+        outputs: per op.
+        maker: per storage.
+        pinned: per storage, the stage up to which letting go frees nothing (constants: until their release); -1: none.
+        again: per storage, whether its op may run a second time.
+        written: per storage, the op that overwrites its block (then its bytes are gone); -1: none.
+        handed: per op, bytes of the inputs whose block an output takes over, not to be counted twice.
+        held: held at the end, constants left out.
+    """
+
+    n_ops: int
+    size: list[int]
+    cost: list[float]
+    inputs: list[tuple[int, ...]]
+    wanted: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
+    maker: list[int]
+    pinned: list[int]
+    again: list[bool]
+    written: list[int]
+    handed: list[int]
+    held: list[int]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Problem:
+        """The columns of `trace`."""
+        n = len(trace.ops)
+        size = [s.size_bytes for s in trace.storages]
+        pinned = [min(s.pinned_until, n + 1) - 1 for s in trace.storages]
+        written = [-1] * len(size)
+        handed = [0] * n
+        again = [trace.ops[s.maker].kind == OpKind.COMPUTE for s in trace.storages]
+        for s in trace.constants:
+            pinned[s] = max(pinned[s], min(trace.storages[s].released, n + 1) - 1)
+        if not trace.copy_on_write:
+            for k, op in enumerate(trace.ops):
+                for old, _ in op.writes:  # whoever holds the old version holds the block, and so the new one
+                    pinned[old] = min(pinned[old], k)
+                    written[old] = k
+                    handed[k] += size[old]
+        return cls(
+            n,
+            size,
+            [op.seconds for op in trace.ops],
+            [op.inputs for op in trace.ops],
+            [op.wanted for op in trace.ops],
+            [op.outputs for op in trace.ops],
+            [s.maker for s in trace.storages],
+            pinned,
+            again,
+            written,
+            handed,
+            [s for s in trace.held_at_end if s not in trace.constants],
+        )

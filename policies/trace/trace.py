@@ -1,0 +1,223 @@
+"""One measured pass as plain data: ops over storages, what is saved, used, written and let go of, and the links.
+
+**What a trace says.** Ops are numbered from 0 in the order in which the program ran them, constants included (an op that
+takes no time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes,
+made by exactly one op (`maker`). A view makes no storage: its op has the storage of its argument among its inputs, none
+among its outputs, and later ops that read the view name the same storage. An in-place write makes a new storage of the
+same size (design rule 2): the old version is an input, and `Op.writes` pairs (old, new). Whether the two share a block
+or, as in the operator logs, exist side by side while the op runs, is `Trace.copy_on_write`.
+
+**When the program lets go.** `Storage.released = k`: the program lost its last reference (a saved tensor counts as one)
+after op k - 1 had started and before op k did, so an unmanaged run frees it as soon as op k - 1 has ended. `HELD`: never,
+it is there at the end. After its release no op of the program reads a storage; only a recompute may want it.
+`Storage.pinned_until = k`: until then the program itself holds it (a local, a list), so that letting go would free
+nothing (design section 2); 0 for all storages of the operator logs, whose recorder stood under every tensor.
+
+**What a schedule may do** (recompute only; the judge is `check_schedule.py` of the operator logs):
+
+- `compute k`: ops in order, each once, constants too. All inputs are resident, also those of a view. Its outputs become
+  resident, on top of the inputs, and then no more than the budget may be: there is no moment in between.
+- `recompute k`: any op computed before, except a constant. All inputs are resident. It makes those of its outputs that
+  are not resident (those that are stay, and are not doubled), wanted or not. Costs the op's time again; a view costs
+  nothing again, and never has to be.
+- `free s`: s is resident; a constant only after its release, and it never comes back. Everything else may go at any
+  time, even while the program holds it. *Nothing* leaves otherwise: a released storage stays resident until it is freed.
+- at the end every storage with `released == HELD` is resident. In the operator logs that is parameters and buffers,
+  their gradients (an op's output like any other: freed, it has to be made again) and sometimes the loss.
+
+Time is the sum of what ran; freeing is free. The peak is that of the bytes resident after each compute or recompute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+VERSION = 1
+"""Of the trace as data; the file carries it."""
+
+HELD = 2**62
+"""`Storage.released` of what the program holds at the end."""
+
+
+class TraceError(ValueError):
+    """What was given is not a trace; the message says where and why."""
+
+
+class OpKind(IntEnum):
+    """How an op may run again."""
+
+    COMPUTE = 0
+    VIEW = 1  # makes no storage; costs its time once
+    CONSTANT = 2  # a parameter or a batch: there from the start, cannot be made again
+    ONCE = 3  # must not run a second time (design rule 6): its outputs can be offloaded, never recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the program.
+
+    Attributes:
+        name: the op's, for people.
+        seconds: device time.
+        inputs: storages that must be resident, each once, in the order of the arguments.
+        outputs: storages that it makes, views left out.
+        kind: see `OpKind`.
+        writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
+        saves: storages that autograd saved when it ran (empty in operator logs).
+        uses: saved storages that autograd asked back for it or still has while it runs (empty in operator logs).
+    """
+
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: OpKind = OpKind.COMPUTE
+    writes: tuple[tuple[int, int], ...] = ()
+    saves: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """What must be resident when the program runs it: inputs, and what autograd asks back. A recompute reads inputs."""
+        return tuple(dict.fromkeys(self.inputs + self.uses)) if self.uses else self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One version of one block of bytes.
+
+    Attributes:
+        name: "k.j" for output j of op k, "c.NAME" for a constant: the names of the judge.
+        size_bytes: >= 0.
+        maker: the op that makes it.
+        released: number of ops that had started when the program let go; `HELD` if it never did.
+        pinned_until: number of ops started when the last reference that letting go cannot undo was gone; 0: none.
+    """
+
+    name: str
+    size_bytes: int
+    maker: int
+    released: int = HELD
+    pinned_until: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierLink:
+    """A measured way to a tier below.
+
+    Attributes:
+        tier: "host", "disk".
+        write_bytes_per_second: device to tier.
+        read_bytes_per_second: tier to device.
+        latency_seconds: from asking to the first byte.
+        capacity_bytes: room in the tier; None: unknown, taken as enough.
+        cpu_seconds_per_byte: compute time lost per byte copied, in one direction, which the policies count; 0: unknown.
+    """
+
+    tier: str
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    latency_seconds: float = 0.0
+    capacity_bytes: int | None = None
+    cpu_seconds_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A pass. See the module's text for what the numbers mean.
+
+    Attributes:
+        ops: in the order of the program.
+        storages: numbered in the order of making.
+        device: where it was measured.
+        backward_at: the number of ops before backward began; None if unknown.
+        links: the tiers below, fastest first; may be empty.
+        copy_on_write: an in-place write has old and new version resident while it runs (operator logs); else the new one
+            takes the old one's block, which must then not be needed again.
+        complete: False if the record ended inside an op, which is then left out.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    device: str = ""
+    backward_at: int | None = None
+    links: tuple[TierLink, ...] = ()
+    copy_on_write: bool = True
+    complete: bool = True
+
+    @cached_property
+    def constants(self) -> frozenset[int]:
+        """Storages that cannot be made again and must stay until their release."""
+        return frozenset(s for op in self.ops if op.kind == OpKind.CONSTANT for s in op.outputs)
+
+    @cached_property
+    def held_at_end(self) -> tuple[int, ...]:
+        """Storages that must be resident at the end, in the order of making."""
+        return tuple(i for i, s in enumerate(self.storages) if s.released == HELD)
+
+    @cached_property
+    def released_before(self) -> tuple[tuple[int, ...], ...]:
+        """Entry k: storages released before op k starts, after op k - 1 did. Length: ops + 1; the last: after all."""
+        rows: list[list[int]] = [[] for _ in range(len(self.ops) + 1)]
+        for i, s in enumerate(self.storages):
+            if s.released != HELD:
+                rows[min(s.released, len(self.ops))].append(i)
+        return tuple(tuple(row) for row in rows)
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """What autograd saves, in the order of saving. An operator log does not say: empty."""
+        return tuple(dict.fromkeys(s for op in self.ops for s in op.saves))
+
+    @cached_property
+    def handed_bytes(self) -> tuple[int, ...]:
+        """Per op, bytes of the blocks that its in-place writes take over: not there twice. 0 with `copy_on_write`."""
+        if self.copy_on_write:
+            return (0,) * len(self.ops)
+        return tuple(sum(self.storages[old].size_bytes for old, _ in op.writes) for op in self.ops)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the unmanaged pass."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def unmanaged_peak(self) -> tuple[int, int]:
+        """(bytes, op): the peak with no budget, and the first op at which it is reached.
+
+        As the judge counts: after op k everything with `released == k + 1` goes, so what is released before its maker
+        has started (nothing sane does) would never go.
+        """
+        live = peak = at = 0
+        for k, op in enumerate(self.ops):
+            live += sum(self.storages[s].size_bytes for s in op.outputs) - self.handed_bytes[k]
+            if live > peak:
+                peak, at = live, k
+            live -= sum(self.storages[s].size_bytes for s in self.released_before[k + 1]) - self.handed_bytes[k]
+        return peak, at
+
+    def check(self) -> Trace:
+        """Itself, if it is consistent.
+
+        Raises:
+            TraceError: a storage that no op makes, or two do, or an input that is read before it is made or after its
+                release.
+        """
+        made: set[int] = set()
+        for k, op in enumerate(self.ops):
+            if not op.seconds >= 0:
+                raise TraceError(f"op {k} ({op.name}) takes {op.seconds!r} seconds")
+            for s in op.wanted:
+                if s not in made:
+                    raise TraceError(f"op {k} ({op.name}) reads storage {s}, which nothing has made")
+                if self.storages[s].released <= k:
+                    raise TraceError(f"op {k} ({op.name}) reads {self.storages[s].name} after its release")
+            for s in op.outputs:
+                if not 0 <= s < len(self.storages) or s in made or self.storages[s].maker != k:
+                    raise TraceError(f"op {k} ({op.name}) makes storage {s}, which is not its own")
+                made.add(s)
+        if len(made) != len(self.storages):
+            raise TraceError(f"{len(self.storages) - len(made)} storages have no maker")
+        return self

@@ -1,0 +1,174 @@
+"""Where the planner's own ways down find nothing: passes with gradients of gradients, and the schedules that it falls back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from memmgr.policies.online.policy import run_online
+from memmgr.policies.plan import planner
+from memmgr.policies.plan import recompute as alone
+from memmgr.policies.plan.fallback import best_online
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import simulate
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.columns import Problem
+from memmgr.policies.trace.least_memory import least_bytes
+from memmgr.policies.trace.plan import Plan, absences
+from memmgr.policies.trace.schedule import Do
+
+from .judge import needs_judge
+from .passes import LINK, layers
+from .synthetic import network, unrolled_gan
+from .test_planner import holds, trace_of, verdict_of
+
+GAN = {"steps": 3, "depth": 8, "batch": 32}
+
+
+def nothing(*_: object, **__: object) -> None:
+    """In the stead of what would find a timeline."""
+
+
+def infeasible(*_: object, **__: object) -> tuple[None, float]:
+    """In the stead of the recompute-only planner: nothing found, and a bound that says nothing."""
+    return None, 0.0
+
+
+@needs_judge
+def test_gradients_of_gradients_are_planned_as_low_as_online_policies_go() -> None:
+    """Rungs were too short for them: at 0.3 there was no plan, where DTR's own heuristic and ours needed 0.22."""
+    writer = unrolled_gan(3, **GAN)
+    trace = trace_of(writer)
+    budget = int(0.25 * trace.unmanaged_peak[0])
+    assert max(s.size_bytes for s in trace.storages) < budget / 20
+    online = simulate(trace, budget, parse_policy("dtr"))
+    assert online.feasible
+    made = plan(trace, budget, effort=60_000, solve=False)
+    holds(trace, made)
+    assert made.seconds < online.seconds
+    said = verdict_of(writer, trace, made)
+    assert said["valid"] and said["peak_bytes"] == made.peak_bytes, said
+
+
+def test_the_longer_rungs_are_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(unrolled_gan(3, **GAN))
+    budget = int(0.25 * trace.unmanaged_peak[0])
+    problem = Problem.of(trace)
+    found = alone.descend(problem, budget)
+    assert found is not None and found.timeline.peak <= budget
+    found.timeline.check()
+    monkeypatch.setattr(alone, "_PATIENCE", 1)
+    assert alone.descend(problem, budget) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio"), [(2, 0.5), (2, 0.4), (2, 0.32), (4, 0.3), (4, 0.25), (4, 0.2)], ids=lambda v: str(v)
+)
+def test_no_plan_only_where_no_online_policy_fits(steps: int, ratio: float) -> None:
+    trace = trace_of(unrolled_gan(steps, steps=steps, depth=3, batch=16))
+    budget = int(ratio * trace.unmanaged_peak[0])
+    fits = run_online(trace, budget, most_again=3.0)[0]
+    fits = fits or any(_takes(trace, budget, name) <= 4.0 for name in ("dtr_eq", "dtr"))
+    made = plan(trace, budget, effort=10_000, solve=False)
+    assert made.feasible or not fits
+    if made.feasible:
+        holds(trace, made)
+
+
+def _takes(trace: Trace, budget: int, policy: str) -> float:
+    run = simulate(trace, budget, parse_policy(policy))
+    return run.overhead if run.feasible else float("inf")
+
+
+@needs_judge
+@pytest.mark.parametrize("ratio", [0.7, 0.45])
+def test_before_it_gives_up_the_best_online_schedule(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason for which the planner itself finds nothing; what is superfluous in the schedule goes."""
+    writer = network(9, depth=12)
+    trace = trace_of(writer)
+    budget = int(trace.unmanaged_peak[0] * ratio)
+    online = [_takes(trace, budget, name) for name in ("dtr_eq", "dtr")]
+    fits, machine = run_online(trace, budget)
+    assert fits
+    monkeypatch.setattr(alone, "descend", nothing)
+    made = plan(trace, budget)
+    assert made.feasible
+    holds(trace, made)
+    assert made.overhead <= min(*online, machine.seconds / trace.seconds)
+    assert verdict_of(writer, trace, made)["valid"]
+    again = {s for step in made.steps if step.do is Do.RECOMPUTE for s in trace.ops[step.target].outputs}
+    assert {a.storage for a in made.absences} <= again
+
+
+@pytest.mark.parametrize("link", [None, LINK], ids=["alone", "with a link"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_measured_passes_fall_back_as_well(
+    link: TierLink | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = layers(12)
+    budget = least_bytes(Problem.of(trace)) + 35
+    monkeypatch.setattr(planner, "recompute_only", infeasible)
+    monkeypatch.setattr(planner, "offloading", nothing_at_all)
+    made = plan(trace, budget, link=link, recompute=recompute)
+    assert made.feasible == (recompute or link is not None)
+    if made.feasible:
+        holds(trace, made, link)
+        assert made.absences
+        if not recompute:
+            assert not any(step.do is Do.RECOMPUTE for step in made.steps)
+            assert all(absence.offloaded for absence in made.absences)
+
+
+@pytest.mark.parametrize("storages", [0, 1, 100])
+def test_it_writes_no_more_than_the_tier_holds(storages: int) -> None:
+    trace = layers(12)
+    budget = least_bytes(Problem.of(trace)) + 35
+    link = replace(LINK, capacity_bytes=storages * trace.storages[1].size_bytes)
+    found = best_online(trace, budget, link, recompute=False)
+    assert (found is not None) == (storages == 100)
+
+
+def nothing_at_all(*_: object, **__: object) -> tuple[()]:
+    """In the stead of the ways with a link."""
+    return ()
+
+
+def test_it_does_not_fall_back_where_nothing_can_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(network(9, depth=4))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(planner, "best_online", never)
+    assert not plan(trace, least_bytes(Problem.of(trace)) - 1).feasible
+
+
+WRITERS: list[Callable[[], Trace]] = [
+    lambda: trace_of(network(3, depth=8)),
+    lambda: trace_of(unrolled_gan(1, steps=2, depth=2, batch=16)),
+    lambda: layers(12),
+]
+
+
+@pytest.mark.parametrize("make", WRITERS, ids=["skips", "gradients of gradients", "measured"])
+@pytest.mark.parametrize("passes", [None, 20.0])
+def test_absences_are_said_by_the_schedule_alone(make: Callable[[], Trace], passes: float | None) -> None:
+    """A timeline says them as well: the same storages come back before the same ops, in the same way."""
+    trace = make()
+    rate = (passes or 0.0) * trace.unmanaged_peak[0] / trace.seconds
+    link = TierLink("host", rate, rate) if passes else None
+    made = plan(trace, int(0.6 * trace.unmanaged_peak[0]), link=link, effort=20_000)
+    assert made.feasible and made.absences
+    told = absences(trace, made.steps)
+
+    def returns(of: Plan | tuple) -> list[tuple[int, int, bool, bool]]:  # type: ignore[type-arg]
+        rows = of.absences if isinstance(of, Plan) else of
+        return sorted((a.storage, a.back, a.offloaded, a.rerun) for a in rows)
+
+    assert returns(told) == returns(made)
+    after = {(a.storage, a.back): a.after for a in made.absences}
+    if link is None:  # with one a copy that is being written stays
+        assert all(after[a.storage, a.back] == a.after for a in told)
