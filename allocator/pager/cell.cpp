@@ -343,6 +343,15 @@ uint64_t trapped_cell(const char* what) {
 
 // ---- pins ----
 
+bool pin_living_locked(Cell* c, uint64_t now) {
+  uint32_t state = c->state.load(std::memory_order_acquire);
+  do {
+    if (state & kDead) return false;
+  } while (!c->state.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel));
+  c->last_touch.store(now, std::memory_order_relaxed);
+  return true;
+}
+
 bool end_move_locked(Cell* c, bool absent) {
   uint32_t now = c->state.load();
   while (!c->state.compare_exchange_weak(now, (now & ~(kBusy | kAbsent)) | (absent ? kAbsent : 0u),

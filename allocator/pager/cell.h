@@ -153,6 +153,9 @@ inline bool pin(Cell* c, uint64_t now) {
   c->last_touch.store(now, std::memory_order_relaxed);
   return !(before & (kAbsent | kBusy));
 }
+// For whoever knows the cell by a version and not by its storage: false where the storage has died, since the one who
+// ends the cell is then on his way.
+bool pin_living_locked(Cell* c, uint64_t now);
 void last_user_is_gone(Cell* c);
 inline void unpin(Cell* c) {
   const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);

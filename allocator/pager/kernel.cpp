@@ -28,6 +28,7 @@ namespace {
 
 // Ops that are under way in this thread: an op inside another has been admitted with it.
 thread_local int tl_depth = 0;
+thread_local int tl_regions = 0;
 
 // ---- admission (rule 3): an op states what it will pin before it pins, and waits with nothing pinned ----
 
@@ -641,7 +642,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (C10_UNLIKELY(!budget.open.load(std::memory_order_acquire))) {
+  if (C10_UNLIKELY(!budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
     call_below(op, below, stack);
     return;
   }
@@ -677,27 +678,53 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 // ---- threads that are not seen ----
 
+// The first op of a thread that we have not met, whose arguments nobody shows us (asking for them would cost every op of
+// every thread 0.5 us): while it runs nothing leaves, all that was away is back, and all that it may have written to
+// counts as written. From its next op on the thread is seen.
 struct Unseen final : at::ObserverContext {
-  Frame frame;
+  Unseen() { nothing_leaves(true); }
+  ~Unseen() override { nothing_leaves(false); }
 };
 
-std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction& fn) {
-  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
-  if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
-  auto unseen = std::make_unique<Unseen>();
-  counters.unseen_ops++;
-  try {
-    for (const c10::IValue& v : fn.inputs()) unseen->frame.value(v, true);
-    unseen->frame.pin_all();
-    unseen->frame.begin_writes();
-  } catch (...) {
-    // The trap says it where it matters: an exception of an observer would be lost.
-  }
-  return unseen;
+std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
+  std::vector<std::pair<Cell*, StoragePtr>> held;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    if (c->storage._unsafe_get_target())
+      if (StoragePtr s = hold(c)) held.emplace_back(c, std::move(s));
+  });
+  return held;
 }
 
-void unseen_op_ends(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context) static_cast<Unseen*>(context)->frame.release();
+std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
+  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
+  if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
+  see_this_thread(true);
+  counters.unseen_ops++;
+  Depth inside;
+  auto unseen = std::make_unique<Unseen>();
+  auto all = hold_all();
+  try {
+    for (auto& [c, s] : all) {
+      pin(c, ticks());
+      try {
+        bring_back(c);
+        settle_before_write(c);
+        drop_slot(c);
+        Trash trash;
+        std::lock_guard<std::mutex> lock(graph_lock());
+        new_version_locked(c, &trash);
+      } catch (...) {
+        unpin(c);
+        throw;
+      }
+      unpin(c);
+    }
+  } catch (...) {
+    // What finds no room stays away, and the trap says so if the op reads it: an observer's exception would be lost.
+  }
+  for (auto& [c, s] : all) drop_later(std::move(s));
+  return unseen;
 }
 
 at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
@@ -715,15 +742,16 @@ void wait_for_others(double seconds) {
   a.waiting--;
 }
 
+void enter_region() { ++tl_regions; }
+void leave_region() { --tl_regions; }
+
 void see_this_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kKey, on); }
 
 bool thread_is_seen() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
 void catch_unseen_threads(bool on) {
   if (on && net == at::INVALID_CALLBACK_HANDLE) {
-    net = at::addGlobalCallback(at::RecordFunctionCallback(&unseen_op_begins, &unseen_op_ends)
-                                    .needsInputs(true)
-                                    .scopes({at::RecordScope::FUNCTION}));
+    net = at::addGlobalCallback(at::RecordFunctionCallback(&unseen_op_begins).scopes({at::RecordScope::FUNCTION}));
   } else if (!on && net != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(net);
     net = at::INVALID_CALLBACK_HANDLE;

@@ -18,6 +18,10 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 void see_this_thread(bool on);
 bool thread_is_seen();
 
+// A compiled region of this thread: what it was given is pinned, what it makes inside is its own until it returns.
+void enter_region();
+void leave_region();
+
 // The net for threads that are not seen: registered with a budget.
 void catch_unseen_threads(bool on);
 

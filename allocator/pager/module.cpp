@@ -283,10 +283,12 @@ PyObject* py_escape(PyObject*, PyObject* args) {
 
 struct PinObject {
   PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
+  bool region;
 };
 
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
+  if (reinterpret_cast<PinObject*>(self)->region) leave_region();
   for (auto& [c, s] : *pins) unpin(c);
   delete pins;
   Py_TYPE(self)->tp_free(self);
@@ -302,11 +304,12 @@ PyTypeObject pin_type = [] {
   return t;
 }();
 
-// pin(sequence of tensors or cdatas[, written]) -> Pin
+// pin(sequence of tensors or cdatas[, written[, region]]) -> Pin. region: this thread's ops are not paged meanwhile, since
+// whoever called reads what they make without an op.
 PyObject* py_pin(PyObject*, PyObject* args) {
   PyObject* sequence;
-  int written = 0;
-  if (!PyArg_ParseTuple(args, "O|p", &sequence, &written)) return nullptr;
+  int written = 0, region = 0;
+  if (!PyArg_ParseTuple(args, "O|pp", &sequence, &written, &region)) return nullptr;
   PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
   if (!items) return nullptr;
   auto* self = PyObject_New(PinObject, &pin_type);
@@ -315,6 +318,7 @@ PyObject* py_pin(PyObject*, PyObject* args) {
     return nullptr;
   }
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
+  self->region = false;
   PyObject* result = guarded([&]() -> PyObject* {
     std::vector<StoragePtr> storages;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
@@ -341,6 +345,8 @@ PyObject* py_pin(PyObject*, PyObject* args) {
       throw;
     }
     PyEval_RestoreThread(saved);
+    self->region = region;
+    if (region) enter_region();
     return reinterpret_cast<PyObject*>(self);
   });
   Py_DECREF(items);

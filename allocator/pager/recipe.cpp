@@ -229,7 +229,9 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
       r->args.push_back(v);
     }
   }
-  if (!d.ok) return nullptr;
+  size_t written = 0;
+  for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
+  if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // lists are written one by one
   if (draws(info, args, n)) {
     if (!can_draw_again(info)) return nullptr;
     r->rng = generator_before(info, args);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <thread>
 
 #include "budget.h"
 #include "checksum.h"
@@ -264,8 +265,20 @@ uint64_t leave(Cell* c, int turn) {
 
 uint64_t let_go(Cell* c, int turn) { return !c->small && begin_move(c) ? leave(c, turn) : 0; }
 
+static std::atomic<int> frozen{0};
+static thread_local bool tl_froze = false;
+
+void nothing_leaves(bool begin) {
+  tl_froze = begin;
+  frozen.fetch_add(begin ? 1 : -1);
+}
+
 uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
   if (!budget.open.load(std::memory_order_relaxed)) return 0;
+  for (int i = 0; frozen.load() > 0; ++i) {
+    if (tl_froze || i == 2000) return 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   const uint64_t begun = now_ns();
   counters.reclaims++;
   const uint64_t want = need ? need : request;

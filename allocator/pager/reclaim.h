@@ -14,6 +14,8 @@ uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attem
 // Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at even
 // turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
 uint64_t let_go(Cell* c, int turn = -1);
+// Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
+void nothing_leaves(bool begin);
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
 void bring_back(Cell* c);
 

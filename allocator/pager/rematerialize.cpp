@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -66,17 +67,18 @@ class Input {
   // False: the bytes are nowhere, so the plan is out of date.
   bool fetch(const Version* v, Source* source) {
     bool private_copy = false;
-    {
+    for (;; std::this_thread::yield()) {
       std::lock_guard<std::mutex> lock(graph_lock());
       Cell* c = v->cell;
       if (!c) return false;
+      if (!pin_living_locked(c, ticks())) continue;
       const bool orphan = !c->storage._unsafe_get_target();
-      pin(c, ticks());
       pinned_ = c;
       if (!orphan) {
         storage_ = hold(c);
         private_copy = !storage_ && !c->resident();
       }
+      break;
     }
     if (private_copy) return read_aside(source);
     bring_back(pinned_);
@@ -111,7 +113,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     c = v->cell;
     if (!c || !v->evicted || c->version != v) return false;
     uint32_t state = c->state.load();
-    if ((state & kBusy) || !(state & kAbsent)) return false;
+    if ((state & (kBusy | kDead)) || !(state & kAbsent)) return false;
     if (!c->state.compare_exchange_strong(state, state | kBusy)) return false;
     storage = hold(c);
     if (!storage) {

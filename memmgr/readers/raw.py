@@ -103,6 +103,7 @@ class RawReaders:
         wrap(torch._C, "_is_alias_of", self.scoped)
         self._patches.when_imported("safetensors.torch", lambda module: wrap(module, "_tobytes", self._pointer_in_scope))
         self._patches.when_imported("triton.runtime.jit", self._triton)
+        self._patches.when_imported("torch._inductor.output_code", self._inductor)
 
     # -- scoped --
 
@@ -141,6 +142,26 @@ class RawReaders:
     def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # A kernel may write to whatever it was given.
         return self._pointer_in_scope(self.scoped(original, writes=True))
+
+    def _inductor(self, module: Any) -> None:
+        self._patches.wrap(module.CompiledFxGraph, "__call__", self._compiled)
+
+    def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled graph reads what it is given, its constants and its own buffers by address."""
+        pager = self._pager
+
+        @functools.wraps(original)
+        def call(graph: Any, inputs: Any) -> Any:
+            written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
+            constants = getattr(graph, "constants", None) or {}
+            writes = pager.pin(_storages(written), True)
+            region = pager.pin(_storages([*inputs, *constants.values()]), False, True)
+            try:
+                return original(graph, inputs)
+            finally:
+                del region, writes
+
+        return call
 
     # -- escaped or named --
 
