@@ -21,7 +21,7 @@ from . import _device, _shim
 from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
-from ._sizes import UNLIMITED, parse_limit, parse_size, show_size
+from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,6 +136,7 @@ class budget:
         _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device)
+        binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
         whole = int(psutil.virtual_memory().total) if cpu else None
@@ -159,6 +160,7 @@ class budget:
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),
+            binary=binary,
         )
         self._manager: Manager | None = None
 
@@ -227,8 +229,8 @@ def _warn_if_nothing_will_leave(config: Config) -> None:
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
         warnings.warn(
-            f"memmgr: the budget of {show_size(config.limit_bytes)} is more than {whose} has ({show_size(there)}): nothing will "
-            "leave before that is full",
+            f"memmgr: the budget of {show_size(config.limit_bytes, binary=config.binary)} is more than {whose} has "
+            f"({show_size(there, binary=config.binary)}): nothing will leave before that is full",
             stacklevel=3,
         )
 

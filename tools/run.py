@@ -31,7 +31,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from memmgr._conf import Refused
-from memmgr._sizes import parse_limit, parse_size, show_size
+from memmgr._sizes import is_binary, parse_limit, parse_size, show_size
 from memmgr.policies import parse_policy
 from memmgr.tools._wrong import Wrong
 
@@ -235,10 +235,20 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         args: this command line.
         error: what the script ended with.
     """
-    floor = getattr(error, "floor_bytes", 0)
+    binary = is_binary(args.budget)
+
+    def size(count: int) -> str:
+        return show_size(count, binary=binary)
+
+    floor, enough = getattr(error, "floor_bytes", 0), getattr(error, "enough_bytes", 0)
+    below = getattr(error, "tier_bytes", 0)
+    if below and args.disk_size is not None:
+        return ["the disk tier was full. Next:", "  " + command(args, disk_size=_round_up(below, above=25))]
+    if below:
+        return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
-        said = f"the smallest budget that would have worked so far: {show_size(floor)}. Next:"
-        return [said, "  " + command(args, budget=_round_up(floor))]
+        said = f"the smallest budget that would have worked so far: {size(floor)}. Next:"
+        return [said, "  " + command(args, budget=_round_up(max(enough, floor), binary=binary))]
     if not stats:
         return ["nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
@@ -261,9 +271,12 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     return lines
 
 
-def _round_up(size: int, above: int = 5) -> str:
+def _round_up(size: int, above: int = 5, binary: bool = False) -> str:
     """A budget so many per cent above `size`, in a form that can be typed."""
-    unit, name = (10**9, "GB") if size >= 10**9 else (10**6, "MB") if size >= 10**6 else (10**3, "kB")
+    units = (
+        ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if binary else ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+    )
+    unit, name = next((pair for pair in units if size >= pair[0]), units[-1])
     tenths = -(-size * (100 + above) // 100 * 10 // unit)
     return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
 

@@ -239,6 +239,19 @@ def test_more_on_the_device_than_the_budget_and_a_script_that_tries_again(folder
     assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MB once.py$", done.stderr, re.MULTILINE), done.stderr
 
 
+def test_a_full_disk_is_answered_with_a_larger_one(folder: Path) -> None:
+    words = ("run", "--budget", "6MiB", "--policy", "offload", "--disk", ".")
+    done = memmgr(*words, "--disk-size", "1MB", "train.py", cwd=folder)
+    assert done.returncode == 1 and "More disk, not more budget" in done.stderr, done.stderr
+    assert re.search(r"^memmgr:   memmgr run .*--disk-size [\d.]+MB train.py$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_the_next_command_is_in_the_units_of_the_user(folder: Path) -> None:
+    done = memmgr("run", "--budget", "3MiB", "train.py", cwd=folder)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MiB train.py$", done.stderr, re.MULTILINE), done.stderr
+
+
 def test_none_is_no_limit_and_the_script_may_end_the_process_itself(folder: Path, plain_bits: str) -> None:
     done = memmgr("run", "--budget", "none", "train.py", cwd=folder)
     assert done.returncode == 0 and _bits(done) == plain_bits and "without a limit" in done.stderr
