@@ -188,7 +188,7 @@ def _compiler() -> Finding:
 
 
 def _native() -> Iterator[Finding]:
-    from memmgr import _shim
+    from memmgr import _cache, _shim
 
     yield _compiler()
     begun = time.perf_counter()
@@ -201,7 +201,13 @@ def _native() -> Iterator[Finding]:
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
-    yield Finding("allocator", OK, f"{how}, kept in {_shim.cache_folder()}")
+    folder, fallen_back = _cache.folder()
+    yield Finding("allocator", OK, f"{how}, kept in {folder} ({_cache.VARIABLE} names another folder)")
+    if fallen_back is not None:
+        lasting = f"set {_cache.VARIABLE} to a folder that lasts and can be written"
+        yield Finding(
+            "cache", WEAKER, f"{fallen_back}, so {folder} is used: compiled anew when that is emptied", lasting
+        )
 
 
 def _devices() -> Iterator[Finding]:
