@@ -10,10 +10,10 @@ from torch import OutOfMemoryError
 from ._sizes import show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
-# What the rest of a step takes besides the model's states, by what the largest op so far took: in a forward most ops are still to
-# come, and the backward of one holds gradients beside values. Found with the models of tests/budget, which then train.
-FORWARD, BACKWARD = 3.0, 1.5
-UNSEEN = 8  # where no op has been seen: one part in so many of the states
+# What a step takes besides the model's states and what the program keeps, by the most that it took so far: in the first forward
+# most ops are still to come, and the backward of one holds gradients beside values. Found with the models of tests/budget.
+UNSEEN, SEEN = 3.0, 1.5
+MARGIN = 8  # where no op has been seen: one part in so many of the states
 
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
 _FULL = re.compile(r"The (\w+) tier failed: No space left on device")
@@ -91,7 +91,7 @@ def budget_error(
     there_bytes: int = 0,
     full: str | None = None,
     full_bytes: int = 0,
-    in_backward: bool = False,
+    seen: bool = False,
     binary: bool = False,
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
@@ -104,7 +104,7 @@ def budget_error(
         there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
         full: the tier that was full, "disk" or "host"; None: none was.
         full_bytes: what was in it.
-        in_backward: it ended there, so that more of the step has been seen.
+        seen: most of a step has been seen: it ended in a backward, or later.
         binary: sizes in powers of two, as the user wrote the budget.
     """
 
@@ -114,7 +114,8 @@ def budget_error(
     states = held.states_bytes + held.missing_bytes
     floor = max(floor_bytes, there_bytes + held.missing_bytes, states)
     extra = max(floor_bytes, there_bytes) - held.states_bytes
-    work = max(held.step_bytes, int((BACKWARD if in_backward else FORWARD) * extra), states // UNSEEN)
+    kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
+    work = max(held.step_bytes, kept + int((SEEN if seen else UNSEEN) * (extra - kept)), states // MARGIN)
     enough = max(floor, states + work) if held.step_bytes else floor
     saved = held.kinds.get("saved for backward", 0)
     short = full is not None and saved > 0

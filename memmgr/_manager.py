@@ -753,7 +753,7 @@ class Manager:
             floor_bytes=floor,
             full=full_tier(str(error)) if self.has_tier else None,
             full_bytes=int(self.native.tier_stats().get("used_peak_bytes", 0)),
-            in_backward=self.last.in_backward,
+            seen=self.last.in_backward or self.passes > 0,
             binary=self.config.binary,
         )
         self.telemetry.happened(
