@@ -16,7 +16,8 @@ UNSEEN, SEEN = 3.0, 1.5
 MARGIN = 8  # where no op has been seen: one part in so many of the states
 
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
-_FULL = re.compile(r"The (\w+) tier failed: No space left on device")
+_FAILED = re.compile(r"The (\w+) tier failed: (.+?)\.?$", re.MULTILINE)
+_FULL = "No space left on device"
 
 
 class BudgetError(OutOfMemoryError):
@@ -76,10 +77,10 @@ def torchs_own_words(text: str) -> str:
     return _OURS.sub("", text.splitlines()[0] if text else "")
 
 
-def full_tier(text: str) -> str | None:
-    """Which tier was full ("disk", "host") by the text of the allocator's error; None: none was."""
-    match = _FULL.search(text)
-    return match[1].lower() if match else None
+def failed_tier(text: str) -> tuple[str, str] | None:
+    """Which tier failed ("disk", "host") and why, by the text of the allocator's error; None: none did."""
+    match = _FAILED.search(text)
+    return (match[1].lower(), match[2]) if match else None
 
 
 def budget_error(
@@ -89,8 +90,8 @@ def budget_error(
     budget_bytes: int,
     floor_bytes: int = 0,
     there_bytes: int = 0,
-    full: str | None = None,
-    full_bytes: int = 0,
+    failed: tuple[str, str] | None = None,
+    below_bytes: int = 0,
     seen: bool = False,
     binary: bool = False,
 ) -> BudgetError:
@@ -102,8 +103,8 @@ def budget_error(
         budget_bytes: the budget.
         floor_bytes: the most that could not have left so far, in bytes.
         there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
-        full: the tier that was full, "disk" or "host"; None: none was.
-        full_bytes: what was in it.
+        failed: the tier that failed, "disk" or "host", and why; None: none did.
+        below_bytes: what was in it.
         seen: most of a step has been seen: it ended in a backward, or later.
         binary: sizes in powers of two, as the user wrote the budget.
     """
@@ -116,17 +117,23 @@ def budget_error(
     extra = max(floor_bytes, there_bytes) - held.states_bytes
     kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
     work = max(held.step_bytes, kept + int((SEEN if seen else UNSEEN) * (extra - kept)), states // MARGIN)
-    enough = max(floor, states + work) if held.step_bytes else floor
     saved = held.kinds.get("saved for backward", 0)
-    short = full is not None and saved > 0
+    tier, why = failed or ("", "")
+    short = why == _FULL and saved > 0
+    # With room below, what is saved would not be here: then nothing is known of a step that has it all in memory.
+    enough = max(floor, states + work) if held.step_bytes and not short else floor
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
     if there_bytes:
         what = f"memmgr: {size(there_bytes)} are on the device already, more than the budget of {size(budget_bytes)}."
     elif short:
-        what = f"memmgr: the budget of {size(budget_bytes)} is spent, and the {full} tier below it is full."
+        what = (
+            f"memmgr: the budget of {size(budget_bytes)} is spent, and the {tier} tier below it is full: no space left."
+        )
     else:
         what = f"memmgr: the budget of {size(budget_bytes)} is spent, and nothing more can leave."
+    if failed is not None and not short:
+        what += f" The {tier} tier failed: {why}."
     lines = [
         f"{first} {what}".strip(),
         f"Held now: {split or 'nothing that Python can see'}."
@@ -137,18 +144,17 @@ def budget_error(
             else ""
         ),
     ]
-    tier_bytes = full_bytes + saved if short else 0
+    tier_bytes = below_bytes + saved if short else 0
+    so_far = f"mallest budget that would have worked so far: {size(floor)} ({floor} bytes)"
     if short:
-        option = "disk=(folder, size), --disk-size" if full == "disk" else "host=, --host"
+        option = "disk=(folder, size), --disk-size" if tier == "disk" else "host=, --host"
         lines.append(
-            f"More {full}, not more budget: {size(saved)} that are saved for backward had no room below. A {full} tier of "
+            f"More {tier}, not more budget: {size(saved)} that are saved for backward had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
-    so_far = f"mallest budget that would have worked so far: {size(floor)} ({floor} bytes)"
-    if held.step_bytes:
-        lines.append(
-            f"{'Otherwise a' if short else 'A'} budget of {size(enough)} should do for a whole step. S{so_far}."
-        )
+        lines.append(f"Without that the s{so_far}.")
+    elif held.step_bytes:
+        lines.append(f"A budget of {size(enough)} should do for a whole step. S{so_far}.")
     else:
         lines.append(f"S{so_far}; the rest of the run may need more.")
     error = BudgetError("\n".join(lines))

@@ -28,7 +28,7 @@ from . import _device
 from ._advice import own_checkpointing
 from ._captures import Captures, is_capturing
 from ._daemon import Daemon
-from ._errors import BudgetError, Holdings, RecomputeError, budget_error, full_tier, torchs_own_words
+from ._errors import BudgetError, Holdings, RecomputeError, budget_error, failed_tier, torchs_own_words
 from ._guards import Guards
 from ._measure import Measuring
 from ._placement import REMAP, Placement
@@ -751,8 +751,8 @@ class Manager:
             held,
             budget_bytes=int(stats.get("budget_bytes", 0)),
             floor_bytes=floor,
-            full=full_tier(str(error)) if self.has_tier else None,
-            full_bytes=int(self.native.tier_stats().get("used_peak_bytes", 0)),
+            failed=failed_tier(str(error)),
+            below_bytes=int(self.native.tier_stats().get("used_peak_bytes", 0)),
             seen=self.last.in_backward or self.passes > 0,
             binary=self.config.binary,
         )

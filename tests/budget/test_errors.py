@@ -15,7 +15,7 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
-from memmgr._errors import full_tier, torchs_own_words
+from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
 
 from . import models
 from .there import bytes_already_there
@@ -354,8 +354,15 @@ def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
         "The disk tier failed: No space left on device."
     )
     assert torchs_own_words(ours) == ours.partition(" memmgr")[0]
-    assert full_tier(ours) == "disk" and full_tier(ours.replace("No space", "A hole")) is None
+    assert failed_tier(ours) == ("disk", "No space left on device")
+    assert failed_tier(ours.partition(" The disk")[0]) is None
     plain = (
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: Error code 12\nmore"
     )
     assert torchs_own_words(plain) == plain.partition("\n")[0]
+
+
+def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
+    held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
+    error = budget_error("Words.", held, budget_bytes=6 * MB, floor_bytes=7 * MB, failed=("disk", "Input/output error"))
+    assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0
