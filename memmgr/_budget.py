@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -20,7 +21,7 @@ from . import _device, _shim
 from ._manager import Config, Manager, default_folder
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
-from ._sizes import UNLIMITED, parse_size
+from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
 from .native.pager import SMALL_BYTES
 
 P = ParamSpec("P")
@@ -74,13 +75,14 @@ def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple
     if disk is None or disk is True:
         return default_folder(), 0
     folder, size = disk if isinstance(disk, tuple) else (disk, None)
-    folder = os.fspath(folder)
+    folder = default_folder() if folder is None else os.fspath(folder)
     if not os.path.isdir(folder):
         raise ValueError(
             f"disk: {folder!r} is not a folder; give a folder, or (folder, size), or False for no disk tier"
         )
     free = psutil.disk_usage(folder).total
-    return folder, 0 if size is None else parse_size(size, whole=free, what="disk")
+    size = 0 if size is None else parse_limit(size, whole=free, what="disk")
+    return folder, 0 if size == UNLIMITED else size
 
 
 def _file(path: str | os.PathLike[str], what: str) -> str:
@@ -105,8 +107,8 @@ class budget:
     parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
 
     Args:
-        limit: bytes as an int, or `"12GB"` (10^9), `"12GiB"` (2^30), `"80%"` of the device; `None` for no limit, which
-            only measures.
+        limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
+            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures.
         device: what the budget is about; default the accelerator if there is one, else the CPU. CUDA's
             allocator has to be in place before CUDA is used; otherwise, and on other accelerators, the budget is kept by
             accounting, which is weaker (docs/allocator.md). None of this has run on a GPU yet.
@@ -156,15 +158,16 @@ class budget:
         _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device)
+        binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
         whole = int(psutil.virtual_memory().total) if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
-            parse_size(limit, whole=1 << 40)  # refuses now what is no share
+            parse_limit(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
         folder, disk_bytes = _disk(disk)
         self._config = Config(
-            limit_bytes=UNLIMITED if limit is None else parse_size(limit, whole=whole),
+            limit_bytes=parse_limit(limit, whole=whole),
             device=self._device,
             host_bytes=None if host is None else parse_size(host, what="host"),
             folder=folder,
@@ -179,6 +182,7 @@ class budget:
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),
+            binary=binary,
         )
         self._manager: Manager | None = None
 
@@ -191,6 +195,7 @@ class budget:
                     "of code. Close the other one first."
                 )
             config = self._settled()
+            _warn_if_nothing_will_leave(config)
             manager = _manager_of(config)
             _current = manager
         try:
@@ -238,6 +243,18 @@ class budget:
         if self._manager is None:
             return {}
         return self._manager.stats()
+
+
+def _warn_if_nothing_will_leave(config: Config) -> None:
+    cpu = config.device.type == "cpu"
+    there = int(psutil.virtual_memory().total) if cpu else _device.total_bytes(config.device)
+    if there is not None and there < config.limit_bytes < UNLIMITED:
+        whose = "this machine" if cpu else str(config.device)
+        warnings.warn(
+            f"memmgr: the budget of {show_size(config.limit_bytes, binary=config.binary)} is more than {whose} has "
+            f"({show_size(there, binary=config.binary)}): nothing will leave before that is full",
+            stacklevel=3,
+        )
 
 
 def last() -> Manager | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import _shim
+from . import _cache, _shim
 
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
 # How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
@@ -181,10 +181,9 @@ def build() -> Path:
     for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h"), *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
     digest.update(f"{torch.__version__} {torch.version.cuda} {sysconfig.get_platform()}".encode())
-    target = _shim.cache_folder() / f"cuda-{digest.hexdigest()[:20]}" / "memmgr_cuda.so"
+    target = _cache.place(f"cuda-{digest.hexdigest()[:20]}", "memmgr_cuda.so")
     if not target.is_file():
         headers = find_headers()
-        print(f"memmgr: compiling the CUDA allocator for torch {torch.__version__}, once", file=sys.stderr, flush=True)
         _shim.compile_library(
             folder / "plugin.cpp", target, [include, folder, *headers], ["c10_cuda", "c10"], "CUDA allocator"
         )

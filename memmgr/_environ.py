@@ -1,7 +1,8 @@
 """What `import torch` calls (entry point group `torch.backends`), in every process of the environment.
 
 It enables memmgr in an unmodified script (`MEMMGR_BUDGET=12GB python train.py`), and finishes an `import memmgr` that came
-before torch's. It costs one look at the environment when neither is the case, and it never raises.
+before torch's. It costs one look at the environment when neither is the case. It raises nothing but `SystemExit`, where a
+budget is asked for that cannot be had.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ def autoload() -> None:
         from . import _armed  # nothing of ours is imported when the variable is unset
 
         _armed.arm()
-    except Exception as error:  # a failed `import torch` would be our fault
-        import warnings
+    except Exception as error:
+        if "MEMMGR_BUDGET" in os.environ:
+            from ._conf import give_up
 
-        warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {error}", stacklevel=2)
+            give_up(error)
+        else:  # a failed `import torch` would be our fault
+            import warnings
+
+            warnings.warn(f"memmgr: CUDA's allocator is not in place: {error}", stacklevel=2)

@@ -28,7 +28,7 @@ from . import _device
 from ._advice import own_checkpointing
 from ._captures import Captures, is_capturing
 from ._daemon import Daemon
-from ._errors import BudgetError, RecomputeError
+from ._errors import BudgetError, Holdings, RecomputeError, budget_error, failed_tier, torchs_own_words
 from ._guards import Guards
 from ._measure import Measuring
 from ._placement import REMAP, Placement
@@ -37,7 +37,7 @@ from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer
 from ._sizes import UNLIMITED, show_size
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
-from ._stock import Stock, holders, missing_states
+from ._stock import Stock, holders, missing_states, step_bytes
 from ._telemetry import Telemetry
 
 # What the mode costs in backward, where it only watches writes: about two ops a saved tensor, at what an empty mode costs an
@@ -65,6 +65,7 @@ class Config:
     log: str | None = None
     trace: str | None = None
     trace_pass: int = 2
+    binary: bool = False  # errors speak in powers of two, as the limit did
 
 
 @dataclass
@@ -739,46 +740,42 @@ class Manager:
             raise error
         stats = self.native.arena_stats()
         floor = int(self.native.counters()["floor_bytes"])
-        with self.unseen():
-            kinds, modules = holders(self.native, self.device)
-            missing = missing_states(self.native, self.device)
-        # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
-        states = sum(kinds[kind] for kind in ("parameters", "buffers", "gradients", "optimizer state") if kind in kinds)
-        floor = max(floor, states + missing)
-        first = str(error).splitlines()[0]
-        split = ", ".join(
-            f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
+        held = self._holdings()
+        raised = budget_error(
+            torchs_own_words(str(error)),
+            held,
+            budget_bytes=int(stats.get("budget_bytes", 0)),
+            floor_bytes=floor,
+            failed=failed_tier(str(error)),
+            below_bytes=int(self.native.tier_stats().get("used_peak_bytes", 0)),
+            seen=self.last.in_backward or self.passes > 0,
+            binary=self.config.binary,
         )
-        by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
-        raised = BudgetError(
-            f"{first}\nHeld now: {split or 'nothing that Python can see'}."
-            + (f" Parameters and buffers by module: {by_module}." if by_module else "")
-            + (f" Still to come: {show_size(missing)} of gradients and optimizer state." if missing else "")
-            + f"\nSmallest budget that would have worked so far: {show_size(floor)} ({floor} bytes); the rest of the run "
-            "may need more."
+        self.telemetry.happened(
+            "budget_error",
+            floor_bytes=raised.floor_bytes,
+            held=held.kinds,
+            modules=dict(held.modules),
+            text=str(error).splitlines()[0],
         )
-        raised.floor_bytes = floor
-        raised.budget_bytes = int(stats.get("budget_bytes", 0))
-        self.telemetry.happened("budget_error", floor_bytes=floor, held=kinds, modules=dict(modules), text=first)
-        raise raised from error
+        raise raised from None
 
-    def _states_too_big(self, held: int) -> BudgetError:
+    def _holdings(self) -> Holdings:
         with self.unseen():
             kinds, modules = holders(self.native, self.device)
-            missing = missing_states(self.native, self.device)
-        by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
-        split = ", ".join(
-            f"{name} {show_size(size)}" for name, size in sorted(kinds.items(), key=lambda item: -item[1])
+            # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
+            return Holdings(
+                kinds, modules, missing_states(self.native, self.device), step_bytes(self.native, self.device)
+            )
+
+    def _states_too_big(self, there: int) -> BudgetError:
+        return budget_error(
+            _device.out_of_memory_words(self.device),
+            self._holdings(),
+            budget_bytes=self.config.limit_bytes,
+            there_bytes=there,
+            binary=self.config.binary,
         )
-        error = BudgetError(
-            f"{_device.out_of_memory_words(self.device)} memmgr: {show_size(held)} are on the device already, more than "
-            f"the budget of {show_size(self.config.limit_bytes)}. Held: {split}. Parameters and buffers by module: "
-            f"{by_module or 'none'}. Smallest budget that could work: {show_size(held + missing)} ({held + missing} bytes); "
-            "the run will need more."
-        )
-        error.floor_bytes = held + missing
-        error.budget_bytes = self.config.limit_bytes
-        return error
 
     # -- reports --
 

@@ -22,6 +22,8 @@ from types import ModuleType
 
 import torch
 
+from . import _cache
+
 
 class NoShim(RuntimeError):
     """The shim cannot be had; the text says why and what to do about it."""
@@ -55,14 +57,6 @@ def _sources() -> Path:
     raise NoShim("the shim's sources are missing from the package: reinstall memmgr")
 
 
-def cache_folder() -> Path:
-    """Where compiled shims are kept: `MEMMGR_CACHE`, else the user's cache folder."""
-    base = os.environ.get("MEMMGR_CACHE")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memmgr"
-
-
 def include_folder(sources: Path) -> Path:
     """Where `memmgr/core.h` is: beside the sources when installed."""
     return sources if (sources / "memmgr" / "core.h").is_file() else sources.parent / "include"
@@ -84,8 +78,14 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
     if not compiler or not shutil.which(compiler.split()[0]):
         raise NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
     torch_root = Path(torch.__file__).parent
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=target.parent)
+    except OSError as error:
+        raise NoShim(
+            f"{error.filename} cannot be written ({error.strerror}): name a folder with {_cache.VARIABLE}"
+        ) from None
+    with scratch as folder, _cache.said(f"the {what} for torch {torch.__version__}", target.parent.parent):
         out = Path(folder) / target.name
         command = [
             *compiler.split(),
@@ -150,7 +150,7 @@ def load() -> ModuleType:
     for file in sorted([*sources.glob("*.cpp"), *sources.glob("*.h"), *headers]):
         digest.update(file.name.encode() + file.read_bytes())
     digest.update(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
-    target = cache_folder() / f"shim-{digest.hexdigest()[:20]}" / "_native.so"
+    target = _cache.place(f"shim-{digest.hexdigest()[:20]}", "_native.so")
     if not target.is_file():
         _compile(sources, target)
     load_core()  # the shim's calls into it are resolved through the global symbols of the process

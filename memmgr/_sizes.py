@@ -12,14 +12,20 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "I"] = _UNITS[_letter + "IB"] = 1024**_power
 
-ACCEPTED = 'a number of bytes (12_000_000_000), "12GB" (10^9 bytes each), "12GiB" (2^30 bytes each), "500MB", or "80%"'
+ACCEPTED = '"12GB" (10^9 bytes each), "12GiB" (2^30 bytes each), "500MB", a number of bytes (12_000_000_000), or "80%"'
+
+SMALLEST_BARE = 2**16
+"""A number without a unit below this is taken for one that lost its unit: nothing that torch does fits into less."""
+
+_DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_BINARY = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def parse_size(value: int | float | str, *, whole: int | None = None, what: str = "budget") -> int:
     """Bytes from an int or a string.
 
     Args:
-        value: `ACCEPTED` says what is understood. Units are bytes: lower-case `b` alone would mean bits and is refused.
+        value: `ACCEPTED` says what is understood. Units are bytes, in any case: nobody measures memory in bits.
         whole: what a percentage is a percentage of, in bytes; None where percentages make no sense.
         what: the name of the thing, for the error.
 
@@ -27,7 +33,8 @@ def parse_size(value: int | float | str, *, whole: int | None = None, what: str 
         Bytes, at least 1.
 
     Raises:
-        ValueError: not a size, or not positive; the text shows what would be accepted.
+        ValueError: not a size, not positive, or so small a number without a unit that the unit was most likely forgotten; the
+            text shows what would be accepted.
         TypeError: not an int or a string.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -37,6 +44,7 @@ def parse_size(value: int | float | str, *, whole: int | None = None, what: str 
             raise ValueError(f"{what}: expected a positive size, {ACCEPTED}; got {value!r}")
         if isinstance(value, float) and not value.is_integer():
             raise ValueError(f"{what}: {value!r} is not a whole number of bytes; expected {ACCEPTED}")
+        _refuse_bare(value, what)
         return int(value)
     text = value.strip().replace("_", "")
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)", text)
@@ -49,20 +57,68 @@ def parse_size(value: int | float | str, *, whole: int | None = None, what: str 
         if not 0 < number <= 100:
             raise ValueError(f"{what}: {value!r} is not between 0 % and 100 %; expected {ACCEPTED}")
         return max(1, int(whole * number / 100))
-    if unit.endswith("b") and (len(unit) == 1 or unit[-2] in "kKmMgGtTpPi"):
-        raise ValueError(f"{what}: {value!r} reads as bits; sizes are bytes: write {value[:-1]}B. Expected {ACCEPTED}")
     factor = _UNITS.get(unit.upper())
     if factor is None:
         raise ValueError(f"{what}: unknown unit {unit!r} in {value!r}; expected {ACCEPTED}")
-    size = int(number * factor)
+    size = int(match[1]) if not unit and match[1].isdigit() else int(number * factor)
     if size <= 0:
         raise ValueError(f"{what}: expected a positive size, {ACCEPTED}; got {value!r}")
+    if not unit:
+        _refuse_bare(number, what)
     return size
 
 
-def show_size(size: float) -> str:
-    """Three significant digits in powers of ten: `1.62 GB`."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def _refuse_bare(number: float, what: str) -> None:
+    if number < SMALLEST_BARE:
+        meant = f"{number:g}GB" if number < 1000 else f"{number:g}MB"
+        raise ValueError(
+            f"{what}: {number:g} without a unit is {number:g} bytes; was {meant} meant? ({number:g}B if not.) Expected {ACCEPTED}"
+        )
+
+
+def parse_limit(value: int | float | str | None, *, whole: int | None = None, what: str = "budget") -> int:
+    """As `parse_size`, of a budget: `None` and `"none"` are no limit.
+
+    Returns:
+        Bytes; `UNLIMITED` for no limit.
+
+    Raises:
+        ValueError, TypeError: as `parse_size`; also for a share of the need, which is not known before the run.
+    """
+    if value is None:
+        return UNLIMITED
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word == "none":
+            return UNLIMITED
+        if word == "auto" or need_share(word) is not None:
+            raise ValueError(
+                f"{what}: {value!r} is not possible yet, because what a run needs is not known before it. "
+                "`memmgr run` without --budget measures that, and ends with a command that has a budget"
+            )
+        if not word:
+            raise ValueError(f'{what}: is empty; expected {ACCEPTED}, or "none" for no limit')
+    return parse_size(value, whole=whole, what=what)
+
+
+def need_share(text: str) -> float | None:
+    """The share that `need*0.6` or `need*60%` names; None: it is not of that form."""
+    match = re.fullmatch(r"need(?:\s*\*\s*([0-9]*\.?[0-9]+)\s*(%?))?", text.strip().lower())
+    if not match:
+        return None
+    return 1.0 if match[1] is None else float(match[1]) / (100.0 if match[2] else 1.0)
+
+
+def is_binary(value: object) -> bool:
+    """Did the user write powers of two ("12GiB")? Then errors speak in them, too."""
+    return isinstance(value, str) and re.fullmatch(r"[^A-Za-z]*[kKmMgGtTpP][iI][bB]?\s*", value) is not None
+
+
+def show_size(size: float, *, binary: bool = False) -> str:
+    """Three significant digits in powers of ten, `1.62 GB`, or of two, `1.51 GiB`."""
+    for unit, factor in _BINARY if binary else _DECIMAL:
         if abs(size) >= 0.9995 * factor:  # what would be shown as a thousand of the next smaller unit
-            return f"{size / factor:.3g} {unit}" if abs(size) < 999.5 * factor else f"{size / factor:.0f} {unit}"
+            shown = size / factor
+            # From a thousand on (there are 1024 KiB to a MiB) all digits, not "1.02e+03".
+            return f"{shown:.3g} {unit}" if abs(shown) < 999.5 else f"{shown:.0f} {unit}"
     return f"{size:.0f} B"

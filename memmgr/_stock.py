@@ -163,3 +163,17 @@ def missing_states(native: Any, device: torch.device | str) -> int:
             units = max(seen)  # what some have shows what all will have; the last one may be half made
         missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)
     return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)
+
+
+def step_bytes(native: Any, device: torch.device | str) -> int:
+    """What an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it works
+    on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
+    device = torch.device(device)
+    most = 0
+    for thing in native.objects_of((torch.optim.Optimizer,)):
+        for group in getattr(thing, "param_groups", []):
+            sizes = [p.nbytes for p in group["params"] if p.requires_grad and p.device == device]
+            lists = group.get("foreach")
+            lists = device.type != "cpu" and not group.get("fused") if lists is None else lists
+            most = max(most, sum(sizes) if lists else 2 * max(sizes, default=0))
+    return most

@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         overview.print_help()
         return 2
     verb = overview.parse_args(words[:1]).verb
+    if verb not in ("run", "trace", "doctor"):
+        os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
     module = import_module({name: path for name, path, _ in VERBS}[verb])
     parser = argparse.ArgumentParser(
         prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

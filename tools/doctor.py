@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise Wrong(f"{folder!r} is not a folder; name one with --disk")
     size = (64 if args.quick else 512) << 20
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _budget,
         _versions,
         _native,
         _devices,
@@ -118,6 +119,24 @@ def _print(finding: Finding) -> None:
 
 
 # -- the checks -----------------------------------------------------------------------------------------------------
+
+
+def _budget() -> Iterator[Finding]:
+    """The variables of a budget, before torch is imported and reads them."""
+    from memmgr import _conf
+    from memmgr.policies import parse_policy
+
+    limit, text = os.environ.pop("MEMMGR_BUDGET", None), os.environ.pop("MEMMGR_CONF", "")
+    try:
+        if limit is not None:
+            _conf.check_limit(limit)
+            yield Finding("MEMMGR_BUDGET", OK, limit)
+        parse_policy(_conf.parse_conf(text).get("policy", "auto"))
+    except ValueError as error:
+        name, colon, why = str(error).partition(": ")
+        name, why = (name, why) if colon and name.startswith("MEMMGR_") else ("MEMMGR_CONF", str(error))
+        what = "scripts end at their import of torch" if _conf.is_strict(text) else "scripts run without a budget"
+        yield Finding(name, NO, f"{why}; {what}", "mend it, or unset it")
 
 
 def _versions() -> Iterator[Finding]:
@@ -169,7 +188,7 @@ def _compiler() -> Finding:
 
 
 def _native() -> Iterator[Finding]:
-    from memmgr import _shim
+    from memmgr import _cache, _shim
 
     yield _compiler()
     begun = time.perf_counter()
@@ -182,7 +201,13 @@ def _native() -> Iterator[Finding]:
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
-    yield Finding("allocator", OK, f"{how}, kept in {_shim.cache_folder()}")
+    folder, fallen_back = _cache.folder()
+    yield Finding("allocator", OK, f"{how}, kept in {folder} ({_cache.VARIABLE} names another folder)")
+    if fallen_back is not None:
+        lasting = f"set {_cache.VARIABLE} to a folder that lasts and can be written"
+        yield Finding(
+            "cache", WEAKER, f"{fallen_back}, so {folder} is used: compiled anew when that is emptied", lasting
+        )
 
 
 def _devices() -> Iterator[Finding]:

@@ -30,7 +30,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._sizes import parse_size, show_size
+from memmgr._conf import Refused
+from memmgr._sizes import is_binary, parse_limit, parse_size, show_size
 from memmgr.policies import parse_policy
 from memmgr.tools._wrong import Wrong
 
@@ -38,7 +39,9 @@ from memmgr.tools._wrong import Wrong
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.usage = "memmgr run [options] (script.py | -m module) [arguments]"
-    parser.add_argument("--budget", metavar="SIZE", help="12GB, 12GiB, 80%% (default: no limit, which only measures)")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="12GB, 12GiB, 80%% of the device, none (the default: only measures)"
+    )
     parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
@@ -55,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     settings = _settings(args)
+    if args.budget is not None and args.budget.strip().lower() == "none":
+        args.budget = None
     _set_path(args)
     code, main = _load(args)
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
@@ -74,12 +79,13 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The options as MEMMGR_CONF; what is wrong with them is said before the script begins."""
     try:
         if args.budget is not None:
-            parse_size(args.budget, whole=1 << 40)
+            parse_limit(args.budget, whole=1 << 60, what="--budget")
         if args.policy is not None:
             parse_policy(args.policy)
         for name in ("host", "disk_size"):
             if getattr(args, name) is not None:
-                parse_size(getattr(args, name), whole=1 << 40, what="--" + name.replace("_", "-"))
+                read = parse_limit if name == "disk_size" else parse_size
+                read(getattr(args, name), whole=1 << 60, what="--" + name.replace("_", "-"))
     except ValueError as error:
         raise Wrong(str(error)) from None
     disk = args.disk
@@ -96,7 +102,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "log": os.path.abspath(args.log) if args.log is not None else None,
         "verify": args.verify or None,
         "quiet": args.quiet or None,
-        "strict": True,  # who asks for a budget is not served without one
         "trace": getattr(args, "trace", None),  # of the verb trace
         "trace_pass": getattr(args, "trace_pass", None),
     }
@@ -167,6 +172,7 @@ def _execute(code: CodeType, main: ModuleType) -> int:
     try:
         exec(code, main.__dict__)
     except SystemExit as end:
+        _Closing.silent = _Closing.silent or isinstance(end, Refused)
         if end.code is None:
             return 0
         if isinstance(end.code, int):
@@ -229,10 +235,20 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         args: this command line.
         error: what the script ended with.
     """
-    floor = getattr(error, "floor_bytes", 0)
+    binary = is_binary(args.budget)
+
+    def size(count: int) -> str:
+        return show_size(count, binary=binary)
+
+    floor, enough = getattr(error, "floor_bytes", 0), getattr(error, "enough_bytes", 0)
+    below = getattr(error, "tier_bytes", 0)
+    if below and args.disk_size is not None:
+        return ["the disk tier was full. Next:", "  " + command(args, disk_size=_round_up(below, above=25))]
+    if below:
+        return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
-        said = f"the smallest budget that would have worked so far: {show_size(floor)}. Next:"
-        return [said, "  " + command(args, budget=_round_up(floor))]
+        said = f"the smallest budget that would have worked so far: {size(floor)}. Next:"
+        return [said, "  " + command(args, budget=_round_up(max(enough, floor), binary=binary))]
     if not stats:
         return ["nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
@@ -255,9 +271,12 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     return lines
 
 
-def _round_up(size: int, above: int = 5) -> str:
+def _round_up(size: int, above: int = 5, binary: bool = False) -> str:
     """A budget so many per cent above `size`, in a form that can be typed."""
-    unit, name = (10**9, "GB") if size >= 10**9 else (10**6, "MB") if size >= 10**6 else (10**3, "kB")
+    units = (
+        ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if binary else ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+    )
+    unit, name = next((pair for pair in units if size >= pair[0]), units[-1])
     tenths = -(-size * (100 + above) // 100 * 10 // unit)
     return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
 

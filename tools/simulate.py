@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memmgr._sizes import need_share, parse_size
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
@@ -55,7 +56,6 @@ ALL = (
     "largest+evict",
 )
 ALL_WITH_LINK = ("auto", "plan", "followed", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
     parser.add_argument("--policy", default="auto", metavar="NAME")
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--ratio", type=float, metavar="R", help="budget as a share of the unmanaged peak")
-    budget.add_argument("--budget", metavar="SIZE", help="budget in bytes, or like 12GB, 800MiB")
+    budget.add_argument("--ratio", type=_ratio, metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
+    budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, none")
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -118,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
     except _Refused as refused:
         print(f"memmgr simulate: {refused}", file=sys.stderr)
         return 2
+
+
+def _ratio(text: str) -> float:
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def _run(args: argparse.Namespace) -> int:
     peak = trace.unmanaged_peak[0]
     if args.ratio is not None and not 0 < args.ratio < float("inf"):
         raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
-    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args.budget)
+    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args.budget, peak)
     tier = _tier(trace, args.link)
     ratio = args.ratio if args.ratio is not None else budget / max(peak, 1)
     bound = _lower_bound(trace, budget, tier)
@@ -172,16 +176,10 @@ def _read(path: Path, form: str | None) -> Trace:
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 
 
-def _bytes(text: str) -> int:
-    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = text.strip().lower()[len(number) :]
-    try:
-        size = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise _Refused(f"--budget is a size such as 12GB or 800MiB, not {text!r}")
-    return size
+def _bytes(text: str, need: int) -> int:
+    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it."""
+    share = 1.0 if text.strip().lower() == "none" else need_share(text)
+    return parse_size(text, what="--budget") if share is None else max(1, int(need * share))
 
 
 def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:

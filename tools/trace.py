@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "memmgr trace --out FILE [options] (script.py | -m module) [arguments]"
     parser.add_argument("--out", metavar="FILE", required=True, help="the trace; compressed if it ends in .gz")
     parser.add_argument("--pass", dest="number", type=int, default=2, metavar="N", help="which one, from 1 (default 2)")
-    parser.add_argument("--budget", metavar="SIZE", help="12GB, 12GiB, 80%% (default: no limit)")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="12GB, 12GiB, 80%% of the device, none (the default: no limit)"
+    )
     parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MemmgrCallback", "MemmgrCollector", "log_stats"]
 
 _HOMES = {"MemmgrCallback": "_trainer", "MemmgrCollector": "_prometheus", "log_stats": "_tensorboard"}
+_EXTRAS = {"transformers": "trainer", "prometheus_client": "prometheus"}
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _EXTRAS:
+            raise
+        raise ModuleNotFoundError(
+            f'memmgr.integrations.{name} needs {library}: pip install "memmgr[{_EXTRAS[library]}]"', name=library
+        ) from None

@@ -110,22 +110,71 @@ def test_the_rest_by_the_environment(conf: str, moved: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [], "the tier's file has a name"
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"MEMMGR_BUDGET": "12Gb"}, "12GB"),
-        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
-        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "policy"),
-        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "disk:/nowhere/at/all"}, "folder"),
-    ],
-)
-def test_a_bad_variable_is_one_warning_and_import_torch_goes_on(variables: dict[str, str], says: str) -> None:
-    done = subprocess.run(
+BAD_VARIABLES = [
+    ({"MEMMGR_BUDGET": "12XB"}, "12GB"),
+    ({"MEMMGR_BUDGET": "12"}, "was 12GB meant"),
+    ({"MEMMGR_BUDGET": ""}, "none"),
+    ({"MEMMGR_BUDGET": "need*0.6"}, "not possible yet"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "did you mean 'policy'?"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"}, "keys are policy, disk"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "offload"}, "not key:value"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "{policy"}, "not JSON"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "strict:perhaps"}, "neither on nor off"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "trace_pass:two"}, "not a whole number"),
+    ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "disk:/nowhere/at/all"}, "folder"),
+]
+
+
+def _import_torch(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-W", "always", "-c", "import torch; print(torch.ones(2).sum().item())"],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
         timeout=120,
     )
+
+
+@pytest.mark.parametrize(("variables", "says"), BAD_VARIABLES, ids=[repr(v) for v, _ in BAD_VARIABLES])
+def test_a_bad_variable_is_one_line_before_anything_is_trained(variables: dict[str, str], says: str) -> None:
+    done = _import_torch(variables)
+    assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
+    assert len(done.stderr.splitlines()) == 1 and says in done.stderr, done.stderr
+    assert done.stderr.startswith("memmgr: MEMMGR_") and "strict:off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"MEMMGR_BUDGET": "12XB", "MEMMGR_CONF": "strict:off"}, "12GB"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr,strict:off"}, "did you mean 'policy'?"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": '{"polcy": "dtr", "strict": false}'}, "did you mean 'policy'?"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "strict:off,disk:/nowhere/at/all"}, "folder"),
+        ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "strict:off,device:meta"}, "cannot be kept"),
+    ],
+)
+def test_with_strict_off_it_is_one_warning_and_import_torch_goes_on(variables: dict[str, str], says: str) -> None:
+    done = _import_torch(variables)
     assert done.returncode == 0 and done.stdout == "2.0\n", done.stderr
     assert done.stderr.count("memmgr: MEMMGR_BUDGET is ignored") == 1 and says in done.stderr, done.stderr
+
+
+TRAIN = "import torch\nprint('begun')\ntorch.ones(4, requires_grad=True).exp().sum().backward()\nprint('trained')"
+
+
+@pytest.mark.parametrize(("more", "code"), [("", 1), (",strict:off", 0)])
+def test_a_budget_that_cannot_be_opened(more: str, code: int) -> None:
+    """Only the first saved tensor finds out."""
+    variables = {"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": f"disk:/proc,quiet:1{more}"}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", TRAIN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        timeout=120,
+    )
+    assert done.returncode == code and ("trained" in done.stdout) == (code == 0), done.stderr
+    assert done.stderr.count("cannot be opened") == 1 and "Traceback" not in done.stderr, done.stderr
+    if code:
+        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("memmgr: the budget cannot be opened: ")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
+from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
 
+from . import models
 from .there import bytes_already_there
 
 MB = 1_000_000
@@ -207,3 +212,157 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
             held = [torch.randn(MB // 4) for _ in range(8)]
             held.clear()
     assert asked
+
+
+# ---- the words -------------------------------------------------------------------------------------------------------
+
+
+def gpt(seed: int = 0) -> models.Training:
+    torch.manual_seed(seed)
+    return models.gpt(layers=2, width=128, context=64, batch=4)
+
+
+def tries(make: Callable[[], models.Training], limit: int, **options: Any) -> list[int]:
+    """The budgets that it takes until one works, each as the error before it says."""
+    tried = []
+    for _ in range(5):
+        gc.collect()
+        tried.append(limit)
+        training = make()
+        try:
+            with memmgr.budget(limit, quiet=True, **options):
+                for _ in range(3):
+                    training.step()
+            return tried
+        except memmgr.BudgetError as error:
+            assert error.enough_bytes >= error.floor_bytes > limit
+            limit = error.enough_bytes
+        del training
+    raise AssertionError(f"none of {tried} worked")
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "convnet"])
+def test_the_budget_that_it_names_works_after_at_most_one_more_try(model: str) -> None:
+    """The first error may be that of opening, which knows no activation."""
+    make = models.MODELS[model] if model != "gpt" else gpt
+    there = bytes_already_there()
+    tried = tries(make, there + 200_000)
+    assert len(tried) <= 3, tried
+    training = make()
+    with memmgr.budget(None, quiet=True) as mm:
+        training.step()
+        training.step()
+    assert tried[-1] <= 2 * mm.stats()["floor_bytes"], "so much that anything would do"
+
+
+def test_it_says_what_a_whole_step_takes_once_there_is_an_optimizer() -> None:
+    text = _opened_too_small(6 * MB, wide())
+    assert "should do for a whole step" not in text and "the rest of the run may need more" in text
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = _opened_too_small(6 * MB, model)
+    assert "should do for a whole step" in text and "Still to come: " in text
+    del optimizer
+
+
+def _opened_too_small(limit: Any, model: nn.Module) -> str:
+    with pytest.raises(memmgr.BudgetError) as caught:
+        memmgr.budget(limit, quiet=True).__enter__()
+    del model
+    return str(caught.value)
+
+
+def _spent(limit: Any) -> memmgr.BudgetError:
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(limit, quiet=True):
+        torch.ones(10 * MB, requires_grad=True).exp()
+    return caught.value
+
+
+def _sizes(text: str) -> set[str]:
+    """The units in it, of sizes for people: torch says bytes, and so does the exact floor."""
+    return set(re.findall(r"\d ([kKMGT]i?B)\b", text))
+
+
+def test_sizes_are_in_the_units_of_the_user() -> None:
+    there = bytes_already_there() // MB
+    binary, decimal = _spent(f"{there + 20}MiB"), _spent(f"{there + 20}MB")
+    assert "MiB" in _sizes(str(binary)) <= {"KiB", "MiB", "GiB"}, str(binary)
+    assert "MB" in _sizes(str(decimal)) <= {"kB", "MB", "GB"}, str(decimal)
+    assert f"the budget of {there + 20} MiB is spent" in str(binary)
+    assert _sizes(_opened_too_small("6MiB", wide())) <= {"KiB", "MiB"}
+
+
+def test_opening_says_the_same_in_the_same_words() -> None:
+    opening, spent = _opened_too_small(6 * MB, wide()), str(_spent(bytes_already_there() + 20 * MB))
+    for words in (
+        "DefaultCPUAllocator: can't allocate memory",
+        " memmgr: ",
+        "Held now: ",
+        "Smallest budget that would have worked",
+    ):
+        assert words in opening and words in spent
+    assert "6 MB" in opening and "on the device already" in opening
+    assert [line.partition(" ")[0] for line in opening.splitlines()] == [
+        line.partition(" ")[0] for line in spent.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_it_is_one_error_not_a_chain(where: str) -> None:
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad + torch.ones(50 * MB)[0]
+
+    with memmgr.budget(bytes_already_there() + 20 * MB, quiet=True):
+        x = torch.ones(1000, requires_grad=True)
+        y = Greedy.apply(x).sum()
+        with pytest.raises(memmgr.BudgetError) as caught:
+            y.backward() if where == "backward" else torch.ones(50 * MB)
+    error = caught.value
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("Traceback (most recent call last)") == 1, shown
+
+
+def test_a_full_disk_asks_for_more_disk(tmp_path: Path) -> None:
+    limit, disk = 8 * MB + bytes_already_there(), 2 * MB
+    seen = []
+    for _ in range(4):
+        layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        model, x = nn.Sequential(*layers), torch.randn(2048, 64)
+        try:
+            with memmgr.budget(limit, policy="offload", disk=(tmp_path, disk), quiet=True):
+                model(x).square().mean().backward()
+            break
+        except memmgr.BudgetError as error:
+            text = str(error)
+            assert "the disk tier below it is full" in text and "More disk, not more budget" in text, text
+            assert error.tier_bytes > disk
+            seen.append(error.tier_bytes)
+            disk = int(1.25 * error.tier_bytes)
+    assert 1 <= len(seen) <= 3 and seen == sorted(seen)
+
+
+def test_what_the_allocator_adds_is_taken_off_and_torchs_own_is_not() -> None:
+    ours = (
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. memmgr: the budget of 3.0 MiB is spent: 2.0 "
+        "MiB resident, of which nothing more can be let go. Smallest budget that would have worked so far: 3.1 MiB (1 bytes). "
+        "The disk tier failed: No space left on device."
+    )
+    assert torchs_own_words(ours) == ours.partition(" memmgr")[0]
+    assert failed_tier(ours) == ("disk", "No space left on device")
+    assert failed_tier(ours.partition(" The disk")[0]) is None
+    plain = (
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: Error code 12\nmore"
+    )
+    assert torchs_own_words(plain) == plain.partition("\n")[0]
+
+
+def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
+    held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
+    error = budget_error("Words.", held, budget_bytes=6 * MB, floor_bytes=7 * MB, failed=("disk", "Input/output error"))
+    assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0

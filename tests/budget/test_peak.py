@@ -100,8 +100,9 @@ def test_environment_costs_nothing_when_unset() -> None:
     assert not plain("gpt").result["memmgr"]
 
 
-def test_environment_with_a_bad_value_is_one_warning() -> None:
-    seen = watch(spec("gpt", "environment") | {"steps": 1}, {"MEMMGR_BUDGET": "lots"})
+def test_environment_with_a_bad_value_can_be_one_warning() -> None:
+    """With `strict:off`; otherwise the process ends (test_api.py)."""
+    seen = watch(spec("gpt", "environment") | {"steps": 1}, {"MEMMGR_BUDGET": "lots", "MEMMGR_CONF": "strict:off"})
     assert seen.result["error"] is None and seen.result["losses"] == plain("gpt").result["losses"][:1]
     warnings = [line for line in seen.text.splitlines() if "MEMMGR_BUDGET" in line]
     assert len(warnings) == 1, f"expected one warning, got {warnings}"

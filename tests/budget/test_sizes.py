@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import memmgr
-from memmgr._sizes import parse_size, show_size
+from memmgr._sizes import UNLIMITED, is_binary, need_share, parse_limit, parse_size, show_size
 
 GOOD: list[tuple[Any, int]] = [
-    (1, 1),
+    (65_536, 65_536),
     (12_000_000_000, 12_000_000_000),
     (12e9, 12_000_000_000),
     ("12000000000", 12_000_000_000),
@@ -25,7 +25,13 @@ GOOD: list[tuple[Any, int]] = [
     ("12g", 12 * 10**9),
     ("12GiB", 12 * 2**30),
     ("12Gi", 12 * 2**30),
-    ("12gib".replace("b", "B"), 12 * 2**30),
+    ("12gib", 12 * 2**30),
+    ("12gb", 12 * 10**9),
+    ("12Gb", 12 * 10**9),
+    ("12 Gb", 12 * 10**9),
+    ("500mb", 500 * 10**6),
+    ("12b", 12),
+    ("9007199254740993", 9007199254740993),
     ("1.5GB", 1_500_000_000),
     (".5GiB", 2**29),
     ("0.5TB", 5 * 10**11),
@@ -59,10 +65,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ("0.1B", ValueError, "positive"),
     ("nan", ValueError, "nan"),
     ("inf", ValueError, "inf"),
-    ("12Gb", ValueError, "bits"),
-    ("12gb", ValueError, "bits"),
-    ("12Gib", ValueError, "bits"),
-    ("12b", ValueError, "bits"),
+    ("12", ValueError, "was 12GB meant"),
+    ("1.5", ValueError, "was 1.5GB meant"),
+    (12, ValueError, "was 12GB meant"),
+    (12.0, ValueError, "was 12GB meant"),
+    ("12000", ValueError, "was 12000MB meant"),
+    ("65_535", ValueError, "without a unit"),
     ("0%", ValueError, "0%"),
     ("101%", ValueError, "101%"),
     ("-5%", ValueError, "-5%"),
@@ -102,9 +110,46 @@ def test_a_percentage_of_nothing() -> None:
     assert "12GB" in str(caught.value) and '"80%"' not in str(caught.value)
 
 
-def test_bits_say_what_to_write() -> None:
-    with pytest.raises(ValueError, match="write 12GB"):
-        parse_size("12Gb")
+@pytest.mark.parametrize("given", [None, "none", "None", " NONE "])
+def test_no_limit(given: str | None) -> None:
+    assert parse_limit(given) == UNLIMITED
+    with memmgr.budget(given, quiet=True) as mm:
+        assert mm.stats()["budget_bytes"] == UNLIMITED
+
+
+@pytest.mark.parametrize("given", ["auto", "need", "need*0.6", "need * 60%"])
+def test_what_only_a_run_could_say_is_refused_with_the_way_there(given: str) -> None:
+    with pytest.raises(ValueError, match=r"not possible yet.*`memmgr run` without --budget measures"):
+        memmgr.budget(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("need*0.6", 0.6), ("need * 60%", 0.6), ("NEED", 1.0), ("need*", None), ("60%", None)]
+)
+def test_a_share_of_the_need(text: str, share: float | None) -> None:
+    assert need_share(text) == share
+
+
+def test_units_of_the_user() -> None:
+    assert [given for given in ("12GiB", "12gi", "1.5 mib", "12GB", "12g", "80%", 12, None) if is_binary(given)] == [
+        "12GiB",
+        "12gi",
+        "1.5 mib",
+    ]
+
+
+def test_a_budget_of_more_than_there_is() -> None:
+    said = pytest.warns(UserWarning, match="the budget of 1000 TB is more than this machine has")
+    with said as caught, memmgr.budget("1000TB", quiet=True):
+        pass
+    assert len(caught) == 1 and "nothing will leave" in str(caught[0].message)
+
+
+def test_the_size_of_the_disk_alone() -> None:
+    """The folder is the usual one."""
+    for size in ("1GB", "none"):
+        with memmgr.budget("8GB", disk=(None, size), quiet=True):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -114,17 +159,25 @@ def test_show(size: int, text: str) -> None:
     assert show_size(size) == text
 
 
+@pytest.mark.parametrize(
+    ("size", "text"), [(999, "999 B"), (1024, "1 KiB"), (1023 * 2**20, "1023 MiB"), (12 * 2**30, "12 GiB")]
+)
+def test_show_in_powers_of_two(size: int, text: str) -> None:
+    assert show_size(size, binary=True) == text
+
+
 # ---- the same through `budget` ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"limit": "12Gb"}, ("budget", "12GB")),
+        ({"limit": "12Gbit"}, ("budget", "12GB")),
+        ({"limit": "12"}, ("budget", "12GB")),
         ({"limit": -1}, ("budget", "12GB")),
         ({"limit": "1GB", "host": "x"}, ("host", "12GB")),
         ({"limit": "1GB", "disk": "/nowhere/at/all"}, ("disk", "folder")),
-        ({"limit": "1GB", "disk": ("/tmp", "8Mb")}, ("disk", "bits")),
+        ({"limit": "1GB", "disk": ("/tmp", "8Mbit")}, ("disk", "unit")),
         ({"limit": "1GB", "policy": "best"}, ("best", "dtr")),
     ],
 )

@@ -139,6 +139,17 @@ def test_a_log_that_ends_inside_an_op_is_said(file: Path, tmp_path: Path, capsys
     assert "ends inside an op" in capsys.readouterr().err
 
 
+def test_shares_of_the_need(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is known."""
+    shown = []
+    for words in (["--ratio", "60%"], ["--ratio", "0.6"], ["--budget", "need*0.6"], ["--budget", "NEED * 60%"]):
+        assert simulate("--log", file, "--policy", "evict", "--json", *words) == 0
+        shown.append(json.loads(capsys.readouterr().out)["budget_bytes"])
+    assert len(set(shown)) == 1
+    assert simulate("--log", file, "--policy", "evict", "--json", "--budget", "none") == 0
+    assert json.loads(capsys.readouterr().out)["ratio"] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -147,6 +158,7 @@ def test_a_log_that_ends_inside_an_op_is_said(file: Path, tmp_path: Path, capsys
         (["--ratio", "nan"], "--ratio"),
         (["--ratio", "0.5", "--policy", "followed"], "measured passes"),
         (["--budget", "lots"], "--budget"),
+        (["--budget", "12"], "was 12GB meant"),
         (["--ratio", "0.5", "--link", "-3"], "--link"),
         (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),
         (["--ratio", "0.5", "--schedule-out", "/nonexistent/x"], "/nonexistent/x"),

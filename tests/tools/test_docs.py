@@ -135,7 +135,7 @@ WHOLE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:memmgr (?:run|trace)|python) [^`]*tra
 def test_whole_commands_in_running_text(place: tuple[Path, dict[str, str], int]) -> None:
     folder, env, _ = place
     commands = {match[1] for page in PAGES for match in WHOLE.finditer(page.read_text())}
-    assert len(commands) >= 4, commands
+    assert len(commands) >= 3, commands
     for command in sorted(commands):
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

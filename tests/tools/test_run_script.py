@@ -100,8 +100,13 @@ def test_the_first_op_is_not_taken_for_what_its_kernel_does(folder: Path, plain_
 
 
 def test_under_a_profiler_it_is_not_managed_and_says_so(folder: Path, plain_bits: str) -> None:
-    done = python("-m", "cProfile", "train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
+    variables = {**os.environ, "MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "strict:off"}
+    done = python("-m", "cProfile", "train.py", cwd=folder, env=variables)
     assert _bits(done) == plain_bits and "a profiler runs in this thread" in done.stderr
+    done = python("-m", "cProfile", "train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
+    assert done.returncode == 1 and not re.search("^bits ", done.stdout, re.MULTILINE)
+    assert done.stderr.startswith("memmgr: the budget cannot be opened: a profiler runs in this thread"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -179,6 +184,10 @@ def test_around_torchrun(folder: Path, plain_bits: str) -> None:
 
 BAD = [
     (["--budget", "12XB", "train.py"], "unknown unit"),
+    (["--budget", "12", "train.py"], "was 12GB meant"),
+    (["--budget", "", "train.py"], "is empty"),
+    (["--budget", "auto", "train.py"], "not possible yet"),
+    (["--disk-size", "12", "train.py"], "--disk-size"),
     (["--budget", "12GB"], "required"),
     (["--policy", "nonsense", "train.py"], "policy"),
     (["--disk", "/no/such/folder", "train.py"], "not a folder"),
@@ -230,11 +239,37 @@ def test_more_on_the_device_than_the_budget_and_a_script_that_tries_again(folder
     assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MB once.py$", done.stderr, re.MULTILINE), done.stderr
 
 
+def test_a_full_disk_is_answered_with_a_larger_one(folder: Path) -> None:
+    words = ("run", "--budget", "6MiB", "--policy", "offload", "--disk", ".")
+    done = memmgr(*words, "--disk-size", "1MB", "train.py", cwd=folder)
+    assert done.returncode == 1 and "More disk, not more budget" in done.stderr, done.stderr
+    assert re.search(r"^memmgr:   memmgr run .*--disk-size [\d.]+MB train.py$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_the_next_command_is_in_the_units_of_the_user(folder: Path) -> None:
+    done = memmgr("run", "--budget", "3MiB", "train.py", cwd=folder)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(r"^memmgr:   memmgr run --budget [\d.]+MiB train.py$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_none_is_no_limit_and_the_script_may_end_the_process_itself(folder: Path, plain_bits: str) -> None:
+    done = memmgr("run", "--budget", "none", "train.py", cwd=folder)
+    assert done.returncode == 0 and _bits(done) == plain_bits and "without a limit" in done.stderr
+    assert "to train in less:  memmgr run --budget " in done.stderr
+
+
+def test_variables_that_a_script_spoils_end_it_with_two(folder: Path) -> None:
+    (folder / "spoil.py").write_text("import os\nos.environ['MEMMGR_BUDGET'] = '12XB'\nimport torch\nprint('on')\n")
+    done = memmgr("run", "--budget", "8MB", "spoil.py", cwd=folder)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("memmgr: MEMMGR_BUDGET: unknown unit")
+
+
 def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
     odd = tmp_path / "a, b:c"
     odd.mkdir()
     (tmp_path / "show.py").write_text(
-        "import torch; from memmgr import _armed; import os; print(_armed.parse_conf(os.environ['MEMMGR_CONF']))"
+        "import torch; from memmgr import _conf; import os; print(_conf.parse_conf(os.environ['MEMMGR_CONF']))"
     )
     done = memmgr(
         "run",
@@ -253,7 +288,6 @@ def test_options_with_commas_and_spaces_arrive(tmp_path: Path) -> None:
         "disk": (str(odd), "1GB"),
         "policy": "filter:dtr,director:offload,prefetch:off",
         "quiet": True,
-        "strict": True,
     }
 
 

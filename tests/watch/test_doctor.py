@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -108,6 +109,24 @@ def test_gpus_by_a_double(monkeypatch: pytest.MonkeyPatch, why: str | None, full
     link = "CUDA out of memory. Tried to allocate 256 MB." if full else "GB/s, back"
     assert len(found) == 4 and link in found[3].text and found[3].mark == ("weaker" if full else "ok")
     assert all(len(f.text.splitlines()) == 1 and (f.advice or f.mark == "ok") for f in found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "conf", "name", "says"),
+    [
+        ("12XB", "", "MEMMGR_BUDGET", "unknown unit 'XB'.*end at their import of torch"),
+        ("12XB", "strict:off", "MEMMGR_BUDGET", "run without a budget"),
+        ("12GB", "polcy:dtr", "MEMMGR_CONF", "did you mean 'policy'"),
+        ("12GB", "policy:best", "MEMMGR_CONF", "unknown policy"),
+        ("12GB", "policy:dtr", "MEMMGR_BUDGET", "^12GB$"),
+    ],
+)
+def test_variables_of_a_budget(limit: str, conf: str, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMMGR_BUDGET", limit)
+    monkeypatch.setenv("MEMMGR_CONF", conf)
+    found = _only(doctor._budget)
+    assert re.search(says, found[name].text) and found[name].mark == ("ok" if says == "^12GB$" else "NO")
+    assert "MEMMGR_BUDGET" not in os.environ, "torch would end the doctor"
 
 
 def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,149 @@
+"""`MEMMGR_BUDGET` and `MEMMGR_CONF`: how they are read, and what becomes of a script when they cannot be.
+
+Torch is not imported here: the command line reads the variables, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from ._sizes import parse_limit
+
+KEYS = (
+    "policy",
+    "disk",
+    "disk_size",
+    "host",
+    "device",
+    "log",
+    "verify",
+    "quiet",
+    "strict",
+    "placement",
+    "trace",
+    "trace_pass",
+)
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_LENIENT = "MEMMGR_CONF=strict:off trains without a budget"
+
+
+class Refused(SystemExit):
+    """The variables cannot be read: the process ends with code 2. The line that says why has been printed.
+
+    Raised inside `import torch`, which would make a chain of two tracebacks of any other exception.
+    """
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    if text.lstrip().startswith("{"):
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"MEMMGR_CONF: not JSON: {error}") from None
+        for key, value in found.items():
+            yield str(key), str(value)
+        return
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, colon, value = part.partition(":")
+        if not colon:
+            raise ValueError(f"MEMMGR_CONF: {part!r} is not key:value; keys are {', '.join(KEYS)}")
+        yield key.strip(), value.strip()
+
+
+def _flag(key: str, value: str) -> bool:
+    if value.lower() not in _YES + _NO:
+        raise ValueError(f"MEMMGR_CONF: {key}:{value} is neither on nor off")
+    return value.lower() in _YES
+
+
+def _number(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"MEMMGR_CONF: {key}:{value} is not a whole number") from None
+
+
+def _unknown(key: str) -> ValueError:
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1)
+    meant = f"; did you mean {near[0]!r}? Keys" if near else "; keys"
+    return ValueError(f"MEMMGR_CONF: unknown key {key!r}{meant} are {', '.join(KEYS)}")
+
+
+def parse_conf(text: str) -> dict[str, Any]:
+    """`policy:dtr,disk:/nvme` as keyword arguments of `budget`; a JSON object says the same.
+
+    `strict` is none of them: unless it is off, a budget that cannot be had is an error and not an unmanaged training.
+
+    Raises:
+        ValueError: an unknown key, a pair without a colon, or a value that is none; the text names what is accepted.
+    """
+    found: dict[str, Any] = {}
+    folder, size = None, None
+    for key, value in _pairs(text):
+        if key in ("policy", "device", "host", "log", "trace"):
+            found[key] = value
+        elif key == "trace_pass":
+            found[key] = _number(key, value)
+        elif key == "placement":
+            found["_placement"] = value
+        elif key == "disk":
+            folder = value
+        elif key == "disk_size":
+            size = value
+        elif key in ("verify", "quiet", "strict"):
+            found[key] = _flag(key, value)
+        else:
+            raise _unknown(key)
+    if folder is not None or size is not None:
+        off = folder is not None and folder.lower() in ("off", "none", "0")
+        found["disk"] = False if off else (folder, size) if size else folder
+    return found
+
+
+def is_strict(text: str) -> bool:
+    """Whether `MEMMGR_CONF` asks for errors, as it does by default; whatever else is wrong with it, `strict:off` counts."""
+    if text.lstrip().startswith("{"):
+        try:
+            pairs = list(_pairs(text))
+        except ValueError:
+            return True
+    else:
+        pairs = [(key.strip(), value.strip()) for key, _, value in (part.partition(":") for part in text.split(","))]
+    return not any(key == "strict" and value.lower() in _NO for key, value in pairs)
+
+
+def check_limit(text: str) -> None:
+    """Refuses what `MEMMGR_BUDGET` cannot be.
+
+    Raises:
+        ValueError: the text begins with the variable's name.
+    """
+    parse_limit(text, whole=1 << 60, what="MEMMGR_BUDGET")
+
+
+def give_up(error: Exception) -> None:
+    """The budget of the environment cannot be had: ends the process, or warns where `strict` is off.
+
+    Raises:
+        Refused: `strict` is on.
+    """
+    why = " ".join(str(error).split())
+    if is_strict(os.environ.get("MEMMGR_CONF", "")):
+        refuse(f"{why} ({_LENIENT})")
+    warnings.warn(f"memmgr: MEMMGR_BUDGET is ignored: {why}", stacklevel=3)
+
+
+def refuse(why: str) -> NoReturn:
+    """Ends the process with one line and code 2.
+
+    Raises:
+        Refused: always.
+    """
+    print(f"memmgr: {why}", file=sys.stderr, flush=True)
+    raise Refused(2)

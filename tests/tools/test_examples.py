@@ -1,0 +1,55 @@
+"""Every example runs as its own text says, and what is managed trains to the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+SLOW = ("lora", "ddp", "with_accelerate")
+
+
+def _commands(path: Path) -> list[str]:
+    """Those that its docstring shows, without the installing ones."""
+    shown = path.read_text().split('"""')[1]
+    found = re.findall(r"^    ((?:python|memmgr|torchrun|accelerate) .*?)(?:  #.*)?$", shown, re.MULTILINE)
+    assert found, f"{path.name} does not say how it is run"
+    return found
+
+
+def _run(command: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
+    environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(shlex.split(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+CASES = [
+    pytest.param(command, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=command)
+    for path in EXAMPLES
+    for command in _commands(path)
+]
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_it_runs_as_it_says(command: str) -> None:
+    done = _run(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"memmgr: peak [\d.]+ MB of \d+ MB", done.stderr), "it ran without a budget"
+
+
+def test_the_same_losses() -> None:
+    managed, plain = (_run(f"python examples/plain.py --budget {size}") for size in ("40MB", "none"))
+    assert managed.stdout == plain.stdout and "step 9: loss" in plain.stdout
+    assert int(re.search(r"offloaded (\d+)", managed.stderr)[1]) > 0, "nothing had to leave"  # type: ignore[index]
+
+
+def test_all_that_are_promised_are_there() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"plain", "lora", "with_accelerate", "inference", "ddp"}

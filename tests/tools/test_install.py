@@ -1,0 +1,211 @@
+"""Getting it onto a machine: wheels, a machine without a compiler, homes that cannot be written, extras that are missing."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from memmgr import _cache, _shim
+from memmgr.tools import doctor
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def test_without_a_compiler_it_ends_in_a_sentence_of_ours(tmp_path: Path) -> None:
+    cmake = shutil.which("cmake", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    ninja = shutil.which("ninja", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    if cmake is None or ninja is None:
+        pytest.skip("no cmake or no ninja")
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    variables = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
+    done = subprocess.run(
+        [cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", ROOT / "allocator", "-B", tmp_path / "build"],
+        capture_output=True,
+        text=True,
+        env={**variables, "PATH": str(empty)},
+        timeout=120,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "memmgr cannot be built without a C++20 compiler" in said, said
+    assert "apt install g++" in said and "CMAKE_CXX_COMPILER" not in said, said
+
+
+@pytest.mark.slow
+def test_the_wheel(tmp_path: Path) -> None:
+    """Needs a network: the packages that build it are fetched."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache"))
+    subprocess.run(
+        ["make", "-C", tree, "wheel", f"PYTHON={sys.executable}"], check=True, capture_output=True, timeout=600
+    )
+    (wheel,) = (tree / "dist").glob("*.whl")
+    assert re.search(r"-py3-none-manylinux_2_\d+_x86_64\.whl$", wheel.name), wheel.name
+    assert not (tree / ".venv").exists(), "the packages of the tests were fetched"
+    target = tmp_path / "there"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
+    subprocess.run(pip, check=True, capture_output=True, timeout=120)
+    assert (target / "memmgr" / "libmemmgr_core.so").is_file()
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    code = "import memmgr; print(memmgr.__file__); memmgr.budget('1GB', quiet=True).__enter__()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_package_says_of_itself() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    assert {"Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.13"} <= set(
+        project["classifiers"]
+    )
+    extras = project["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert set(re.search(r"\[(.*)\]", everything)[1].split(",")) == set(extras) - {"all", "test", "dev"}  # type: ignore[index]
+
+
+def test_python_m_memmgr(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memmgr", "--version"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.startswith("memmgr "), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [("MemmgrCallback", "transformers", "trainer"), ("MemmgrCollector", "prometheus_client", "prometheus")],
+)
+def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom memmgr.integrations import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f'needs {missing}: pip install "memmgr[{extra}]"'), done.stderr
+
+
+def test_every_pip_line_names_an_extra_that_there_is() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    for folder in ("memmgr", "tools", "docs"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".md"):
+                assert set(re.findall(r"memmgr\[([a-z]+)\]['\"]", path.read_text())) <= extras, path
+
+
+# ---- where what is compiled is kept ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home, and a folder for temporary files, of this test alone."""
+    monkeypatch.delenv(_cache.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system that is mounted read-only; to root a mode means nothing."""
+    access, mkdir = os.access, Path.mkdir
+
+    def inside(path: object) -> bool:
+        return Path(str(path)).is_relative_to(folder)
+
+    def refuse(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        if inside(self) and not (exist_ok and self.is_dir()):
+            raise OSError(30, "Read-only file system", str(self))
+        mkdir(self, mode, parents, exist_ok)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: not (inside(path) and mode & os.W_OK) and access(path, mode))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+
+
+def test_the_users_cache_folder(home: Path) -> None:
+    assert _cache.folder() == (home / ".cache" / "memmgr", None)
+    assert _cache.place("a", "b.so") == home / ".cache" / "memmgr" / "a" / "b.so"
+
+
+def test_a_home_that_cannot_be_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = home / ".cache" / "memmgr" / "old" / "b.so"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    _close(home, monkeypatch)
+    folder, why = _cache.folder()
+    assert folder == home.parent / "tmp" / f"memmgr-cache-{os.getuid()}" and "cannot be written" in (why or "")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "libraries are loaded from it"
+    assert _cache.place("new", "b.so") == folder / "new" / "b.so"
+    assert _cache.place("old", "b.so") == made, "what is there already is used"
+
+
+def test_no_home_at_all(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    folder, why = _cache.folder()
+    assert folder.parent == home.parent / "tmp" and why == "this user has no home"
+
+
+def test_a_temporary_folder_that_others_may_write_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = home.parent / "tmp" / f"memmgr-cache-{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    _close(home, monkeypatch)
+    assert _cache.folder()[0] != theirs
+
+
+def test_the_folder_that_the_user_names_is_the_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_cache.VARIABLE, str(home / "mine"))
+    _close(home, monkeypatch)
+    assert _cache.folder() == (home / "mine", None)
+    with pytest.raises(_shim.NoShim, match=r"mine.* cannot be written .*MEMMGR_CACHE"):
+        _shim.compile_library(Path("x.cpp"), _cache.place("a", "b.so"), [], [])
+
+
+def test_the_doctor_names_the_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _shim.load()
+    found = {finding.name: finding for finding in doctor._native()}
+    assert "MEMMGR_CACHE" in found["allocator"].text and "cache" not in found
+    monkeypatch.setattr(_cache, "_is_writable", lambda folder: folder.parent == home.parent / "tmp")
+    found = {finding.name: finding for finding in doctor._native()}
+    assert found["cache"].mark == "weaker" and "MEMMGR_CACHE" in found["cache"].advice
+
+
+# ---- compiling says so -----------------------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_compiling_says_so_at_once_and_how_long_it_took(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with _cache.said("the shim", Path("/somewhere")):
+        assert shown.getvalue().startswith("memmgr: compiling the shim, once")
+    said = shown.getvalue()
+    assert "kept in /somewhere" in said
+    assert re.search(r"\d s\s*$", said) and ("\r" in said) == terminal and said.count("\n") == (1 if terminal else 2)
+
+
+def test_a_compiler_that_fails_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with pytest.raises(ValueError), _cache.said("the shim", Path("/somewhere")):
+        raise ValueError
+    assert shown.getvalue().endswith("\n")
