@@ -80,11 +80,11 @@ class Recorder:
 
     # -- classification --
 
-    def classify(self, func: Any) -> tuple[Any, int, bool, tuple[int, ...], tuple[str, ...]]:
+    def classify(self, func: Any) -> tuple[Any, int, bool, bool, tuple[int, ...], tuple[str, ...]]:
         op = describe(func)
         self._ops[func] = op
         mutates = op.writes or op.cls == OPAQUE
-        return op.call, op.cls, mutates, op.written_args, op.written_kwargs
+        return op.call, op.cls, mutates, op.seeded, op.written_args, op.written_kwargs
 
     # -- dispatch --
 
@@ -92,7 +92,8 @@ class Recorder:
         op = self._ops[func]
         kwargs = kwargs or {}
         if cls & 16:
-            return self._write_only(op, args, kwargs)
+            draws_only = op.seeded and op.replayable and not op.writes
+            return self._draw_only(op, args, kwargs) if draws_only else self._write_only(op, args, kwargs)
         if op.cls == OPAQUE or not op.replayable:
             return self._write_only(op, args, kwargs)
         if op.batch_norm is not None:
@@ -133,6 +134,11 @@ class Recorder:
             self._native.overwritten(tensor, None)
         return out
 
+    def _draw_only(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Not recorded; but where it finds no room it runs again, and must draw what it drew (rule 4)."""
+        with _rng.lock:
+            return self._native.call_drawn(_rng.Drawn(self._generator(op, args, kwargs)), op.call, args, kwargs)
+
     def _functional(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         native = self._native
         guard = _rng.lock if op.seeded else nullcontext()
@@ -153,7 +159,7 @@ class Recorder:
             if recipe.trust == TRUST_NEW:
                 out = self.first_use(recipe, op.call, args, kwargs)
             else:
-                out = native.call(recipe, op.call, args, kwargs)
+                out = native.call(recipe, op.call, args, kwargs, True)
             self._doubt(recipe)
             native.adopt(recipe, out)
         native.after_op()
