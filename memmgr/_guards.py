@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 _MISSING = object()
 
 
+def _names_of(function: Any) -> list[tuple[Any, str]]:
+    """(module, name) of every global that is this function."""
+    found = []
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if isinstance(space, dict):
+            found += [(module, name) for name, value in list(space.items()) if value is function]
+    return found
+
+
 class Guards:
     """The set of patches of one manager."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._everywhere: list[tuple[Any, Any]] = []
         self.depth = threading.local()
 
     # -- bookkeeping --
@@ -40,8 +51,19 @@ class Guards:
         setattr(owner, name, wrapper)
         self._undo.append((owner, name, before, wrapper))
 
+    def _patch_everywhere(self, original: Any, make: Callable[[Any], Any]) -> None:
+        """A function that modules have imported by name, wherever one has it. A copy elsewhere (a closure) is not found."""
+        wrapper = make(original)
+        for module, name in _names_of(original):
+            setattr(module, name, wrapper)
+        self._everywhere.append((original, wrapper))
+
     def remove(self) -> None:
         """Undoes the patches, newest first. What somebody else wrapped meanwhile is left: it calls through ours."""
+        for original, wrapper in self._everywhere:
+            for module, name in _names_of(wrapper):  # also where it was imported meanwhile
+                setattr(module, name, original)
+        self._everywhere.clear()
         for owner, name, before, wrapper in reversed(self._undo):
             if getattr(owner, name, None) is not wrapper and owner.__dict__.get(name) is not wrapper:
                 continue
@@ -63,6 +85,9 @@ class Guards:
         self._patch(torch.UntypedStorage, "resize_", self._resize)
         for name in ("numpy", "data_ptr", "__array__", "__dlpack__"):
             self._patch(torch.Tensor, name, self._expose)
+        for name in ("_to_dlpack", "_to_dlpack_versioned"):
+            if hasattr(torch._C, name):
+                self._patch_everywhere(getattr(torch._C, name), self._expose)
         for name in ("data_ptr", "share_memory_", "_share_filename_cpu_", "_share_fd_cpu_"):
             self._patch(torch.UntypedStorage, name, self._expose_storage)
         triton = sys.modules.get("triton.runtime.jit")
