@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
+from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, plan_writeback, rank, window_costs
 from memmgr.policies.trace import TierLink
 from memmgr.policies.types import KEPT_SHARE
 from memmgr.policies.writeback import WATERMARKS
@@ -179,6 +179,7 @@ class Manager:
             self._settle_doomed_tier()
             self.has_tier = self._director() != "evict" and _device.open_tier(native, config)
             self.restore_options()
+            self._fit_what_is_there()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
             self.guards.install()
@@ -198,6 +199,23 @@ class Manager:
         except BaseException:
             self.close(report=False)
             raise
+
+    def _fit_what_is_there(self) -> None:
+        """What a graph of an earlier budget holds is in our own memory, and may be more than the limit: it goes to the tier.
+
+        Raises:
+            BudgetError: that is not enough.
+        """
+        native, limit = self.native, self.config.limit_bytes
+        if native.resident() <= limit:
+            return
+        for cell in native.handled() if self.has_tier else ():
+            native.release(cell, Action.OFFLOAD)
+            if native.resident() <= limit:
+                native.reset_peak()  # what was there before counts from here on
+                return
+        self._bring_all_back(within_budget=False)  # the tier goes when this budget does not open
+        raise self._states_too_big(native.resident())
 
     def close(self, report: bool = True, failed: bool = False) -> None:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
@@ -769,7 +787,7 @@ class Manager:
 
     def _states_too_big(self, held: int) -> BudgetError:
         with self.unseen():
-            kinds, modules = holders(self.native, self.device)
+            kinds, modules = holders(self.native, self.device, graphs=True)
             missing = missing_states(self.native, self.device)
         by_module = ", ".join(f"{name} {show_size(size)}" for name, size in modules)
         split = ", ".join(
