@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._captures import METHODS, graph_classes
+from ._recorder import Plain
 
 if TYPE_CHECKING:
     from ._manager import Manager
@@ -83,6 +84,7 @@ class Guards:
         self._patch(threading.Thread, "_bootstrap_inner", self._thread)
         self._patch(graph, "disable_saved_tensors_hooks", self._functorch)
         self._patch(torch.UntypedStorage, "resize_", self._resize)
+        self._patch(torch.autograd.function.BackwardCFunction, "saved_tensors", self._saved_tensors)
         for name in ("numpy", "data_ptr", "__array__", "__dlpack__"):
             self._patch(torch.Tensor, name, self._expose)
         for name in ("_to_dlpack", "_to_dlpack_versioned"):
@@ -168,6 +170,21 @@ class Guards:
                 yield
 
         return disable
+
+    # -- a custom Function is given the leaf that it saved, not a tensor made for it: `w.grad` and `w.main_grad` are the leaf's --
+
+    def _saved_tensors(self, original: Any) -> Any:
+        handles = (self._manager.native.Ref, Plain)
+
+        def saved_tensors(context: Any) -> tuple[torch.Tensor | None, ...]:
+            tensors: tuple[torch.Tensor | None, ...] = original.__get__(context)
+            if not tensors:
+                return tensors
+            packed = [getattr(raw, "data", None) for raw in context._raw_saved_tensors]
+            leaves = [handle.leaf if type(handle) in handles else None for handle in packed]
+            return tuple(t if leaf is None else leaf for t, leaf in zip(tensors, leaves, strict=True))
+
+        return property(saved_tensors)
 
     # -- writes and pointers that the dispatcher does not see --
 

@@ -47,9 +47,10 @@ def make_mode(native: Any) -> type[TorchDispatchMode]:
 class Plain:
     """A saved tensor that is not managed (sparse, subclass, inference): kept as it is, with autograd's version check."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("leaf", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.leaf = tensor if tensor.is_leaf else None  # nobody's output: it keeps no node alive
         # Detached: a saved output with its grad_fn would keep its own node alive.
         try:
             self.tensor = tensor.detach()

@@ -45,6 +45,7 @@ def adopt_graph(manager: Manager) -> int:
     adopted = 0
     for node in live_nodes(native):
         for name, found in raw_saved(node):
+            found = [saved for saved in found if not _is_a_leaf(saved)]
             if not all(_may_have_hooks(saved) for saved in found) or _was_written(node, name):
                 continue
             for saved in found:
@@ -54,6 +55,14 @@ def adopt_graph(manager: Manager) -> int:
                 except RuntimeError:
                     continue  # is empty
     return adopted
+
+
+def _is_a_leaf(saved: Any) -> bool:
+    """A parameter, which cannot leave: with hooks a custom Function would get another tensor in its stead."""
+    data = getattr(saved, "data", None)
+    if not isinstance(data, torch.Tensor):
+        return False
+    return isinstance(data, torch.nn.Parameter) or (data.requires_grad and data.is_leaf)
 
 
 def _may_have_hooks(saved: Any) -> bool:

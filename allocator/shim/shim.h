@@ -197,7 +197,8 @@ struct Ref {
   caffe2::TypeMeta dtype;
   c10::DispatchKeySet keys;
   c10::VariableVersion counter;  // of the tensor that was saved; what is unpacked shares it, as autograd's own does
-  bool mutated;                  // the op writes to it: replay on a private copy (rule 2)
+  c10::weak_intrusive_ptr<c10::TensorImpl> leaf;  // of a handle: the tensor itself, if it is a leaf; holds no bytes
+  bool mutated;                                   // the op writes to it: replay on a private copy (rule 2)
   bool handle;
 };
 
