@@ -180,7 +180,7 @@ class Guards:
             tensors: tuple[torch.Tensor | None, ...] = original.__get__(context)
             if not tensors:
                 return tensors
-            packed = [getattr(raw, "data", None) for raw in context._raw_saved_tensors]
+            packed: list[Any] = [getattr(raw, "data", None) for raw in context._raw_saved_tensors]
             leaves = [handle.leaf if type(handle) in handles else None for handle in packed]
             return tuple(t if leaf is None else leaf for t, leaf in zip(tensors, leaves, strict=True))
 

@@ -70,10 +70,10 @@ def saved_without_hooks(native: Any, device: torch.device | str) -> list[torch.T
     Known limitation: nodes that are written in C++ outside torch do not show what they save.
     """
     device = torch.device(device)
-    found = []
+    found: list[torch.Tensor] = []
     for node in live_nodes(native):
         for _, saved in raw_saved(node):
-            tensors = [getattr(s, "data", None) for s in saved]  # with hooks: what they made of it
+            tensors: list[Any] = [getattr(s, "data", None) for s in saved]  # with hooks: what they made of it
             found += [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
     return [t for t in found if t.device == device and t.layout == torch.strided]
 
