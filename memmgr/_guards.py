@@ -15,11 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._captures import METHODS, graph_classes
+from ._recorder import Plain
 
 if TYPE_CHECKING:
     from ._manager import Manager
 
 _MISSING = object()
+
+
+def _names_of(function: Any) -> list[tuple[Any, str]]:
+    """(module, name) of every global that is this function."""
+    found = []
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if isinstance(space, dict):
+            found += [(module, name) for name, value in list(space.items()) if value is function]
+    return found
 
 
 class Guards:
@@ -28,6 +39,7 @@ class Guards:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._everywhere: list[tuple[Any, Any]] = []
         self.depth = threading.local()
 
     # -- bookkeeping --
@@ -40,8 +52,19 @@ class Guards:
         setattr(owner, name, wrapper)
         self._undo.append((owner, name, before, wrapper))
 
+    def _patch_everywhere(self, original: Any, make: Callable[[Any], Any]) -> None:
+        """A function that modules have imported by name, wherever one has it. A copy elsewhere (a closure) is not found."""
+        wrapper = make(original)
+        for module, name in _names_of(original):
+            setattr(module, name, wrapper)
+        self._everywhere.append((original, wrapper))
+
     def remove(self) -> None:
         """Undoes the patches, newest first. What somebody else wrapped meanwhile is left: it calls through ours."""
+        for original, wrapper in self._everywhere:
+            for module, name in _names_of(wrapper):  # also where it was imported meanwhile
+                setattr(module, name, original)
+        self._everywhere.clear()
         for owner, name, before, wrapper in reversed(self._undo):
             if getattr(owner, name, None) is not wrapper and owner.__dict__.get(name) is not wrapper:
                 continue
@@ -61,8 +84,12 @@ class Guards:
         self._patch(threading.Thread, "_bootstrap_inner", self._thread)
         self._patch(graph, "disable_saved_tensors_hooks", self._functorch)
         self._patch(torch.UntypedStorage, "resize_", self._resize)
+        self._patch(torch.autograd.function.BackwardCFunction, "saved_tensors", self._saved_tensors)
         for name in ("numpy", "data_ptr", "__array__", "__dlpack__"):
             self._patch(torch.Tensor, name, self._expose)
+        for name in ("_to_dlpack", "_to_dlpack_versioned"):
+            if hasattr(torch._C, name):
+                self._patch_everywhere(getattr(torch._C, name), self._expose)
         for name in ("data_ptr", "share_memory_", "_share_filename_cpu_", "_share_fd_cpu_"):
             self._patch(torch.UntypedStorage, name, self._expose_storage)
         triton = sys.modules.get("triton.runtime.jit")
@@ -143,6 +170,21 @@ class Guards:
                 yield
 
         return disable
+
+    # -- a custom Function is given the leaf that it saved, not a tensor made for it: `w.grad` and `w.main_grad` are the leaf's --
+
+    def _saved_tensors(self, original: Any) -> Any:
+        handles = (self._manager.native.Ref, Plain)
+
+        def saved_tensors(context: Any) -> tuple[torch.Tensor | None, ...]:
+            tensors: tuple[torch.Tensor | None, ...] = original.__get__(context)
+            if not tensors:
+                return tensors
+            packed: list[Any] = [getattr(raw, "data", None) for raw in context._raw_saved_tensors]
+            leaves = [handle.leaf if type(handle) in handles else None for handle in packed]
+            return tuple(t if leaf is None else leaf for t, leaf in zip(tensors, leaves, strict=True))
+
+        return property(saved_tensors)
 
     # -- writes and pointers that the dispatcher does not see --
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memmgr.policies import NO_LINK, Candidates, Link, Policy, plan_writeback, rank, window_costs
+from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, plan_writeback, rank, window_costs
 from memmgr.policies.rules.types import KEPT_SHARE
 from memmgr.policies.rules.writeback import WATERMARKS
 from memmgr.policies.trace import TierLink
@@ -179,6 +179,7 @@ class Manager:
             self._settle_doomed_tier()
             self.has_tier = self.policy.offloads and _device.open_tier(native, config)
             self.restore_options()
+            self._fit_what_is_there()
             native.set_always_rank(self.policy.torture)
             native.set_watching(True)
             self.guards.install()
@@ -198,6 +199,23 @@ class Manager:
         except BaseException:
             self.close(report=False)
             raise
+
+    def _fit_what_is_there(self) -> None:
+        """What a graph of an earlier budget holds is in our own memory, and may be more than the limit: it goes to the tier.
+
+        Raises:
+            BudgetError: that is not enough.
+        """
+        native, limit = self.native, self.config.limit_bytes
+        if native.resident() <= limit:
+            return
+        for cell in native.handled() if self.has_tier else ():
+            native.release(cell, Action.OFFLOAD)
+            if native.resident() <= limit:
+                native.reset_peak()  # what was there before counts from here on
+                return
+        self._bring_all_back(within_budget=False)  # the tier goes when this budget does not open
+        raise self._states_too_big(native.resident())
 
     def close(self, report: bool = True, failed: bool = False) -> None:
         """Leaves ordinary tensors, no files, no threads, no changed global (rule 10)."""
@@ -760,9 +778,9 @@ class Manager:
         )
         raise raised from None
 
-    def _holdings(self) -> Holdings:
+    def _holdings(self, *, graphs: bool = False) -> Holdings:
         with self.unseen():
-            kinds, modules = holders(self.native, self.device)
+            kinds, modules = holders(self.native, self.device, graphs=graphs)
             # Model states that are still to come: so that it fails now, and not again at the next try (design §4).
             return Holdings(
                 kinds, modules, missing_states(self.native, self.device), step_bytes(self.native, self.device)
@@ -771,7 +789,7 @@ class Manager:
     def _states_too_big(self, there: int) -> BudgetError:
         return budget_error(
             _device.out_of_memory_words(self.device),
-            self._holdings(),
+            self._holdings(graphs=True),
             budget_bytes=self.config.limit_bytes,
             there_bytes=there,
             binary=self.config.binary,

@@ -50,7 +50,10 @@ for _key in (C.DispatchKey.Negative, C.DispatchKey.ZeroTensor):
 class _Info:
     __slots__ = ("call", "cls", "mutates", "written_args", "written_kwargs")
 
-    def __init__(self, call: Any, cls: int, mutates: bool, args: tuple[int, ...], kwargs: tuple[str, ...]) -> None:
+    def __init__(
+        self, call: Any, cls: int, mutates: bool, seeded: bool, args: tuple[int, ...], kwargs: tuple[str, ...]
+    ) -> None:
+        del seeded  # the shim's affair: here what draws is never run a second time
         self.call, self.cls, self.mutates = call, cls, mutates
         self.written_args, self.written_kwargs = args, kwargs
 
@@ -139,10 +142,11 @@ class Native(Vault):
         """The shim runs the usual recipes itself, because that is faster; here Python does them all."""
 
     def call(self, recipe: Recipe, call: Any, args: Any, kwargs: Any, again: bool = False) -> Any:
-        """Runs the op and notes how long it took without our own stalls. `again`: it may run a second time."""
+        """Runs the op and notes how long it took without our own stalls. `again`: it writes nothing."""
         if self._detail:
             self._runs(str(recipe._func), self._module())
         stalled, begun = self._stalled(), time.perf_counter_ns()
+        again = again and recipe.rng is None  # what it has drawn would be drawn anew (rule 4)
         out, made = self._accounted(recipe._func, call, args, kwargs, again)
         recipe.kept.made_bytes = max(recipe.kept.made_bytes, made)
         if self._memory.asynchronous:

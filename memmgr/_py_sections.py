@@ -5,6 +5,8 @@ A signal that comes while one of these functions begins or runs is put off (`_py
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,26 @@ import torch
 
 from ._py_versions import C
 
+# A backward may run inside vmap (is_grads_batched, torch.func.vmap over a backward); the recorded op did not.
+_TRANSFORMS = functools.reduce(
+    operator.or_,
+    (
+        C.DispatchKeySet(C._dispatch_key_parse(name))
+        for name in (
+            "FuncTorchDynamicLayerFrontMode",
+            "FuncTorchDynamicLayerBackMode",
+            "FuncTorchBatched",
+            "FuncTorchVmapMode",
+            "FuncTorchGradWrapper",
+            "Batched",
+            "VmapMode",
+        )
+    ),
+)
+
 
 class Below:
-    """As it was recorded: below autograd and autocast, no mode, no gradient (rule 5).
+    """As it was recorded: below autograd and autocast, no mode, no layer of a functorch transform, no gradient (rule 5).
 
     Args:
         told: called with True, and at the end with what it returned then; None: nobody wants to know.
@@ -28,7 +47,12 @@ class Below:
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
         C._set_grad_enabled(False)
-        self._guards: Any = (C._DisableTorchDispatch(), C._AutoDispatchBelowAutograd(), C._DisableAutocast())
+        self._guards: Any = (
+            C._DisableTorchDispatch(),
+            C._AutoDispatchBelowAutograd(),
+            C._DisableAutocast(),
+            C._ExcludeDispatchKeyGuard(_TRANSFORMS),
+        )
         for guard in self._guards[1:]:
             guard.__enter__()
         if self._told is not None:

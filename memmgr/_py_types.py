@@ -269,7 +269,7 @@ class Cell:
 class Ref:
     """A view of a cell: dtype, sizes, strides, offset. With `handle`, the cell's bytes are wanted while it lives."""
 
-    __slots__ = ("cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides", "version")
+    __slots__ = ("_leaf", "cell", "conj", "dtype", "handle", "mutated", "neg", "offset", "sizes", "strides", "version")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell, handle: bool) -> None:
         self.cell = cell
@@ -282,6 +282,12 @@ class Ref:
         self.mutated = False
         self.handle = handle
         self.version: Version | None = None  # of a handle: the counter under which it was saved
+        self._leaf = weakref.ref(tensor) if handle and tensor.is_leaf else None
+
+    @property
+    def leaf(self) -> torch.Tensor | None:
+        """Of a handle: the tensor itself, if it is a leaf and lives."""
+        return None if self._leaf is None else self._leaf()
 
     def __del__(self) -> None:
         if self.handle:

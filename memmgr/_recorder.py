@@ -47,9 +47,10 @@ def make_mode(native: Any) -> type[TorchDispatchMode]:
 class Plain:
     """A saved tensor that is not managed (sparse, subclass, inference): kept as it is, with autograd's version check."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("leaf", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.leaf = tensor if tensor.is_leaf else None  # nobody's output: it keeps no node alive
         # Detached: a saved output with its grad_fn would keep its own node alive.
         try:
             self.tensor = tensor.detach()
@@ -80,11 +81,11 @@ class Recorder:
 
     # -- classification --
 
-    def classify(self, func: Any) -> tuple[Any, int, bool, tuple[int, ...], tuple[str, ...]]:
+    def classify(self, func: Any) -> tuple[Any, int, bool, bool, tuple[int, ...], tuple[str, ...]]:
         op = describe(func)
         self._ops[func] = op
         mutates = op.writes or op.cls == OPAQUE
-        return op.call, op.cls, mutates, op.written_args, op.written_kwargs
+        return op.call, op.cls, mutates, op.seeded, op.written_args, op.written_kwargs
 
     # -- dispatch --
 
@@ -92,7 +93,8 @@ class Recorder:
         op = self._ops[func]
         kwargs = kwargs or {}
         if cls & 16:
-            return self._write_only(op, args, kwargs)
+            draws_only = op.seeded and op.replayable and not op.writes
+            return self._draw_only(op, args, kwargs) if draws_only else self._write_only(op, args, kwargs)
         if op.cls == OPAQUE or not op.replayable:
             return self._write_only(op, args, kwargs)
         if op.batch_norm is not None:
@@ -133,6 +135,11 @@ class Recorder:
             self._native.overwritten(tensor, None)
         return out
 
+    def _draw_only(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Not recorded; but where it finds no room it runs again, and must draw what it drew (rule 4)."""
+        with _rng.lock:
+            return self._native.call_drawn(_rng.Drawn(self._generator(op, args, kwargs)), op.call, args, kwargs)
+
     def _functional(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         native = self._native
         guard = _rng.lock if op.seeded else nullcontext()
@@ -153,7 +160,7 @@ class Recorder:
             if recipe.trust == TRUST_NEW:
                 out = self.first_use(recipe, op.call, args, kwargs)
             else:
-                out = native.call(recipe, op.call, args, kwargs)
+                out = native.call(recipe, op.call, args, kwargs, True)
             self._doubt(recipe)
             native.adopt(recipe, out)
         native.after_op()

@@ -74,3 +74,7 @@ class Drawn:
             generator.set_offset(self.state[1])
         else:
             generator.set_state(self.state)
+
+    def put_back(self) -> None:
+        """Its generator goes on from here: what was drawn since counts as not drawn."""
+        self.restore(self.generator)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._stock import live_nodes, raw_saved
+
 if TYPE_CHECKING:
     from ._manager import Manager
 
@@ -40,31 +42,10 @@ def adopt_graph(manager: Manager) -> int:
     nodes that are already built.
     """
     native = manager.native
-    seen: set[int] = set()
-    nodes: list[Any] = []
-    for thing in native.objects_of((torch.Tensor,)):
-        try:
-            node = thing.grad_fn
-        except RuntimeError:
-            continue
-        if node is not None:
-            nodes.append(node)
     adopted = 0
-    keep: list[Any] = []  # ids are compared, so the wrappers must live
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        keep.append(node)
-        for name in dir(node):
-            if not name.startswith("_raw_saved_"):
-                continue
-            try:
-                value = getattr(node, name)
-            except RuntimeError:
-                continue  # released already
-            found = [s for s in (value if isinstance(value, tuple | list) else (value,)) if s is not None]
+    for node in live_nodes(native):
+        for name, found in raw_saved(node):
+            found = [saved for saved in found if not _is_a_leaf(saved)]
             if not all(_may_have_hooks(saved) for saved in found) or _was_written(node, name):
                 continue
             for saved in found:
@@ -73,8 +54,15 @@ def adopt_graph(manager: Manager) -> int:
                     adopted += 1
                 except RuntimeError:
                     continue  # is empty
-        nodes.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
     return adopted
+
+
+def _is_a_leaf(saved: Any) -> bool:
+    """A parameter, which cannot leave: with hooks a custom Function would get another tensor in its stead."""
+    data = getattr(saved, "data", None)
+    if not isinstance(data, torch.Tensor):
+        return False
+    return isinstance(data, torch.nn.Parameter) or (data.requires_grad and data.is_leaf)
 
 
 def _may_have_hooks(saved: Any) -> bool:

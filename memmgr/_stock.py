@@ -30,6 +30,54 @@ def live_tensors(native: Any, device: torch.device | str) -> list[torch.Tensor]:
     return found
 
 
+def live_nodes(native: Any) -> list[Any]:
+    """The nodes of every autograd graph that a tensor which Python can see belongs to."""
+    seen: set[int] = set()
+    found: list[Any] = []  # ids are compared, so the wrappers must live
+    nodes: list[Any] = []
+    for thing in native.objects_of((torch.Tensor,)):
+        try:
+            nodes.append(thing.grad_fn)
+        except RuntimeError:
+            continue
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        found.append(node)
+        nodes.extend(next_node for next_node, _ in node.next_functions)
+    return found
+
+
+def raw_saved(node: Any) -> list[tuple[str, list[Any]]]:
+    """(attribute, saved variables) of a node, without unpacking anything; what was released is left out."""
+    found = []
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:
+            continue  # released already
+        found.append((name, [s for s in (value if isinstance(value, tuple | list) else (value,)) if s is not None]))
+    return found
+
+
+def saved_without_hooks(native: Any, device: torch.device | str) -> list[torch.Tensor]:
+    """What living graphs hold on the device, most of which Python does not see otherwise.
+
+    Known limitation: nodes that are written in C++ outside torch do not show what they save.
+    """
+    device = torch.device(device)
+    found: list[torch.Tensor] = []
+    for node in live_nodes(native):
+        for _, saved in raw_saved(node):
+            tensors: list[Any] = [getattr(s, "data", None) for s in saved]  # with hooks: what they made of it
+            found += [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
+    return [t for t in found if t.device == device and t.layout == torch.strided]
+
+
 class Stock:
     """The bytes that were there before: they count against the budget until they are freed."""
 
@@ -37,7 +85,7 @@ class Stock:
         self._finalizers: list[Any] = []
         self.bytes = 0
         seen: set[int] = set()
-        for tensor in live_tensors(native, device):
+        for tensor in (*live_tensors(native, device), *saved_without_hooks(native, device)):
             try:
                 storage = tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):
@@ -70,8 +118,13 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict[str, int], list[tuple[str, int]]]:
+def holders(
+    native: Any, device: torch.device | str, top: int = 5, graphs: bool = False
+) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Who holds the resident bytes: by kind, and the largest modules by class name.
+
+    Args:
+        graphs: also what graphs hold without our hooks; only while no backward can be under way.
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
@@ -113,6 +166,8 @@ def holders(native: Any, device: torch.device | str, top: int = 5) -> tuple[dict
             lease = native.lease(cell)
             if lease is not None:
                 take(lease, "saved for backward")
+    for tensor in saved_without_hooks(native, device) if graphs else ():
+        take(tensor, "saved for backward")
     for tensor in live_tensors(native, device):
         take(tensor, "other tensors")
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])

@@ -69,6 +69,17 @@ def processes() -> list[int]:
     return sorted(found)
 
 
+def _remove_dead() -> None:
+    """Sockets of processes that were killed. One that lives is not asked: that would wake it."""
+    with contextlib.suppress(OSError):
+        for path in sorted(folder().iterdir()):
+            pid = path.name.partition(".")[0]
+            if not pid.isdecimal() or path.suffix not in (".sock", ".new") or _alive(int(pid)):
+                continue
+            if path.suffix == ".new" or not _served(path):
+                _unlink(path)
+
+
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
@@ -116,6 +127,7 @@ def listen() -> tuple[socket.socket, Path]:
     Raises:
         OSError: there is no folder for it.
     """
+    _remove_dead()
     for _ in range(5):
         path = private_folder() / f"{os.getpid()}.sock"
         new = path.with_suffix(".new")

@@ -1,4 +1,6 @@
 // Cells, recipes and refs as Python sees them.
+#include <ATen/core/VariableHooksInterface.h>
+
 #include "shim.h"
 
 namespace memmgr {
@@ -246,6 +248,7 @@ static void Ref_dealloc(PyObject* self) {
     if (r->handle) remove_handle(r->cell);
     deferred_decref(reinterpret_cast<PyObject*>(r->cell));
   }
+  r->leaf.~weak_intrusive_ptr();
   r->counter.~VariableVersion();
   r->sizes.~SmallVector();
   r->strides.~SmallVector();
@@ -259,9 +262,16 @@ static int Ref_set_mutated(PyObject* self, PyObject* v, void*) {
   reinterpret_cast<Ref*>(self)->mutated = PyObject_IsTrue(v) == 1;
   return 0;
 }
-static PyGetSetDef Ref_getset[] = {{"cell", Ref_cell, nullptr, nullptr, nullptr},
-                                   {"mutated", Ref_mutated, Ref_set_mutated, nullptr, nullptr},
-                                   {nullptr, nullptr, nullptr, nullptr, nullptr}};
+static PyObject* Ref_leaf(PyObject* self, void*) {
+  auto t = reinterpret_cast<Ref*>(self)->leaf.lock();
+  if (!t) Py_RETURN_NONE;
+  return wrap(std::move(t));
+}
+static PyGetSetDef Ref_getset[] = {
+    {"cell", Ref_cell, nullptr, nullptr, nullptr},
+    {"leaf", Ref_leaf, nullptr, "the saved tensor itself, if it is a leaf and lives", nullptr},
+    {"mutated", Ref_mutated, Ref_set_mutated, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyTypeObject RefType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 Ref* make_ref(c10::TensorImpl* t, Cell* c, bool handle) {
@@ -273,6 +283,9 @@ Ref* make_ref(c10::TensorImpl* t, Cell* c, bool handle) {
   new (&r->dtype) caffe2::TypeMeta(t->dtype());
   new (&r->keys) c10::DispatchKeySet(t->key_set());
   new (&r->counter) c10::VariableVersion(handle && !t->is_inference() ? t->version_counter() : c10::VariableVersion());
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  const bool leaf = handle && at::impl::GetVariableHooks()->is_leaf(reinterpret_cast<const at::TensorBase&>(t));
+  new (&r->leaf) Weak(leaf ? c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(t) : nullptr);
   Py_INCREF(c);
   r->cell = c;
   r->mutated = false;

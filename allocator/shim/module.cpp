@@ -101,6 +101,8 @@ PyMethodDef recorder_methods[] = {
      "__torch_dispatch__ of the recorder"},
     {"record", py_record, METH_VARARGS, "record(func, args, kwargs) -> Recipe or None"},
     {"call", py_call, METH_VARARGS, "call(recipe, callable, args, kwargs, retry=False): run and time"},
+    {"call_drawn", py_call_drawn, METH_VARARGS,
+     "call_drawn(drawn, callable, args, kwargs): run; once more from where it began to draw if there was no room"},
     {"adopt", py_adopt, METH_VARARGS, "adopt(recipe, outputs)"},
     {"after_op", py_after_op, METH_NOARGS, ""},
     {"pack", pack, METH_O, "pack hook"},

@@ -329,8 +329,9 @@ static OpInfo* info_of(PyObject* func) {
   PyObject* r = PyObject_CallOneArg(g.on_classify, func);
   if (!r) return nullptr;
   PyObject *call, *wargs, *wkwargs;
-  int cls, mutates;
-  if (!PyArg_ParseTuple(r, "OipO!O!", &call, &cls, &mutates, &PyTuple_Type, &wargs, &PyTuple_Type, &wkwargs)) {
+  int cls, mutates, seeded;
+  if (!PyArg_ParseTuple(r, "OippO!O!", &call, &cls, &mutates, &seeded, &PyTuple_Type, &wargs, &PyTuple_Type,
+                        &wkwargs)) {
     Py_DECREF(r);
     return nullptr;
   }
@@ -341,6 +342,7 @@ static OpInfo* info_of(PyObject* func) {
   info->call = call;
   info->cls = static_cast<uint8_t>(cls);
   info->mutates = mutates;
+  info->seeded = seeded;
   info->dear = dear_to_recompute(func);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wargs); ++i)
     info->written_args.push_back(static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(wargs, i))));
@@ -405,8 +407,10 @@ static PyObject* translate_oom(PyObject* result) {
 }
 
 // Runs an op that writes nothing. Out of memory: garbage cycles may hold tensors, so Python collects them and the op
-// runs once more, here between two ops, where no lock of torch's is held.
-static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
+// runs once more, here between two ops, where no lock of torch's is held. `drawn` (_rng.Drawn, or null) is where it
+// began to draw: what it drew before there was no room is put back, or the second run would go on with other numbers
+// (rule 4).
+static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw, PyObject* drawn = nullptr) {
   const uint64_t floor = g.floor_bytes.load(std::memory_order_relaxed);
   PyObject* out = PyObject_Call(call, args, kw);
   if (out || !g.on_retry || !out_of_memory_type || !PyErr_ExceptionMatches(out_of_memory_type)) return out;
@@ -424,6 +428,11 @@ static PyObject* call_again(PyObject* call, PyObject* args, PyObject* kw) {
   Py_XDECREF(t);
   Py_XDECREF(v);
   g.floor_bytes = floor;  // what was refused is had after all, or refused again
+  if (drawn) {
+    PyObject* done = PyObject_CallMethod(drawn, "put_back", nullptr);
+    if (!done) return nullptr;
+    Py_DECREF(done);
+  }
   return PyObject_Call(call, args, kw);
 }
 
@@ -451,7 +460,7 @@ static PyObject* timed_call(Recipe* r, PyObject* call, PyObject* args, PyObject*
   const uint64_t stall0 = tl_stall_ns;
   const uint64_t t0 = now_ns();
   kwargs = kwargs == Py_None ? nullptr : kwargs;
-  PyObject* out = again ? call_again(call, args, kwargs) : PyObject_Call(call, args, kwargs);
+  PyObject* out = again ? call_again(call, args, kwargs, r->rng) : PyObject_Call(call, args, kwargs);
   const uint64_t dt = now_ns() - t0, stalled = tl_stall_ns - stall0;
   if (g.device)
     guess_seconds(r);
@@ -512,7 +521,9 @@ static PyObject* run_op(PyObject* func, PyObject* types, PyObject* args, PyObjec
     if ((info->mutates || info->cls == OP_OPAQUE) && writes_known(info, args, kw))
       return slow(func, types, args, kwargs, info->cls | 16);
     const uint64_t stall0 = tl_stall_ns, t0 = C10_UNLIKELY(g.tracing) ? now_ns() : 0;
-    PyObject* out = info->mutates ? PyObject_Call(info->call, args, kw) : call_again(info->call, args, kw);
+    PyObject* out = info->mutates  ? PyObject_Call(info->call, args, kw)
+                    : info->seeded ? slow(func, types, args, kwargs, info->cls | 16)
+                                   : call_again(info->call, args, kw);
     if (t0) trace_took(now_ns() - t0 - (tl_stall_ns - stall0));
     return translate_oom(out);
   }
@@ -605,6 +616,13 @@ static PyObject* py_call(PyObject*, PyObject* args) {
   int retry = 0;
   if (!PyArg_ParseTuple(args, "O!OOO|p", &RecipeType, &r, &call, &a, &k, &retry)) return nullptr;
   return timed_call(reinterpret_cast<Recipe*>(r), call, a, k, retry != 0);
+}
+
+// call_drawn(drawn, call, args, kwargs): an op that draws, not recorded.
+static PyObject* py_call_drawn(PyObject*, PyObject* args) {
+  PyObject *drawn, *call, *a, *k;
+  if (!PyArg_ParseTuple(args, "OOO!O!", &drawn, &call, &PyTuple_Type, &a, &PyDict_Type, &k)) return nullptr;
+  return call_again(call, a, k, drawn);
 }
 
 static PyObject* py_adopt(PyObject*, PyObject* args) {

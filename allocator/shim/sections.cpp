@@ -7,7 +7,7 @@ namespace memmgr {
 
 namespace {
 
-// As an op was recorded: below autograd and autocast, no mode, no gradient (rule 5).
+// As an op was recorded: below autograd and autocast, no mode, no layer of a functorch transform, no gradient (rule 5).
 struct Below {
   PyObject_HEAD;
   c10::DispatchKeySet added;  // keys that this section switched off
@@ -34,8 +34,12 @@ PyObject* Below_enter(PyObject* o, PyObject*) {
   if (self->inside) return PyErr_Format(PyExc_RuntimeError, "memmgr: a section is entered twice");
   using K = c10::DispatchKey;
   auto tls = c10::impl::tls_local_dispatch_key_set();
+  // A backward may run inside vmap (is_grads_batched, torch.func.vmap over a backward); the recorded op did not.
+  constexpr c10::DispatchKeySet transforms({K::FuncTorchDynamicLayerFrontMode, K::FuncTorchDynamicLayerBackMode,
+                                            K::FuncTorchBatched, K::FuncTorchVmapMode, K::FuncTorchGradWrapper,
+                                            K::Batched, K::VmapMode});
   const auto off = c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
-                   c10::DispatchKeySet({K::Python, K::PreDispatch, K::PythonTLSSnapshot});
+                   c10::DispatchKeySet({K::Python, K::PreDispatch, K::PythonTLSSnapshot}) | transforms;
   self->added = off - tls.excluded_;
   self->grad = c10::GradMode::is_enabled();
   self->was_recomputing = tl_recomputing;
@@ -120,7 +124,7 @@ bool add_type(PyObject* m, PyTypeObject* type, const char* name, size_t size, ne
 }  // namespace
 
 bool ready_sections(PyObject* m) {
-  BelowType.tp_doc = "Below(recomputing=False): below autograd and autocast, no mode, no gradient";
+  BelowType.tp_doc = "Below(recomputing=False): below autograd and autocast, no mode, no transform, no gradient";
   FinallyType.tp_doc = "Finally(callable): calls it at the end, again if an interrupt came in it";
   FinallyType.tp_dealloc = Finally_dealloc;
   return add_type(m, &BelowType, "memmgr._native.Below", sizeof(Below), Below_new, Below_methods) &&

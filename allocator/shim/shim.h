@@ -197,7 +197,8 @@ struct Ref {
   caffe2::TypeMeta dtype;
   c10::DispatchKeySet keys;
   c10::VariableVersion counter;  // of the tensor that was saved; what is unpacked shares it, as autograd's own does
-  bool mutated;                  // the op writes to it: replay on a private copy (rule 2)
+  c10::weak_intrusive_ptr<c10::TensorImpl> leaf;  // of a handle: the tensor itself, if it is a leaf; holds no bytes
+  bool mutated;                                   // the op writes to it: replay on a private copy (rule 2)
   bool handle;
 };
 
@@ -206,7 +207,8 @@ struct OpInfo {
   PyObject* call;
   uint8_t cls;
   bool mutates;
-  bool dear;  // dear to recompute: its outputs are allocated from the other end
+  bool seeded;  // draws random numbers
+  bool dear;    // dear to recompute: its outputs are allocated from the other end
   std::vector<int> written_args;
   std::vector<PyObject*> written_kwargs;
 };
@@ -304,7 +306,7 @@ struct Shim {
 
   PyObject* on_slow = nullptr;      // (func, types, args, kwargs, class)
   PyObject* on_new_kind = nullptr;  // (func, args, kwargs): first use of a kind
-  PyObject* on_classify = nullptr;  // (func) -> (callable, class, mutates, written args, written kwargs)
+  PyObject* on_classify = nullptr;  // (func) -> (callable, class, mutates, seeded, written args, kwargs)
   PyObject* on_missing = nullptr;   // (cell): recompute it
   PyObject* on_rank = nullptr;      // ()
   PyObject* on_kept = nullptr;      // (): roots that only recipes hold may have grown too many

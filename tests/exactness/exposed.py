@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 from .harness import CaseFunction
 from .test_hostile import WIDTH, Hole, _drive
@@ -156,6 +157,30 @@ def numpy_of_dlpack_and_back(step: int, w: nn.Parameter, s: SimpleNamespace) -> 
             alias.data[3] = 2.0
 
     return loss, between
+
+
+def _dlpack_door(name: str, export: Any) -> None:
+    def f(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+        with torch.no_grad():
+            x = torch.randn(WIDTH, WIDTH)
+        alias = torch.from_dlpack(export(x))
+
+        @torch.no_grad()
+        def between() -> None:
+            if s.bad:
+                alias.fill_(2.0)
+
+        return _use(w, x), between
+
+    f.__name__ = name
+    hole(f)
+
+
+_dlpack_door("capsule_by_the_name_that_a_module_imported", lambda x: to_dlpack(x))
+_dlpack_door("capsule_by_its_name_in_torch", lambda x: torch.to_dlpack(x))
+_dlpack_door("capsule_by_its_name_in_torch_utils", lambda x: torch.utils.dlpack.to_dlpack(x))
+_dlpack_door("capsule_of_torchs_own", lambda x: torch._C._to_dlpack(x))
+_dlpack_door("versioned_capsule", lambda x: torch._C._to_dlpack_versioned(x))
 
 
 @hole

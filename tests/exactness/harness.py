@@ -131,6 +131,7 @@ _PATCHABLE = [
     (torch.Tensor, "data_ptr"),
     (torch.Tensor, "numpy"),
     (torch.Tensor, "__dlpack__"),
+    (torch.utils.dlpack, "to_dlpack"),
     (torch.Tensor, "backward"),
     (torch.UntypedStorage, "data_ptr"),
     (torch.UntypedStorage, "resize_"),

@@ -579,6 +579,31 @@ def torch_func_inside(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     )
 
 
+def _drawn_chain(w: nn.Parameter) -> torch.Tensor:
+    h = F.dropout((_x() @ w).tanh(), 0.3).exp()
+    h = h * torch.empty_like(h).bernoulli_(0.7)
+    return F.dropout((h @ w).sin(), 0.2).sigmoid() * h
+
+
+@hole
+def batched_gradients(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """Backward runs inside vmap, whose layer must be off while what it asks for is made again."""
+    h = _drawn_chain(w)
+    out = (h * h).sum(0)[:3]
+    (rows,) = torch.autograd.grad(out, w, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    s.record.put(f"rows[{s.step}]", rows)
+    return out.sum()
+
+
+@hole
+def backward_inside_vmap(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    h = _drawn_chain(w)
+    out = (h * h).sum(0)[:3]
+    rows = torch.func.vmap(lambda v: torch.autograd.grad(out, w, v, retain_graph=True)[0])(torch.eye(3))
+    s.record.put(f"rows[{s.step}]", rows)
+    return out.sum()
+
+
 @hole
 def users_own_saved_tensor_hooks(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     h = w.exp()

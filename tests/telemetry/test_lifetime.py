@@ -154,6 +154,20 @@ def test_stale_sockets_are_removed_and_busy_ones_are_not(runtime: Path) -> None:
         each.close()
 
 
+def test_the_next_budget_removes_what_a_killed_process_left(runtime: Path) -> None:
+    folder = _stream.private_folder()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"{gone.pid}.sock", f"{gone.pid}.new"):
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(folder / name))
+    with socket.socket(socket.AF_UNIX) as elsewhere:  # a process that is not seen from here, in another container
+        elsewhere.bind(str(folder / f"{2**22 + 1}.sock"))
+        elsewhere.listen()
+        with memmgr.budget(LIMIT, quiet=True):
+            assert sorted(p.name for p in folder.iterdir()) == sorted([f"{os.getpid()}.sock", f"{2**22 + 1}.sock"])
+
+
 def test_a_killed_process_leaves_an_address_that_the_next_look_removes(runtime: Path) -> None:
     process = child("time.sleep(60)")
     assert _stream.processes() == [process.pid]

@@ -1,0 +1,88 @@
+"""A budget that opens while a graph lives: what the graph holds counts, and is kept to the limit or refused at once."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memmgr
+
+from .harness import HUGE_BYTES, global_state
+
+WIDTH, DEPTH = 256, 12
+SIZE = WIDTH * WIDTH * 4
+SAVED = 2 * DEPTH * SIZE  # what tanh and exp save, which Python does not see once the names are gone
+
+
+def _graph() -> tuple[nn.Parameter, torch.Tensor]:
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.05)
+    h = torch.randn(WIDTH, WIDTH)
+    for _ in range(DEPTH):
+        h = (h @ w).tanh().exp()
+    return w, h.sum()
+
+
+def _gradient(w: nn.Parameter, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    assert w.grad is not None
+    return w.grad
+
+
+def _budget(limit: int, **options: Any) -> memmgr.budget:
+    gc.collect()
+    return memmgr.budget(limit, quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def want() -> torch.Tensor:
+    return _gradient(*_graph())
+
+
+def test_a_graph_from_before_counts(want: torch.Tensor) -> None:
+    """Its memory is not ours, so nothing of it can leave."""
+    w, loss = _graph()
+    with (
+        pytest.raises(memmgr.BudgetError, match=r"on the device already.*saved for backward") as caught,
+        _budget(SAVED // 2),
+    ):
+        pass
+    assert caught.value.floor_bytes >= SAVED
+    with _budget(caught.value.floor_bytes + 4 * SIZE) as mm:
+        assert torch.equal(_gradient(w, loss), want)
+    assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
+    assert mm.stats()["resident_bytes.current"] < SAVED  # and it counts no longer than it is there
+
+
+def test_a_graph_of_an_earlier_budget_goes_to_the_tier(want: torch.Tensor) -> None:
+    with _budget(HUGE_BYTES):
+        w, loss = _graph()
+    with _budget(SAVED // 2) as mm:
+        assert mm.stats()["resident_bytes.current"] <= SAVED // 2
+        assert torch.equal(_gradient(w, loss), want)
+    assert mm.stats()["resident_bytes.peak"] <= SAVED // 2
+
+
+@pytest.mark.parametrize("options", [{"policy": "evict"}, {"disk": False}])
+def test_a_graph_of_an_earlier_budget_without_a_tier(options: dict[str, Any], want: torch.Tensor) -> None:
+    with _budget(HUGE_BYTES):
+        w, loss = _graph()
+    before = global_state()
+    with pytest.raises(memmgr.BudgetError, match="on the device already"), _budget(SAVED // 2, **options):
+        pass
+    assert global_state() == before
+    assert torch.equal(_gradient(w, loss), want)
+
+
+def test_the_graph_survives_an_opening_that_failed(want: torch.Tensor) -> None:
+    with _budget(HUGE_BYTES):
+        w, loss = _graph()
+        held = torch.ones(SAVED // 4)
+    with pytest.raises(memmgr.BudgetError, match="on the device already"), _budget(SAVED // 2):
+        pass
+    assert torch.equal(_gradient(w, loss), want)
+    assert bool((held == 1).all())

@@ -1,0 +1,67 @@
+"""An op that found no room after it had drawn may run again only from where it began to draw (rule 4)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr._manager import Manager
+
+ROWS, COLUMNS = 256, 256
+SIZE = ROWS * COLUMNS * 4
+GARBAGE = 4 * SIZE  # in a cycle: there only until Python collects it
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # Both draw into a small tensor first and then ask for a large one.
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "multinomial": lambda x: torch.multinomial(x, 200).float(),
+}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _run(op: Callable[[torch.Tensor], torch.Tensor], scope: Any, grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.rand(ROWS, COLUMNS)
+    torch.manual_seed(5)
+    with _uncollected(), scope, torch.set_grad_enabled(grad):
+        cycle: list[Any] = [torch.empty(GARBAGE, dtype=torch.uint8)]
+        cycle.append(cycle)
+        del cycle
+        out = op(x.requires_grad_() if grad else x)
+        return out.detach(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", OPS)
+def test_the_second_run_draws_the_same(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS[name]
+    want, state = _run(op, nullcontext(), grad)
+    retries: list[bool] = []
+    before = Manager._retry
+    monkeypatch.setattr(Manager, "_retry", lambda self: retries.append(before(self)) or retries[-1])
+    finished = 0
+    for share in range(6, 42, 2):  # somewhere here there is room for what it draws, and none for what comes after
+        limit = SIZE + GARBAGE + SIZE * share // 16
+        retries.clear()
+        try:
+            got, after = _run(op, memmgr.budget(limit, policy="evict", disk=False, quiet=True), grad)
+        except memmgr.BudgetError:
+            continue
+        finished += any(retries)
+        assert torch.equal(got, want), f"other numbers at a budget of {limit}"
+        assert torch.equal(after, state), f"the generator is elsewhere at a budget of {limit}"
+    assert finished, "no op was run a second time, so nothing was tested"
