@@ -11,9 +11,9 @@
 //   needed     a version that somebody's bytes can be made from only while it can be had
 //   pin        whoever has one may hold a pointer to the bytes: the cell stays where it is (rule 3)
 //
-// Locks: `graph_lock()` guards versions, recipes, kinds and the registry of cells. Nobody allocates managed memory, runs
-// an op, copies bytes or takes the GIL under it. Residency changes hands by `Cell::state` alone: whoever sets kBusy on a
-// cell without pins owns its bytes until it clears kBusy.
+// Locks: `graph_lock()` guards versions, recipes, kinds and the registry of cells. Nobody allocates managed memory,
+// runs an op, copies bytes or takes the GIL under it. Residency changes hands by `Cell::state` alone: whoever sets
+// kBusy on a cell without pins owns its bytes until it clears kBusy.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -68,10 +68,10 @@ struct Cell {
   size_t index = 0;                   // in the registry
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;
-  bool newborn = false;  // nobody has written to it yet: foreign code may, without telling (rule 3)
-  bool outside = false;  // its memory is not the pool's
-  bool small = false;    // counted, never paged: it is a cell only because a recipe names it
-  bool kept = false;     // an orphan that recipes keep by value
+  bool newborn = false;    // nobody has written to it yet: foreign code may, without telling (rule 3)
+  bool outside = false;    // its memory is not the pool's
+  bool small = false;      // counted, never paged: it is a cell only because a recipe names it
+  bool kept = false;       // an orphan that recipes keep by value
   int32_t queued_at = -1;  // among the victims (reclaim.cpp)
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
@@ -81,16 +81,16 @@ struct Cell {
 struct Version {
   uint32_t refs = 1;
   uint32_t needed = 0;
-  Cell* cell = nullptr;      // that holds, or held, the bytes; null: a ghost
-  bool evicted = false;      // the cell's storage lives, its bytes can only be made again
-  bool temporary = false;    // a ghost that a rematerialization has made for others; its bytes end with that
+  Cell* cell = nullptr;    // that holds, or held, the bytes; null: a ghost
+  bool evicted = false;    // the cell's storage lives, its bytes can only be made again
+  bool temporary = false;  // a ghost that a rematerialization has made for others; its bytes end with that
   bool uninitialized = false;
   Recipe* recipe = nullptr;  // counted
   uint16_t output = 0;
   uint16_t depth = 0;
   uint64_t nbytes = 0;
-  bool lost = false;              // a ghost that nothing can make any more
-  std::vector<Recipe*> readers;   // the recipes that name it
+  bool lost = false;             // a ghost that nothing can make any more
+  std::vector<Recipe*> readers;  // the recipes that name it
 };
 
 std::mutex& graph_lock();

@@ -17,8 +17,8 @@
 #include "budget.h"
 #include "ops.h"
 #include "pools/pool.h"
-#include "reclaim.h"
 #include "recipe.h"
+#include "reclaim.h"
 #include "rematerialize.h"
 #include "rng.h"
 
@@ -349,7 +349,6 @@ bool newly_large(const c10::StorageImpl* s) {
   return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes;
 }
 
-
 // Everything that one try of an op does; what it throws may be mended by the caller.
 class Call {
  public:
@@ -444,9 +443,9 @@ class Call {
     for (const TensorArg& a : recipe_->tensors)
       if (a.role == Role::kWritten && a.version->cell) {
         Cell* c = a.version->cell;
-        before_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                        static_cast<int64_t>(c->nbytes), pool_allocate(c->nbytes),
-                                                        c10::GetAllocator(c10::kCPU), false);
+        before_ =
+            c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
+                                                  pool_allocate(c->nbytes), c10::GetAllocator(c10::kCPU), false);
         std::memcpy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
       }
   }
@@ -617,8 +616,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     frame.release();
     stack->resize(base);
     stack->insert(stack->end(), copy.begin(), copy.end());
-    if (info->kind != OpClass::kMetadata)
-      touch_arguments(frame, info, stack->data() + base, n);
+    if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
   if (C10_UNLIKELY(budget.options.torture && tl_depth == 1)) {
     c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
@@ -678,8 +676,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 // ---- threads that are not seen ----
 
-// The first op of a thread that we have not met, whose arguments nobody shows us (asking for them would cost every op of
-// every thread 0.5 us): while it runs nothing leaves, all that was away is back, and all that it may have written to
+// The first op of a thread that we have not met, whose arguments nobody shows us (asking for them would cost every op
+// of every thread 0.5 us): while it runs nothing leaves, all that was away is back, and all that it may have written to
 // counts as written. From its next op on the thread is seen.
 struct Unseen final : at::ObserverContext {
   Unseen() { nothing_leaves(true); }

@@ -29,7 +29,8 @@ void catch_unseen_threads(bool on);
 // The caller holds its storage.
 void escape(Cell* c, Escape why);
 
-// Throws it as memmgr.BudgetError, if there is a Python to say so; else returns. Takes the GIL: nothing of ours is held.
+// Throws it as memmgr.BudgetError, if there is a Python to say so; else returns. Takes the GIL: nothing of ours is
+// held.
 void raise_budget_error(const c10::OutOfMemoryError& e);
 
 // Cells that an asynchronous op may still be using stay pinned until its Work is done or nobody has it (rule 3).

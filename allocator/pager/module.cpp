@@ -77,8 +77,8 @@ StoragePtr storage_of(PyObject* o) {
 }
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit", "folder", "disk_bytes", "throttle", "small_bytes", "may_evict", "may_offload",
-                                "torture", "verify", "order", nullptr};
+  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
+                                "may_offload", "torture", "verify",     "order",    nullptr};
   unsigned long long limit, disk_bytes, throttle, small_bytes;
   const char* folder;
   int may_evict, may_offload, torture, verify, order;
@@ -106,13 +106,33 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
     reset_floor();
-    for (auto* n : {&counters.evictions, &counters.evicted_bytes, &counters.offloads, &counters.offload_bytes,
-                    &counters.clean_drops, &counters.reloads, &counters.reload_bytes, &counters.rematerialized_ops,
-                    &counters.rematerializations, &counters.remat_ns, &counters.stall_ns, &counters.reclaims,
-                    &counters.ops, &counters.recorded_ops, &counters.adopted, &counters.adopted_bytes,
-                    &counters.escapes, &counters.trials, &counters.refused_kinds, &counters.tier_errors,
-                    &counters.copies_before_write, &counters.trap_retries, &counters.admission_waits,
-                    &counters.retries, &counters.foreign_writes, &counters.unseen_ops, &counters.cut_recipes})
+    for (auto* n : {&counters.evictions,
+                    &counters.evicted_bytes,
+                    &counters.offloads,
+                    &counters.offload_bytes,
+                    &counters.clean_drops,
+                    &counters.reloads,
+                    &counters.reload_bytes,
+                    &counters.rematerialized_ops,
+                    &counters.rematerializations,
+                    &counters.remat_ns,
+                    &counters.stall_ns,
+                    &counters.reclaims,
+                    &counters.ops,
+                    &counters.recorded_ops,
+                    &counters.adopted,
+                    &counters.adopted_bytes,
+                    &counters.escapes,
+                    &counters.trials,
+                    &counters.refused_kinds,
+                    &counters.tier_errors,
+                    &counters.copies_before_write,
+                    &counters.trap_retries,
+                    &counters.admission_waits,
+                    &counters.retries,
+                    &counters.foreign_writes,
+                    &counters.unseen_ops,
+                    &counters.cut_recipes})
       n->store(0);
     catch_unseen_threads(true);
     budget.open.store(true, std::memory_order_release);
@@ -304,8 +324,8 @@ PyTypeObject pin_type = [] {
   return t;
 }();
 
-// pin(sequence of tensors or cdatas[, written[, region]]) -> Pin. region: this thread's ops are not paged meanwhile, since
-// whoever called reads what they make without an op.
+// pin(sequence of tensors or cdatas[, written[, region]]) -> Pin. region: this thread's ops are not paged meanwhile,
+// since whoever called reads what they make without an op.
 PyObject* py_pin(PyObject*, PyObject* args) {
   PyObject* sequence;
   int written = 0, region = 0;
@@ -327,7 +347,8 @@ PyObject* py_pin(PyObject*, PyObject* args) {
     try {
       for (StoragePtr& s : storages) {
         Cell* c = cell_of(s.get());
-        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) c = adopt(s.get());
+        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
+          c = adopt(s.get());
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));
@@ -384,8 +405,8 @@ PyObject* py_describe(PyObject*, PyObject* o) {
                        state & kAbsent ? names[static_cast<int>(c->absence)] : "resident", "pins", state & kPinMask,
                        "escaped", c->escape != Escape::kNone ? Py_True : Py_False, "recipe",
                        c->version && c->version->recipe ? Py_True : Py_False, "depth",
-                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean", c->slot >= 0 ? Py_True : Py_False,
-                       "needed", c->version ? c->version->needed : 0u);
+                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean",
+                       c->slot >= 0 ? Py_True : Py_False, "needed", c->version ? c->version->needed : 0u);
 }
 
 void put(PyObject* dict, const char* key, uint64_t value) {
@@ -474,7 +495,8 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
 
 PyObject* py_check_arena(PyObject*, PyObject*) {
   char why[400] = {};
-  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0) return PyErr_Format(PyExc_RuntimeError, "%s", why);
+  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0)
+    return PyErr_Format(PyExc_RuntimeError, "%s", why);
   Py_RETURN_NONE;
 }
 
@@ -492,7 +514,8 @@ void after_fork_in_child() {
 }
 
 PyMethodDef methods[] = {
-    {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS, "opens a budget"},
+    {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
+     "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
     {"see_this_thread", py_see_this_thread, METH_O, "the ops of this thread are seen (rule 12)"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
@@ -510,7 +533,8 @@ PyMethodDef methods[] = {
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 

@@ -13,44 +13,102 @@ using Names = std::unordered_set<std::string>;
 
 // Only these are ever run a second time (rule 5); the other namespaces of torch's own do what their schema says.
 const Names& own_namespaces() {
-  static const auto* n = new Names{"aten",          "prims",    "quantized", "quantized_decomposed", "mkl",     "mkldnn",
-                                   "mkldnn_prepacked", "_quantized", "_c10d_functional", "_c10d_functional_autograd",
-                                   "c10d", "fsdp", "_dtensor", "profiler", "inductor", "prim", "sparse", "xnnpack", "static_runtime"};
+  static const auto* n = new Names{"aten",
+                                   "prims",
+                                   "quantized",
+                                   "quantized_decomposed",
+                                   "mkl",
+                                   "mkldnn",
+                                   "mkldnn_prepacked",
+                                   "_quantized",
+                                   "_c10d_functional",
+                                   "_c10d_functional_autograd",
+                                   "c10d",
+                                   "fsdp",
+                                   "_dtensor",
+                                   "profiler",
+                                   "inductor",
+                                   "prim",
+                                   "sparse",
+                                   "xnnpack",
+                                   "static_runtime"};
   return *n;
 }
 
 // Aliases without saying so, or with a write that moves no bytes.
 const Names& views() {
-  static const auto* n = new Names{"aten::_unsafe_view", "aten::_reshape_alias", "aten::record_stream", "aten::requires_grad_",
-                                   "aten::retain_grad", "aten::_fw_primal", "aten::_make_dual", "aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_", "aten::swapdims_", "aten::swapaxes_", "aten::as_strided_", "aten::detach_", "aten::rename_"};
+  static const auto* n =
+      new Names{"aten::_unsafe_view", "aten::_reshape_alias", "aten::record_stream", "aten::requires_grad_",
+                "aten::retain_grad",  "aten::_fw_primal",     "aten::_make_dual",    "aten::transpose_",
+                "aten::t_",           "aten::squeeze_",       "aten::unsqueeze_",    "aten::swapdims_",
+                "aten::swapaxes_",    "aten::as_strided_",    "aten::detach_",       "aten::rename_"};
   return *n;
 }
 
 const Names& metadata() {
-  static const auto* n = new Names{
-      "aten::empty_like",     "aten::zeros_like",       "aten::ones_like",   "aten::full_like", "aten::rand_like",
-      "aten::randn_like",     "aten::randint_like",     "aten::new_empty",   "aten::new_zeros", "aten::new_ones",
-      "aten::new_full",       "aten::new_empty_strided", "aten::is_same_size", "aten::_has_same_storage_numel", "aten::_version", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::size", "aten::stride", "aten::dim", "aten::numel", "aten::is_contiguous", "aten::_has_compatible_shallow_copy_type", "aten::_is_zerotensor", "aten::is_complex", "aten::is_floating_point", "aten::result_type"};
+  static const auto* n = new Names{"aten::empty_like",
+                                   "aten::zeros_like",
+                                   "aten::ones_like",
+                                   "aten::full_like",
+                                   "aten::rand_like",
+                                   "aten::randn_like",
+                                   "aten::randint_like",
+                                   "aten::new_empty",
+                                   "aten::new_zeros",
+                                   "aten::new_ones",
+                                   "aten::new_full",
+                                   "aten::new_empty_strided",
+                                   "aten::is_same_size",
+                                   "aten::_has_same_storage_numel",
+                                   "aten::_version",
+                                   "aten::sym_size",
+                                   "aten::sym_stride",
+                                   "aten::sym_numel",
+                                   "aten::sym_storage_offset",
+                                   "aten::size",
+                                   "aten::stride",
+                                   "aten::dim",
+                                   "aten::numel",
+                                   "aten::is_contiguous",
+                                   "aten::_has_compatible_shallow_copy_type",
+                                   "aten::_is_zerotensor",
+                                   "aten::is_complex",
+                                   "aten::is_floating_point",
+                                   "aten::result_type"};
   return *n;
 }
 
 const Names& uninitialized() {
-  static const auto* n = new Names{"aten::empty",        "aten::empty_like",      "aten::empty_strided",
-                                   "aten::new_empty",    "aten::new_empty_strided", "aten::empty_permuted",
-                                   "aten::_empty_affine_quantized", "aten::empty_quantized", "aten::_empty_per_channel_affine_quantized"};
+  static const auto* n = new Names{"aten::empty",
+                                   "aten::empty_like",
+                                   "aten::empty_strided",
+                                   "aten::new_empty",
+                                   "aten::new_empty_strided",
+                                   "aten::empty_permuted",
+                                   "aten::_empty_affine_quantized",
+                                   "aten::empty_quantized",
+                                   "aten::_empty_per_channel_affine_quantized"};
   return *n;
 }
 
 // In-place ops that never read what was there.
 const Names& overwriters() {
-  static const auto* n = new Names{"aten::fill_",    "aten::zero_",        "aten::copy_",      "aten::normal_",
-                                   "aten::uniform_", "aten::bernoulli_",   "aten::random_",    "aten::exponential_",
+  static const auto* n = new Names{"aten::fill_",      "aten::zero_",       "aten::copy_",   "aten::normal_",
+                                   "aten::uniform_",   "aten::bernoulli_",  "aten::random_", "aten::exponential_",
                                    "aten::geometric_", "aten::log_normal_", "aten::cauchy_"};
   return *n;
 }
 
 const Names& storage_ops() {
-  static const auto* n = new Names{"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::resize_as_sparse_", "aten::sparse_resize_", "aten::sparse_resize_and_clear_", "aten::_resize_output", "aten::set_data"};
+  static const auto* n = new Names{"aten::set_",
+                                   "aten::resize_",
+                                   "aten::resize_as_",
+                                   "aten::_resize_output_",
+                                   "aten::resize_as_sparse_",
+                                   "aten::sparse_resize_",
+                                   "aten::sparse_resize_and_clear_",
+                                   "aten::_resize_output",
+                                   "aten::set_data"};
   return *n;
 }
 
@@ -142,7 +200,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   }
   const bool hidden = running_mean >= 0;
   if (handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-      !handle.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+      !handle.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+      !handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
     kind = OpClass::kComposite;
     return;
   }

@@ -26,7 +26,7 @@ struct OpInfo {
   bool overwriter = false;     // writes its first argument without reading it
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
-  int generator = -1;  // position of the generator
+  int generator = -1;                                      // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument

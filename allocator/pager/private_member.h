@@ -11,9 +11,9 @@ struct PrivateMember {
 
 }  // namespace memmgr::pager
 
-#define MEMMGR_PRIVATE_MEMBER(tag, owner, name, kind)       \
-  struct tag {                                              \
-    using type = kind owner::*;                             \
-    friend constexpr type private_member(tag);              \
-  };                                                        \
+#define MEMMGR_PRIVATE_MEMBER(tag, owner, name, kind) \
+  struct tag {                                        \
+    using type = kind owner::*;                       \
+    friend constexpr type private_member(tag);        \
+  };                                                  \
   template struct PrivateMember<tag, &owner::name>;

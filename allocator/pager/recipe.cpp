@@ -25,8 +25,8 @@ bool is_plain(const c10::TensorImpl* t) {
   using K = c10::DispatchKey;
   if (!t->has_storage() || t->is_python_dispatch() || t->has_symbolic_sizes_strides()) return false;
   const c10::DispatchKeySet k = t->key_set();
-  if (k.has_any(c10::DispatchKeySet({K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor,
-                                     K::Conjugate, K::Negative})))
+  if (k.has_any(c10::DispatchKeySet(
+          {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
   return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
          t->device().is_cpu();
@@ -203,7 +203,8 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   r->args.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {
     const c10::IValue& v = args[i];
-    const bool left_out = statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
+    const bool left_out =
+        statistics && (static_cast<int>(i) == info->running_mean || static_cast<int>(i) == info->running_var);
     if (left_out) {  // they move once a step; what the op returns in training does not read them
       r->args.emplace_back();
       d.hash.mix(uint64_t{29});
@@ -343,8 +344,7 @@ void cut_recipes(bool all) {
     if (v && v->recipe && v->needed == 0 && !v->evicted) found.emplace_back(c->last_touch.load(), v);
   });
   const size_t n = all ? found.size() : (found.size() + 1) / 2;
-  if (n < found.size())
-    std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
+  if (n < found.size()) std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(n), found.end());
   for (size_t i = 0; i < n; ++i) forget_recipe_locked(found[i].second, &trash);
   counters.cut_recipes += n;
 }

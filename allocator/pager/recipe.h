@@ -20,8 +20,8 @@ enum class Trust : uint8_t { kNew, kYes, kNo };
 struct Kind {
   OpInfo* info = nullptr;
   std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<uint32_t> trials{0};   // that found no room
-  std::atomic<double> seconds{-1};   // of one run; -1: not measured
+  std::atomic<uint32_t> trials{0};  // that found no room
+  std::atomic<double> seconds{-1};  // of one run; -1: not measured
 };
 
 enum class Role : uint8_t {
@@ -53,7 +53,7 @@ struct Recipe {
   uint32_t refs = 0;  // versions that it makes, and who runs it; guarded by the graph's lock
   OpInfo* info = nullptr;
   Kind* kind = nullptr;
-  c10::DispatchKeySet keys;  // below ours, as the op was called
+  c10::DispatchKeySet keys;       // below ours, as the op was called
   std::vector<c10::IValue> args;  // tensors left out
   std::vector<TensorArg> tensors;
   std::vector<Version*> outputs;  // not counted; null: nobody wants it
@@ -61,7 +61,7 @@ struct Recipe {
   int numerics = 0;
   uint16_t depth = 1;
   bool broken = false;  // something that it reads is lost
-  uint64_t bytes = 0;  // that it costs by itself
+  uint64_t bytes = 0;   // that it costs by itself
   ~Recipe();
 };
 

@@ -416,7 +416,8 @@ void throw_out_of_memory(uint64_t request) {
                      " are in use and nothing more can leave; this op needs " + mb(resident + request) + ".";
   {
     std::lock_guard<std::mutex> lock(budget.error_lock);
-    if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + ": it needs more disk, not more budget.";
+    if (!budget.tier_error.empty())
+      text += " The disk tier failed: " + budget.tier_error + ": it needs more disk, not more budget.";
   }
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }

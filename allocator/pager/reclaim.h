@@ -11,8 +11,8 @@ namespace memmgr::pager {
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
 
-// Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at even
-// turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
+// Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at
+// even turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
 uint64_t let_go(Cell* c, int turn = -1);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);

@@ -49,7 +49,8 @@ void make_plan_locked(Version* target, Plan* plan) {
     }
     const Version* v = at.recipe->tensors[at.next++].version;
     if (!v || has_bytes_locked(v)) continue;
-    TORCH_CHECK(v->recipe, "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
+    TORCH_CHECK(v->recipe,
+                "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
     if (seen.insert(v->recipe).second) path.push_back({v->recipe, 0});
   }
@@ -177,7 +178,8 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
                 " gave another size when it was run again. Please report this.");
     const bool simple = pointer_of(made[i].get()).get_deleter() == pool_deleter();
-    TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(), " gave memory that is not the pool's. Please report this.");
+    TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
+                " gave memory that is not the pool's. Please report this.");
     if (v == target) {
       if (plan.uses[v] > 0) continue;
       *result = std::move(pointer_of(made[i].get()));

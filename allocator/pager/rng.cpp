@@ -18,7 +18,9 @@ enum class Way { kNone, kArgument, kOverload, kUniform, kNormal, kDropout };
 
 // The overload that takes a generator: where its new argument goes is read from its schema.
 const char* overload_with_generator(const c10::OperatorName& name) {
-  const auto is = [&](const char* op, const char* overload) { return name.name == op && name.overload_name == overload; };
+  const auto is = [&](const char* op, const char* overload) {
+    return name.name == op && name.overload_name == overload;
+  };
   if (is("aten::rand", "") || is("aten::randn", "") || is("aten::randint", "") || is("aten::randperm", ""))
     return "generator";
   if (is("aten::randint", "low")) return "low_generator";

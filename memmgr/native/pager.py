@@ -15,8 +15,8 @@ from typing import Protocol, TypedDict, cast
 
 import torch
 
-from .._shim import NoShim, cache_folder, compile_library, load_core
-
+from memmgr import _cache
+from memmgr._shim import NoShim, compile_library, load_core
 
 SMALL_BYTES = 64 << 10
 """Smaller storages are counted and never paged: one that comes and goes costs more than the room that it makes."""
@@ -130,7 +130,7 @@ def load() -> Pager:
     files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h")]
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
-    target = cache_folder() / f"pager-{digest.hexdigest()[:20]}" / "_pager.so"
+    target = _cache.place(f"pager-{digest.hexdigest()[:20]}", "_pager.so")
     if not target.is_file():
         python = Path(sysconfig.get_paths()["include"])
         if not (python / "Python.h").is_file():

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..native.pager import Pager
+from memmgr.native.pager import Pager
+
 from .patches import Patches
 from .raw import RawReaders
 
@@ -72,7 +73,7 @@ def _let_higher_order_ops_through() -> None:
 
         @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
+            original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             self.fallthrough(key)
 
         init._memmgr = True  # type: ignore[attr-defined]

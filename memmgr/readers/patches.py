@@ -74,13 +74,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                run, patches = spec.loader.exec_module, self.waiting.pop(name)
-
-                def exec_module(module: ModuleType) -> None:
-                    run(module)
-                    for patch in patches:
-                        patch(module)
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+                _patch_after(spec.loader, self.waiting.pop(name))
                 return spec
         return None
+
+
+def _patch_after(loader: Any, patches: list[Callable[[ModuleType], None]]) -> None:
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        run(module)
+        for patch in patches:
+            patch(module)
+
+    loader.exec_module = exec_module

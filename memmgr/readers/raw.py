@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..native.pager import Addressed, Escape, Pager
+from memmgr.native.pager import Addressed, Escape, Pager
+
 from .patches import Patches
 
 # Callers that compare addresses and read nothing: module, and in it these functions (none named: all).
@@ -101,7 +102,9 @@ class RawReaders:
         wrap(torch.Tensor, "tolist", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
         wrap(torch._C, "_is_alias_of", self.scoped)
-        self._patches.when_imported("safetensors.torch", lambda module: wrap(module, "_tobytes", self._pointer_in_scope))
+        self._patches.when_imported(
+            "safetensors.torch", lambda module: wrap(module, "_tobytes", self._pointer_in_scope)
+        )
         self._patches.when_imported("triton.runtime.jit", self._triton)
         self._patches.when_imported("torch._inductor.output_code", self._inductor)
 
@@ -210,9 +213,7 @@ class RawReaders:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    while (
-        frame is not None and frame.f_globals.get("__name__") == "torch.storage" and frame.f_code.co_name in _PASS_ON
-    ):
+    while frame is not None and frame.f_globals.get("__name__") == "torch.storage" and frame.f_code.co_name in _PASS_ON:
         frame = frame.f_back
     return frame
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from memmgr._errors import BudgetError
+from memmgr._sizes import UNLIMITED, show_size
+from memmgr.native import pager as native
+from memmgr.native.pager import SMALL_BYTES, Order, Pager
 from memmgr.policies import Policy
 from memmgr.policies.rules.directors import DIRECTORS, keep
 from memmgr.policies.rules.filters import FILTERS
-
-from .._errors import BudgetError
-from .._sizes import UNLIMITED, show_size
-from ..native import pager as native
-from ..native.pager import SMALL_BYTES, Order, Pager
-from ..readers import Readers
+from memmgr.readers import Readers
 
 _ORDERS = {"lru": Order.LRU, "largest": Order.LARGEST, "delta": Order.DELTA}  # other filters: DTR's
 
@@ -147,5 +145,3 @@ class PagerRuntime:
             f"rematerializing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
             f"of {wall:.1f} s"
         )
-
-

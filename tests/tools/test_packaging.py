@@ -25,6 +25,8 @@ def test_the_library_and_the_shim_sources_are_inside_the_package() -> None:
     assert package.joinpath("libmemmgr_core.so").is_file()
     assert package.joinpath("_shim_src", "memmgr", "core.h").is_file()
     assert package.joinpath("_shim_src", "shim.cpp").is_file()
+    assert package.joinpath("_pager_src", "pager.cpp").is_file()
+    assert package.joinpath("_pager_src", "pools", "pool.h").is_file()
     assert package.joinpath("_shim_src", "memmgr", "plugin.h").is_file()
     assert package.joinpath("_cuda_src", "plugin.cpp").is_file()
     assert package.joinpath("_cuda_src", "meter.cpp").is_file()
