@@ -155,6 +155,7 @@ void unadopt(Cell* c) {
   if (!c->small) resident_cell_bytes -= c->nbytes;
   if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
   unstand_all_locked(c);
+  unwatch_writes(s.get());
   at::DataPtr& p = pointer_of(s.get());
   const auto deleter = c->bytes.get_deleter();
   auto&& context = p.move_context();
@@ -318,6 +319,22 @@ static void clear_trap(c10::StorageImpl* s) {
   s->*private_member(TrapOfStorage()) = false;
   s->set_data_ptr_noswap(std::move(pointer_of(s)));  // to itself: works out anew what has to be checked
 }
+#endif
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+void watch_writes(const Cell* c) {
+  auto* s = c->storage._unsafe_get_target();
+  if (!s || s->has_materializer()) return;
+  try {
+    s->set_materializer(&foreign_write);
+  } catch (const c10::Error&) {
+    // Another thread has just done the same.
+  }
+}
+void unwatch_writes(c10::StorageImpl* s) { s->clear_materializer(); }
+#else
+void watch_writes(const Cell*) {}
+void unwatch_writes(c10::StorageImpl*) {}
 #endif
 
 void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {

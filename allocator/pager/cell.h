@@ -133,6 +133,12 @@ void forget_dropper_in_child();
 // Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls
 // this has the cell busy.
 void show_bytes(c10::StorageImpl* s, void* data, const Cell* c);
+// A write that no op announces is told from here on (2.13's materializer; before that there is none). The caller has a
+// pin.
+void watch_writes(const Cell* c);
+void unwatch_writes(c10::StorageImpl* s);
+// What such a write calls: kernel.cpp.
+void foreign_write(c10::StorageImpl* s);
 // The id in a trap's message, 0 if the text is no trap's.
 uint64_t trapped_cell(const char* what);
 

@@ -9,9 +9,11 @@
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pthread.h>
 #include <torch/library.h>
 
 #include <chrono>
+#include <cstring>
 #include <list>
 
 #include "budget.h"
@@ -185,7 +187,11 @@ class Frame {
   }
 
   void release() {
-    while (pinned_ > 0) unpin(cells_[--pinned_].cell);
+    while (pinned_ > 0) {
+      Cell* c = cells_[--pinned_].cell;
+      watch_writes(c);
+      unpin(c);
+    }
     cells_.clear();
     small_writes_.clear();
     bytes_ = 0;
@@ -292,6 +298,8 @@ class Frame {
 
 // ---- asynchronous work ----
 
+std::atomic<uint64_t> in_flight_bytes{0};
+
 struct InFlight {
   c10::weak_intrusive_ptr<c10::intrusive_ptr_target> work;
   std::vector<Cell*> pinned;
@@ -349,6 +357,39 @@ bool newly_large(const c10::StorageImpl* s) {
   return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes;
 }
 
+// What an op that nobody records has made: cells, and newborns where nobody has written yet (rule 3).
+void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns) {
+  c10::SmallVector<c10::StorageImpl*, 4> storages;
+  collect_outputs(stack, returns, &storages);
+  for (c10::StorageImpl* s : storages) {
+    if (!newly_large(s)) continue;
+    Cell* c = adopt(s);
+    if (!c || !info->uninitialized) continue;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    c->version->uninitialized = true;
+    c->newborn = true;
+    stand_pinned_locked(c);
+  }
+}
+
+// Will an output be large enough to be a cell, though no argument is? What this misses is a root.
+bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    if (args[i].isTensor()) {
+      if (info->kind != OpClass::kMetadata) return false;
+      const c10::TensorImpl* t = args[i].unsafeToTensorImpl();
+      return t->has_storage() && static_cast<uint64_t>(t->numel()) * 16 >= budget.options.small_bytes;
+    }
+    if (args[i].isList() && !args[i].isIntList()) return false;
+    if (args[i].isIntList()) {
+      uint64_t elements = 1;
+      for (const int64_t size : args[i].toIntVector()) elements *= static_cast<uint64_t>(size);
+      return elements * 16 >= budget.options.small_bytes;
+    }
+  }
+  return false;
+}
+
 // Everything that one try of an op does; what it throws may be mended by the caller.
 class Call {
  public:
@@ -360,7 +401,8 @@ class Call {
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
-    if (info_->recordable && c10::GradMode::is_enabled() && may_be_large(frame, args, n)) record(frame, args, n);
+    if (info_->recordable && c10::GradMode::is_enabled() && (frame.bytes() > 0 || may_make_large(info_, args, n)))
+      record(frame, args, n);
     std::unique_lock<std::mutex> drawing;
     if (recipe_ && recipe_->rng.defined()) drawing = std::unique_lock<std::mutex>(drawing_lock(), std::adopt_lock);
     if (frame.writes()) {
@@ -393,25 +435,6 @@ class Call {
   bool drew = false;
 
  private:
-  // Will an output be large enough to be a cell? What this misses is a root.
-  bool may_be_large(const Frame& frame, const c10::IValue* args, size_t n) const {
-    if (frame.bytes() > 0) return true;
-    for (size_t i = 0; i < n; ++i) {
-      if (args[i].isTensor()) {
-        if (info_->kind != OpClass::kMetadata) return false;
-        const c10::TensorImpl* t = args[i].unsafeToTensorImpl();
-        return t->has_storage() && static_cast<uint64_t>(t->numel()) * 16 >= budget.options.small_bytes;
-      }
-      if (args[i].isList() && !args[i].isIntList()) return false;
-      if (args[i].isIntList()) {
-        uint64_t elements = 1;
-        for (const int64_t size : args[i].toIntVector()) elements *= static_cast<uint64_t>(size);
-        return elements * 16 >= budget.options.small_bytes;
-      }
-    }
-    return false;
-  }
-
   bool is_collective() const { return op_.schema().name().compare(0, 6, "c10d::") == 0; }
 
   void note_scratch(uint64_t bytes) {
@@ -422,7 +445,8 @@ class Call {
   // The floor: what this op had pinned, its own memory, and what can never leave.
   static void note_floor_now(const Frame& frame) {
     const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
-    const uint64_t fixed = all - std::min(all, paged) + escaped_bytes.load(std::memory_order_relaxed);
+    const uint64_t fixed = all - std::min(all, paged) + escaped_bytes.load(std::memory_order_relaxed) +
+                           in_flight_bytes.load(std::memory_order_relaxed);
     uint64_t pinned = 0;
     for (size_t i = 0; i < frame.cells().size(); ++i) {
       bool again = false;
@@ -545,6 +569,7 @@ class Call {
       work = object->getSlot(0).toCapsule();
       Works& w = works();
       std::lock_guard<std::mutex> lock(w.lock);
+      in_flight_bytes += frame.bytes();
       w.all.push_back({c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(work), frame.hand_over()});
       w.count = w.all.size();
       return;
@@ -587,6 +612,14 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works().count.load(std::memory_order_relaxed)) poll_works();
+  if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign) &&
+      !(info->recordable && c10::GradMode::is_enabled() && may_make_large(info, args, n))) {
+    // Small tensors only, nothing of ours to change and nothing to note.
+    const size_t returns = op.schema().returns().size();
+    call_below(op, below, stack);
+    adopt_outputs(info, *stack, returns);
+    return;
+  }
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
   // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
@@ -694,9 +727,19 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
   return held;
 }
 
+// Threads on which a backend runs its works: what it makes there is its own (rule 5).
+bool is_backends_thread() {
+  char name[16] = {};
+  return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
+         (!strncmp(name, "pt_gloo", 7) || !strncmp(name, "pt_nccl", 7) || !strncmp(name, "pt_ucc", 6) ||
+          !strncmp(name, "pt_mpi", 6));
+}
+
 std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
   if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
   if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
+  static thread_local const bool backends = is_backends_thread();
+  if (backends) return nullptr;
   see_this_thread(true);
   counters.unseen_ops++;
   Depth inside;
@@ -740,6 +783,14 @@ void wait_for_others(double seconds) {
   a.waiting--;
 }
 
+void foreign_write(c10::StorageImpl* s) {
+  Cell* c = cell_of(s);
+  // An op, a scoped reader or a region has it pinned, and has said what it writes; what escaped is written to at will.
+  if (!c || !budget.open.load() || tl_depth > 0 || (c->state.load() & kPinMask)) return;
+  counters.foreign_writes++;
+  escape(c, Escape::kForeignWrite);
+}
+
 void enter_region() { ++tl_regions; }
 void leave_region() { --tl_regions; }
 
@@ -780,13 +831,13 @@ void escape(Cell* c, Escape why) {
   unpin(c);
 }
 
-void poll_works() {
+static void end_works(bool all) {
   std::vector<Cell*> done;
   {
     Works& w = works();
     std::lock_guard<std::mutex> lock(w.lock);
     for (auto it = w.all.begin(); it != w.all.end();) {
-      if (!it->work.expired()) {
+      if (!all && !it->work.expired()) {
         ++it;
         continue;
       }
@@ -795,8 +846,14 @@ void poll_works() {
     }
     w.count = w.all.size();
   }
-  for (Cell* c : done) unpin(c);
+  for (Cell* c : done) {
+    in_flight_bytes -= c->nbytes;
+    unpin(c);
+  }
 }
+
+void poll_works() { end_works(false); }
+void forget_works() { end_works(true); }
 
 size_t works_in_flight() { return works().count.load(); }
 

@@ -35,6 +35,7 @@ void raise_budget_error(const c10::OutOfMemoryError& e);
 
 // Cells that an asynchronous op may still be using stay pinned until its Work is done or nobody has it (rule 3).
 void poll_works();
+void forget_works();  // at the end of a budget: nothing leaves any more
 size_t works_in_flight();
 
 }  // namespace memmgr::pager

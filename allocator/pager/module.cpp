@@ -178,7 +178,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       }
       unpin(c);
     }
-    poll_works();
+    forget_works();
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
@@ -201,8 +201,9 @@ PyObject* py_close(PyObject*, PyObject*) {
 }
 
 PyObject* py_see_this_thread(PyObject*, PyObject* on) {
+  const bool before = thread_is_seen();
   see_this_thread(PyObject_IsTrue(on) == 1);
-  Py_RETURN_NONE;
+  return PyBool_FromLong(before);
 }
 
 // adopt(tensor or cdata) -> bytes that became (or are) a cell
@@ -393,20 +394,38 @@ PyObject* py_take_away(PyObject*, PyObject* args) {
   });
 }
 
-// describe(tensor) -> dict or None: for tests and memmgr's own views
+PyObject* describe_locked(Cell* c) {
+  static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
+  const uint32_t state = c->state.load();
+  const auto flag = [](bool on) { return on ? Py_True : Py_False; };
+  return Py_BuildValue("{sK ss sI sO sO sI sO sI sI sO sO}", "nbytes", static_cast<unsigned long long>(c->nbytes),
+                       "residency", state & kAbsent ? names[static_cast<int>(c->absence)] : "resident", "pins",
+                       state & kPinMask, "escaped", flag(c->escape != Escape::kNone), "recipe",
+                       flag(c->version && c->version->recipe), "depth",
+                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean", flag(c->slot >= 0), "needed",
+                       c->version ? c->version->needed : 0u, "holders", static_cast<unsigned>(c->storage.use_count()),
+                       "small", flag(c->small), "orphan", flag(!c->storage._unsafe_get_target()));
+}
+
+// describe(tensor) -> dict or None
 PyObject* py_describe(PyObject*, PyObject* o) {
   const StoragePtr s = storage_of(o);
   std::lock_guard<std::mutex> lock(graph_lock());
   Cell* c = s ? cell_of(s.get()) : nullptr;
   if (!c) Py_RETURN_NONE;
-  static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
-  const uint32_t state = c->state.load();
-  return Py_BuildValue("{sK ss sI sO sO sI sO sI}", "nbytes", static_cast<unsigned long long>(c->nbytes), "residency",
-                       state & kAbsent ? names[static_cast<int>(c->absence)] : "resident", "pins", state & kPinMask,
-                       "escaped", c->escape != Escape::kNone ? Py_True : Py_False, "recipe",
-                       c->version && c->version->recipe ? Py_True : Py_False, "depth",
-                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean",
-                       c->slot >= 0 ? Py_True : Py_False, "needed", c->version ? c->version->needed : 0u);
+  return describe_locked(c);
+}
+
+// cells() -> [dict]: all of them
+PyObject* py_cells(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    PyObject* row = describe_locked(c);
+    if (row) PyList_Append(list, row);
+    Py_XDECREF(row);
+  });
+  return list;
 }
 
 void put(PyObject* dict, const char* key, uint64_t value) {
@@ -517,7 +536,7 @@ PyMethodDef methods[] = {
     {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
      "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
-    {"see_this_thread", py_see_this_thread, METH_O, "the ops of this thread are seen (rule 12)"},
+    {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
     {"adopt_all", py_adopt_all, METH_NOARGS, "adopts every tensor that Python knows -> bytes"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
@@ -526,6 +545,7 @@ PyMethodDef methods[] = {
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False) -> Pin"},
     {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
+    {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
     {"stats", py_stats, METH_NOARGS, "figures"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"set_budget_error", py_set_budget_error, METH_O, "(text) -> the exception that out of memory becomes"},

@@ -168,7 +168,8 @@ void bury(at::DataPtr bytes, uint64_t nbytes) {
   std::lock_guard<std::mutex> hold(lock);
   buried->emplace_back(std::move(bytes), nbytes);
   total += nbytes;
-  while (total > (1 << 20) || buried->size() > 16) {
+  const uint64_t room = std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32);
+  while (total > room || buried->size() > 16) {
     end.push_back(std::move(buried->front().first));
     total -= buried->front().second;
     buried->pop_front();

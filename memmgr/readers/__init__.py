@@ -31,6 +31,9 @@ class Readers:
         self._raw.install()
         wrap = self._patches.wrap
         wrap(threading.Thread, "_bootstrap_inner", self._thread)
+        # Their callbacks run in threads of C++, where nothing else would see the ops.
+        for name in ("then", "add_done_callback"):
+            wrap(torch.futures.Future, name, self._callback)
         import torch.autograd.graph as graph
 
         wrap(graph, "_engine_run_backward", self._backward)
@@ -52,6 +55,22 @@ class Readers:
             original(thread)
 
         return bootstrap
+
+    def _callback(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def register(future: Any, callback: Any) -> Any:
+            @functools.wraps(callback)
+            def run(done: Any) -> Any:
+                seen = self._pager.see_this_thread(True)
+                try:
+                    return callback(done)
+                finally:
+                    if self._open:
+                        self._pager.see_this_thread(seen)
+
+            return original(future, run)
+
+        return register
 
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)
