@@ -85,8 +85,8 @@ Cell* adopt(c10::StorageImpl* s) {
   c->serial = next_serial;
   next_serial += (c->nbytes + 4095) / 4096 * 4096 + 4096;
   c->device = p.device();
-  c->outside = p.get_deleter() != pool_deleter();
   c->small = c->nbytes < budget.options.small_bytes;
+  c->outside = !c->small && p.get_deleter() != pool_deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = new Version;
   c->version->cell = c;
@@ -101,10 +101,8 @@ Cell* adopt(c10::StorageImpl* s) {
   if (!c->small) resident_cell_bytes += c->nbytes;
   if (c->outside) {
     mm_arena_add_outside(budget.arena, static_cast<int64_t>(c->nbytes));
-    if (!c->small) {
-      counters.adopted++;
-      counters.adopted_bytes += c->nbytes;
-    }
+    counters.adopted++;
+    counters.adopted_bytes += c->nbytes;
   }
   return c;
 }

@@ -607,6 +607,7 @@ bool bring_back_trapped(const char* what, Frame* frame) {
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
+  std::optional<Admitted> admitted;  // ends after the pins
   Frame frame, extra;
   const size_t n = op.schema().arguments().size(), base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
@@ -629,13 +630,12 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
     try {
-      std::optional<Admitted> admitted;
       if (tl_depth == 1) admitted.emplace(need, alone);
       call.run(frame);
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!may_retry || alone || tl_depth > 1 || call.began_writes || call.drew || !others_are_running()) throw;
+      if (!may_retry || alone || tl_depth > 1 || call.began_writes || call.drew) throw;
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {
@@ -647,6 +647,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
       throw;
     }
     frame.release();
+    admitted.reset();
     stack->resize(base);
     stack->insert(stack->end(), copy.begin(), copy.end());
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);

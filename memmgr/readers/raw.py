@@ -30,7 +30,7 @@ NAMERS: dict[str, frozenset[str]] = {
     "torch.nn.modules.rnn": frozenset(),
     "torch.distributed.fsdp._fully_shard._fsdp_param": frozenset(),
     "torch.distributed.fsdp._flat_param": frozenset(),
-    "safetensors.torch": frozenset(),  # but for _tobytes, which is scoped
+    "safetensors.torch": frozenset(),  # but for what makes bytes, which is scoped
     "transformers.modeling_utils": frozenset(),
     "transformers.pytorch_utils": frozenset(),
     "transformers.integrations.moe": frozenset(),
@@ -102,9 +102,7 @@ class RawReaders:
         wrap(torch.Tensor, "tolist", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
         wrap(torch._C, "_is_alias_of", self.scoped)
-        self._patches.when_imported(
-            "safetensors.torch", lambda module: wrap(module, "_tobytes", self._pointer_in_scope)
-        )
+        self._patches.when_imported("safetensors.torch", self._safetensors)
         self._patches.when_imported("triton.runtime.jit", self._triton)
         self._patches.when_imported("torch._inductor.output_code", self._inductor)
 
@@ -136,6 +134,26 @@ class RawReaders:
                 self._scope.pins = outer
 
         return call
+
+    def _safetensors(self, module: Any) -> None:
+        self._patches.wrap(module, "_tobytes", self._pointer_in_scope)
+
+        def copied(original: Callable[..., Any]) -> Callable[..., Any]:
+            """What it returns points at the tensors until the last of them is written, and they may not all fit."""
+            scoped = self._pointer_in_scope(original)
+
+            @functools.wraps(original)
+            def call(tensor: torch.Tensor) -> Any:
+                pin = self._pager.pin([tensor])
+                try:
+                    data, kept = scoped(tensor)
+                    return data.copy(), kept
+                finally:
+                    del pin
+
+            return call
+
+        self._patches.wrap(module, "_to_ndarray", copied)
 
     def _triton(self, module: Any) -> None:
         function = getattr(module, "JITFunction", None)

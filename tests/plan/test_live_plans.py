@@ -227,7 +227,7 @@ def test_other_policies_run_as_themselves() -> None:
 
 
 def test_with_room_for_everything_nothing_is_measured() -> None:
-    stats = same(lambda case, i: case.step(), 1e12)
+    stats = same(lambda case, i: case.step(), 8e9)  # less than the machine has, or it would be warned about
     assert stats["plans"] == 0 and stats["rankings"] == 0
 
 

@@ -1,0 +1,141 @@
+"""The exactness suite's training cases on the pager: the same bits, whatever leaves (rule 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import cases
+from exactness.harness import HUGE_BYTES, assert_same, check, managed, need, reference
+from ops import exclusions, sweep
+from torch import nn
+
+import memmgr
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:memmgr")]
+
+# One of each sort; all of them run with MEMMGR_PAGER=1 over tests/exactness.
+NAMES = (
+    "mlp",
+    "hf_gpt2",
+    "hf_resnet",
+    "hf_mixtral",
+    "unet",
+    "tree_lstm",
+    "lstm_cell_loop",
+    "inplace_ops",
+    "views_saved",
+    "maml_inner_steps",
+    "checkpoint_reentrant",
+    "optimizer_in_backward",
+    "compiled_submodule",
+)
+
+
+@pytest.mark.parametrize("mode", ["torture", "auto@50"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits(name: str, mode: str) -> None:
+    got = check(cases.CASES[name].fn, mode, moves=cases.CASES[name].moves)
+    if mode == "torture" and cases.CASES[name].recomputes:
+        assert got.stats["recomputes"] > 0
+
+
+@pytest.mark.parametrize("policy", ["evict", "offload", "dtr", "lru", "largest", "delta"])
+def test_same_bits_under_each_policy(policy: str) -> None:
+    got = check(cases.CASES["unet"].fn, f"{policy}@60")
+    if policy == "offload":
+        assert got.stats["recomputes"] == 0
+    if policy == "evict":
+        assert got.stats["offloads"] == 0
+
+
+def test_same_bits_near_the_floor() -> None:
+    """A tenth above the smallest budget that the run says it could have, far below what it takes unmanaged."""
+    fn = cases.CASES["lstm_cell_loop"].fn
+    assert need(fn).limit(0.0) < need(fn).limit(0.5)
+    check(fn, "auto@0")
+
+
+@pytest.mark.parametrize("name", ["mlp", "inplace_ops"])
+def test_every_cell_that_comes_back_meets_its_checksum(name: str) -> None:
+    check(cases.CASES[name].fn, "torture", verify=True)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_model_states_leave(name: str) -> None:
+    """Parameters, gradients and states go and come back, with clipping, and end as they would."""
+
+    def fn(seed: int, scope: Any) -> Any:
+        record = cases.Record()
+        model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
+        optimizer = OPTIMIZERS[name](model.parameters())
+        with scope():
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = model(torch.randn(16, 48)).square().mean()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                record.losses(loss.detach())
+        record.model(model)
+        record.optimizer(optimizer)
+        record.rng()
+        return record
+
+    got = managed(fn, HUGE_BYTES, "torture")
+    assert_same(reference(fn), got.record, name)
+    assert got.stats["offloads"] > 40
+
+
+def test_what_the_program_holds_leaves(large_only: None) -> None:
+    """Twenty hidden states in a list are 20 MB; 8 MB are enough, since whoever holds them, the bytes may go."""
+
+    def run() -> list[bytes]:
+        torch.manual_seed(0)
+        h, kept = torch.randn(256, 1024), []
+        for _ in range(20):
+            h = torch.tanh(h * 1.01)
+            kept.append(h)
+        return [k.sum().numpy().tobytes() for k in kept]
+
+    want = run()
+    with torch.no_grad(), memmgr.budget("8MB", quiet=True) as mm:
+        got = run()
+    assert got == want
+    assert mm.stats()["resident_bytes.peak"] <= 8_000_000
+    assert mm.stats()["unmanaged_peak_bytes"] > 20_000_000
+
+
+def test_inference_with_weights_of_four_budgets(large_only: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)])  # 16.8 MB
+    x = torch.randn(8, 512)
+    with torch.no_grad():
+        want = model(x)
+        with memmgr.budget("4.2MB", quiet=True) as mm:
+            got = [model(x).sum().item() for _ in range(3)]
+    assert got == [want.sum().item()] * 3
+    assert mm.stats()["reloads"] >= 30
+    with torch.inference_mode(), memmgr.budget("4.2MB", quiet=True):
+        assert model(x).sum().item() == got[0]
+
+
+@pytest.mark.parametrize("bucket", [7, 23])
+def test_the_operator_database_leaves_the_same_bits(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything leaves after every op, forward and backward. All buckets: MEMMGR_PAGER=1 python -m tests.ops.sweep --all."""
+    monkeypatch.setenv("MEMMGR_PAGER_SMALL", "1")
+    report = sweep.sweep(sweep.cases_in(bucket), exclusions.is_skipped)
+    assert not report.different
+    assert report.same > 50
+    assert report.stats["recomputes"] > 100

@@ -1,0 +1,472 @@
+"""The pager's rules, one by one."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import ctypes
+import gc
+import io
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memmgr
+from memmgr.native import pager as native
+
+LIMIT = "1GB"
+
+
+@pytest.fixture
+def pager() -> native.Pager:
+    return native.load()
+
+
+@pytest.fixture
+def opened(pager: native.Pager) -> Iterator[native.Pager]:
+    with memmgr.budget(LIMIT, quiet=True):
+        yield pager
+        pager.check()
+
+
+def _away(pager: native.Pager, tensor: torch.Tensor, turn: int = 1) -> torch.Tensor:
+    """`tensor` with its bytes below (odd turns) or dropped (even ones, where there is a recipe)."""
+    assert pager.take_away(tensor, turn) > 0
+    return tensor
+
+
+def _numbers(n: int = 4096) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.float32) * 1.5
+
+
+def _state(pager: native.Pager, tensor: torch.Tensor) -> native.CellInfo:
+    info = pager.describe(tensor)
+    assert info is not None
+    return info
+
+
+# ---- nothing of ours is on torch's stacks ------------------------------------------------------------------------------
+
+
+def test_no_mode_and_no_hook(opened: native.Pager) -> None:
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_leaf_is_itself(opened: native.Pager) -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            assert w.main_grad == "here"
+            return g * w, g * x
+
+    w = nn.Parameter(torch.randn(4096))
+    w.main_grad = "here"  # type: ignore[attr-defined]
+    Scale.apply(torch.randn(4096, requires_grad=True), w).sum().backward()
+
+
+# ---- rule 2: absent bytes cannot be read by mistake -------------------------------------------------------------------
+
+
+def test_a_raw_read_of_absent_bytes_is_an_error(opened: native.Pager) -> None:
+    t = _away(opened, _numbers() + 0)
+    with pytest.raises(RuntimeError, match="not in memory at this moment"):
+        torch._C.TensorBase.data_ptr(t)  # below the wrapper
+    assert _state(opened, t)["residency"] == "offloaded"
+    assert t[3].item() == 4.5
+
+
+def test_views_bring_nothing_back(opened: native.Pager) -> None:
+    t = _away(opened, torch.randn(64, 64) + 0)
+    shapes = t.T.shape, t.view(-1).shape, t.detach()[3:7].shape, t.unsqueeze(0).expand(5, -1, -1).shape
+    assert shapes == ((64, 64), (4096,), (4, 64), (5, 64, 64))
+    assert _state(opened, t)["residency"] == "offloaded"
+    assert torch.empty_like(t).shape == t.shape
+    assert _state(opened, t)["residency"] == "offloaded"
+
+
+# ---- rules 3 and 4: pins and writes ----------------------------------------------------------------------------------
+
+
+def test_pinned_is_pinned(opened: native.Pager) -> None:
+    t = _numbers() + 0
+    pin = opened.pin([t])
+    assert opened.take_away(t) == 0
+    del pin
+    assert opened.take_away(t) > 0
+
+
+def test_a_newborn_stays_until_an_op_has_touched_it(opened: native.Pager) -> None:
+    t = torch.empty(4096)
+    assert opened.take_away(t) == 0
+    t.zero_()
+    assert opened.take_away(t) > 0
+
+
+@pytest.mark.parametrize("how", ["in place", "out=", "data", "no_grad", "foreach", "view"])
+def test_old_bytes_outlive_a_write(opened: native.Pager, how: str) -> None:
+    """What can only be made again from bytes that are about to change is settled before (rule 4)."""
+    w = nn.Parameter(_numbers())
+    opened.adopt(w)
+    want = (w.detach() * 3).clone()
+    y = w * 3
+    assert _state(opened, y)["recipe"]
+    _away(opened, y, 0)
+    assert _state(opened, y)["residency"] == "evicted"
+    assert _state(opened, w)["needed"] > 0
+    if how == "in place":
+        w.data.add_(1)
+    elif how == "out=":
+        torch.add(w.detach(), 1, out=w.data)
+    elif how == "data":
+        w.data.copy_(torch.zeros(4096))
+    elif how == "no_grad":
+        with torch.no_grad():
+            w.mul_(2)
+    elif how == "foreach":
+        torch._foreach_add_([w.data], 1.0)
+    else:
+        w.data.view(64, 64)[3:5] = 7
+    assert torch.equal(y.detach(), want)
+
+
+def test_a_write_voids_the_copy_below(opened: native.Pager) -> None:
+    t = _numbers() + 0
+    _away(opened, t)
+    assert t.sum().item() == _numbers().sum().item()  # back, and clean
+    assert _state(opened, t)["clean"]
+    t.view(64, 64)[0] = 1
+    assert not _state(opened, t)["clean"]
+    _away(opened, t)
+    assert t[:64].sum().item() == 64
+
+
+def test_roots_are_not_owned(opened: native.Pager) -> None:
+    """A root that ends while its dependant is resident takes the recipe with it; one whose dependant is gone stays."""
+    w = torch.nn.Parameter(_numbers())
+    x = (_numbers() + 0).requires_grad_()
+    y = x.detach().clone().requires_grad_() * 2
+    del x
+    gc.collect()
+    first = opened.stats()["resident_cell_bytes"]
+    want = y.detach().clone()
+    _away(opened, y, 0)
+    assert torch.equal(y.detach(), want)
+    assert opened.stats()["resident_cell_bytes"] <= first + 2 * 4096 * 4
+    del w
+
+
+def test_chains_are_bounded(opened: native.Pager) -> None:
+    """Grad mode without a backward: recipes neither pile up nor keep what the program has let go of."""
+    h, w = torch.zeros(64, 64), nn.Parameter(torch.full((64, 64), 1e-3))
+    for _ in range(1500):
+        h = (h + w).detach()
+    stats = opened.stats()
+    assert stats["recipe_bytes"] < 2 << 20
+    assert stats["cells"] < 30
+    _away(opened, h, 0)
+    assert h[0, 0].item() == pytest.approx(1.5, rel=1e-3)
+
+
+# ---- rule 6: random numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.nn.functional.dropout(x, 0.3),
+        lambda x: x + torch.rand(4096),
+        lambda x: x * torch.randn_like(x),
+        lambda x: x * torch.bernoulli(torch.full((4096,), 0.4)),
+        lambda x: x + torch.randint(9, (4096,)),
+        lambda x: x.clone().uniform_() * x,
+        lambda x: torch.native_dropout(x, 0.3, True)[0],
+        lambda x: x * torch.rand(4096, generator=torch.Generator().manual_seed(5)),
+    ],
+)
+def test_drawing_again_touches_no_generator(opened: native.Pager, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = _numbers().requires_grad_()
+    torch.manual_seed(3)
+    y = draw(x)
+    want, state = y.detach().clone(), torch.get_rng_state()
+    _away(opened, y, 0)
+    assert torch.equal(y.detach(), want)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_default_dtype_of_then(opened: native.Pager) -> None:
+    n = torch.arange(4096)
+    w = nn.Parameter(torch.ones(4096))
+    try:
+        torch.set_default_dtype(torch.float64)
+        y = (n / 3) * w
+    finally:
+        torch.set_default_dtype(torch.float32)
+    want = y.detach().clone()
+    _away(opened, y, 0)
+    assert y.dtype == torch.float64
+    assert torch.equal(y.detach(), want)
+
+
+# ---- rule 9: raw readers ---------------------------------------------------------------------------------------------
+
+SCOPED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tolist": lambda t: t.tolist(),
+    "repr": lambda t: repr(t),
+    "item": lambda t: t[7].item(),
+    "deepcopy": lambda t: copy.deepcopy(t).sum().item(),
+    "deepcopy of a buffer": lambda t: copy.deepcopy({"state": [t]})["state"][0].sum().item(),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)).sum().item(),
+    "save": lambda t: _saved(t, True),
+    "save, the old format": lambda t: _saved(t, False),
+    "storage item": lambda t: t.untyped_storage()[5],
+    "storage list": lambda t: sum(t.untyped_storage().tolist()),
+    "storage copy": lambda t: (
+        torch.UntypedStorage(t.untyped_storage().nbytes()).copy_(t.untyped_storage()).tolist()[:9]
+    ),
+    "set_": lambda t: torch.empty(0).set_(t.untyped_storage())[2].item(),
+    "safetensors": lambda t: _safetensors(t),
+    "sparse": lambda t: (
+        torch.sparse_coo_tensor(torch.arange(4096)[None], t, (4096,), check_invariants=False).to_dense().sum().item()
+    ),
+    "bool": lambda t: bool((t == t).all()),
+}
+ESCAPED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda t: t.numpy(),
+    "asarray": lambda t: __import__("numpy").asarray(t),
+    "dlpack": lambda t: torch.from_dlpack(t),
+    "to_dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "data_ptr": lambda t: (t.data_ptr(), t)[1],
+    "storage data_ptr": lambda t: (t.untyped_storage().data_ptr(), t)[1],
+    "slice of a storage": lambda t: t.untyped_storage()[8:64],
+}
+
+
+def _saved(t: torch.Tensor, new: bool) -> float:
+    buffer = io.BytesIO()
+    torch.save(t, buffer, _use_new_zipfile_serialization=new)
+    buffer.seek(0)
+    return float(torch.load(buffer).sum())
+
+
+def _safetensors(t: torch.Tensor) -> float:
+    safetensors = pytest.importorskip("safetensors.torch")
+    return float(safetensors.load(safetensors.save({"t": t}))["t"].sum())
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_scoped_readers_find_the_bytes_and_pin_nothing(opened: native.Pager, name: str) -> None:
+    want = SCOPED[name](_numbers())
+    t = _away(opened, _numbers() + 0)
+    assert SCOPED[name](t) == want
+    info = _state(opened, t)
+    assert not info["escaped"]
+    assert info["pins"] == 0
+    assert opened.take_away(t) > 0
+
+
+@pytest.mark.parametrize("name", ESCAPED)
+def test_an_address_that_was_handed_out_stays(opened: native.Pager, name: str) -> None:
+    t = _away(opened, _numbers() + 0)
+    kept = ESCAPED[name](t)
+    assert _state(opened, t)["escaped"]
+    assert opened.take_away(t) == 0
+    assert opened.stats()["escapes"] == 1
+    assert torch.equal(t, _numbers())
+    del kept
+
+
+def test_a_write_through_numpy_reaches_what_comes_after(opened: native.Pager) -> None:
+    """The array is written to between the recipe and the replay: what is evicted must not see it."""
+    x = _numbers() + 0
+    y = x * nn.Parameter(torch.ones(4096))
+    want = y.detach().clone()
+    _away(opened, y, 0)
+    x.numpy()[:] = -1
+    assert torch.equal(y.detach(), want)
+    assert (x * 2)[0].item() == -2
+
+
+def test_saving_a_model_larger_than_the_budget_pins_nothing(
+    tmp_path: Path, pager: native.Pager, large_only: None
+) -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+    tied = nn.Sequential(model[0], nn.Linear(512, 512))
+    tied[1].weight = model[0].weight
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    with memmgr.budget("5MB", quiet=True) as mm:
+        for _ in range(2):
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+        torch.save({"a": tied.state_dict()}, tmp_path / "tied.pt")
+        stats = pager.stats()
+        assert stats["pinned_cells"] == 0
+        assert stats["escapes"] == 0
+        found = torch.load(tmp_path / "model.pt")
+        assert all(torch.equal(found[k], v) for k, v in want.items())
+        both = torch.load(tmp_path / "tied.pt")["a"]
+        assert both["0.weight"].untyped_storage()._cdata == both["1.weight"].untyped_storage()._cdata
+    assert mm.stats()["resident_bytes.peak"] <= 5_000_000
+
+
+def test_addresses_that_are_compared_never_look_shared(opened: native.Pager) -> None:
+    tensors = [_away(opened, _numbers() + i) for i in range(20)]
+    names = {opened.name(t) for t in tensors}
+    assert len(names) == 20
+    assert all(_state(opened, t)["residency"] == "offloaded" for t in tensors)
+    assert opened.name(tensors[0][4:]) == opened.name(tensors[0]) + 16
+
+
+# ---- rule 12: threads ------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_older_than_the_budget_is_seen(pager: native.Pager) -> None:
+    """Started below the threading module, before the budget: its very first op writes to a clean cell."""
+    go, done = threading.Event(), threading.Event()
+    t = _numbers() + 0
+
+    def work() -> None:
+        go.wait()
+        t.add_(1)
+        done.set()
+
+    _thread.start_new_thread(work, ())
+    with memmgr.budget(LIMIT, quiet=True):
+        pager.adopt(t)
+        _away(pager, t)
+        assert t[0].item() == 0  # clean now
+        go.set()
+        done.wait()
+        assert pager.stats()["unseen_ops"] == 1
+        pager.take_away(t)
+        assert torch.equal(t, _numbers() + 1)
+
+
+def test_reclaim_needs_no_gil(large_only: None) -> None:
+    """While one thread keeps the interpreter for a second, a backward in another reclaims and ends."""
+    x = torch.randn(256, 1024, requires_grad=True)
+    ended: list[float] = []
+    with memmgr.budget("16MB", quiet=True) as mm:
+        h, kept = x, []
+        for _ in range(24):
+            h = torch.tanh(h)
+            kept.append(h)
+        loss = h.sum()
+        before = mm.stats()["stall_seconds"]
+        started = threading.Event()
+
+        def backward() -> None:
+            started.set()
+            loss.backward()
+            ended.append(time.perf_counter())
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        started.wait()
+        time.sleep(0.005)
+        ctypes.PyDLL(None).usleep(1_500_000)  # with the GIL
+        freed = time.perf_counter()
+        thread.join()
+        # `ended` is written with the GIL, so right after it came free: the backward had nothing left to do by then.
+        assert ended[0] - freed < 0.5
+        assert mm.stats()["stall_seconds"] > before
+
+
+def test_two_threads_whose_ops_fit_one_by_one(large_only: None) -> None:
+    """Each op pins 6 MB of 8: they take turns, and none runs out of memory (rule 3)."""
+    tensors = [[torch.randn(512, 1024) for _ in range(3)] for _ in range(2)]
+    failed: list[BaseException] = []
+
+    def work(own: list[torch.Tensor]) -> None:
+        try:
+            for _ in range(40):
+                torch.add(own[0], own[1], out=own[2])
+        except BaseException as error:
+            failed.append(error)
+
+    with memmgr.budget("8MB", quiet=True):
+        threads = [threading.Thread(target=work, args=(own,)) for own in tensors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    for own in tensors:
+        assert torch.equal(own[2], own[0] + own[1])
+
+
+# ---- opening, leaving, errors ----------------------------------------------------------------------------------------
+
+
+def test_what_is_there_leaves_when_a_budget_opens(large_only: None) -> None:
+    tensors = [torch.randn(512, 512) for _ in range(10)]
+    want = [t.sum().item() for t in tensors]
+    with memmgr.budget("4MB", quiet=True) as mm:
+        assert mm.stats()["resident_bytes.current"] <= 4_000_000
+        assert [t.sum().item() for t in tensors] == want
+    assert mm.stats()["resident_bytes.peak"] <= 4_000_000
+    for t in tensors:  # ordinary tensors again
+        assert torch._C.TensorBase.data_ptr(t) != 0
+
+
+def test_too_small_is_a_budget_error_where_it_happens(large_only: None) -> None:
+    with memmgr.budget("2MB", quiet=True):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            torch.zeros(1_000_000)
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert caught.value.budget_bytes == 2_000_000
+        assert torch.zeros(1000).sum().item() == 0
+
+
+def test_an_exception_leaves_ordinary_tensors(pager: native.Pager) -> None:
+    t = _numbers()
+    with pytest.raises(KeyError), memmgr.budget(LIMIT, quiet=True):
+        pager.adopt(t)
+        _away(pager, t)
+        raise KeyError
+    assert pager.describe(t) is None
+    assert t[2].item() == 3.0
+    assert torch.Tensor.numpy is torch._C.TensorBase.numpy
+
+
+def test_the_end_of_a_storage_is_told(opened: native.Pager) -> None:
+    before = opened.stats()["cells"]
+    for _ in range(3):
+        kept = [_away(opened, _numbers() + i) for i in range(30)]
+        assert opened.stats()["cells"] >= before + 30
+        del kept
+        opened.drain()
+    assert opened.stats()["cells"] <= before + 2
+    assert opened.stats()["absent_cells"] == 0
+
+
+def test_a_forked_child_is_told_what_is_not_there(opened: native.Pager) -> None:
+    """Known limitation: what is away at the fork stays away in the child, which says so."""
+    here, away = _numbers() + 0, _away(opened, _numbers() + 0)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            assert here.sum().item() == _numbers().sum().item()
+            try:
+                away.sum()
+            except RuntimeError as error:
+                code = 0 if "not in memory" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(away, _numbers())
