@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-ops soak check-headers lint format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test test-ops soak check-headers check-units lint format bench gpu-check gpu-wheels wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,13 @@ soak: setup ## an hour of random threads that allocate, seed, train and fork und
 
 check-headers: setup ## compile what faces torch against the headers of other releases (TORCHES="2.11.0 2.13.0")
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)
+
+UNITS := $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
+check-units: setup ## compile every file of the pager alone
+	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print("-isystem", Path(torch.__file__).parent / "include", \
+	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
+	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
+	  -Wno-missing-field-initializers -Iallocator/include $$(cat build/unit-flags) $$unit; done
 
 bench: setup ## the figures of the README, measured side by side
 	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS); done

@@ -1,327 +1,29 @@
 #include "kernel.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/SparseCsrTensorImpl.h>
-#include <ATen/SparseCsrTensorUtils.h>
-#include <ATen/SparseTensorImpl.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <pthread.h>
 #include <torch/library.h>
 
-#include <chrono>
 #include <cstring>
-#include <list>
 
+#include "admission.h"
 #include "budget.h"
+#include "frame.h"
 #include "ops.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
 #include "rematerialize.h"
 #include "rng.h"
+#include "threads.h"
+#include "works.h"
 
 namespace memmgr::pager {
 
 namespace {
 
-// Ops that are under way in this thread: an op inside another has been admitted with it.
-thread_local int tl_depth = 0;
-thread_local int tl_regions = 0;
-
-// ---- admission (rule 3): an op states what it will pin before it pins, and waits with nothing pinned ----
-
-struct Admission {
-  std::atomic<uint64_t> bytes{0};
-  std::atomic<int> ops{0};
-  std::atomic<int> waiting{0};
-  std::mutex lock;
-  std::condition_variable changed;
-};
-
-Admission& admission() {
-  static auto* a = new Admission;
-  return *a;
-}
-
-bool fits(uint64_t bytes) {
-  const uint64_t limit = mm_arena_budget(budget.arena);
-  if (limit == MM_UNLIMITED) return true;
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
-  const uint64_t fixed = all - std::min(all, paged);
-  return bytes + fixed <= limit;
-}
-
-class Admitted {
- public:
-  // alone: wait until nobody else runs.
-  Admitted(uint64_t bytes, bool alone) : bytes_(bytes) {
-    Admission& a = admission();
-    const uint64_t total = a.bytes.fetch_add(bytes) + bytes;
-    const int ops = a.ops.fetch_add(1) + 1;
-    if (C10_LIKELY(ops == 1 || (!alone && fits(total)))) return;
-    a.bytes.fetch_sub(bytes);
-    a.ops.fetch_sub(1);
-    counters.admission_waits++;
-    WithoutGil released;
-    std::unique_lock<std::mutex> lock(a.lock);
-    a.waiting++;
-    for (;;) {
-      const uint64_t now = a.bytes.fetch_add(bytes) + bytes;
-      const int running = a.ops.fetch_add(1) + 1;
-      if (running == 1 || (!alone && fits(now))) break;
-      a.bytes.fetch_sub(bytes);
-      a.ops.fetch_sub(1);
-      // Bounded, because what is fixed changes without anybody's telling.
-      a.changed.wait_for(lock, std::chrono::milliseconds(5));
-    }
-    a.waiting--;
-  }
-  ~Admitted() {
-    Admission& a = admission();
-    a.bytes.fetch_sub(bytes_);
-    a.ops.fetch_sub(1);
-    if (C10_UNLIKELY(a.waiting.load(std::memory_order_relaxed) > 0)) {
-      std::lock_guard<std::mutex> lock(a.lock);
-      a.changed.notify_all();
-    }
-  }
-
- private:
-  uint64_t bytes_;
-};
-
-// Memory of torch's default allocator counts from here on: others leave for it first.
-void make_room_for(const c10::StorageImpl* s) {
-  if (pointer_of(s).get_deleter() == pool_deleter()) return;
-  const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
-  if (all <= limit) return;
-  uint64_t released = 0;
-  for (int i = 0; released < all - limit; ++i) {
-    const uint64_t n = reclaim_callback(nullptr, all - limit - released, s->nbytes(), i);
-    if (!n) throw_out_of_memory(s->nbytes());
-    released += n;
-  }
-}
-
-// ---- what an op touches ----
-
-struct Touched {
-  Cell* cell;
-  bool written;
-};
-
-class Frame {
- public:
-  Frame() = default;
-  ~Frame() { release(); }
-  Frame(const Frame&) = delete;
-  Frame& operator=(const Frame&) = delete;
-
-  void tensor(c10::TensorImpl* t, bool written) {
-    if (C10_LIKELY(t->has_storage())) {
-      storage(t->unsafe_storage().unsafeGetStorageImpl(), written);
-      return;
-    }
-    // Sparse tensors read their parts without an op.
-    if (t->layout() == c10::kSparse) {
-      auto* sparse = static_cast<at::SparseTensorImpl*>(t);
-      tensor(sparse->indices().unsafeGetTensorImpl(), written);
-      tensor(sparse->values().unsafeGetTensorImpl(), written);
-    } else if (at::sparse_csr::is_sparse_compressed(t->layout())) {
-      auto* sparse = static_cast<at::SparseCsrTensorImpl*>(t);
-      tensor(sparse->compressed_indices().unsafeGetTensorImpl(), written);
-      tensor(sparse->plain_indices().unsafeGetTensorImpl(), written);
-      tensor(sparse->values().unsafeGetTensorImpl(), written);
-    }
-  }
-
-  void storage(c10::StorageImpl* s, bool written) {
-    if (!s) return;
-    Cell* c = cell_of(s);
-    if (C10_UNLIKELY(!c)) {
-      if (!adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
-      make_room_for(s);
-      c = adopt(s);
-      if (!c) return;
-    }
-    if (c->small) {
-      if (written) small_writes_.push_back(c);
-      return;
-    }
-    cells_.push_back({c, written});
-    bytes_ += c->nbytes;
-  }
-
-  void value(const c10::IValue& v, bool written) {
-    if (v.isTensor()) {
-      tensor(v.unsafeToTensorImpl(), written);
-    } else if (v.isList()) {
-      for (const c10::IValue& item : v.toListRef()) value(item, written);
-    } else if (v.isStorage()) {
-      storage(v.toStorage().unsafeGetStorageImpl(), written);
-    } else if (v.isTuple()) {
-      for (const c10::IValue& item : v.toTupleRef().elements()) value(item, written);
-    } else if (v.isGenericDict()) {
-      for (const auto& entry : v.toGenericDict()) value(entry.value(), written);
-    }
-  }
-
-  // After this all cells are pinned and resident.
-  void pin_all() {
-    const uint64_t now = ticks();
-    bool all = true;
-    for (const Touched& t : cells_) {
-      all &= pin(t.cell, now);
-      ++pinned_;
-    }
-    if (C10_LIKELY(all)) return;
-    try {
-      for (const Touched& t : cells_) bring_back(t.cell);
-    } catch (const c10::OutOfMemoryError&) {
-      if (!budget.tier || !one_by_one()) throw;
-    }
-  }
-
-  void release() {
-    while (pinned_ > 0) {
-      Cell* c = cells_[--pinned_].cell;
-      watch_writes(c);
-      unpin(c);
-    }
-    cells_.clear();
-    small_writes_.clear();
-    bytes_ = 0;
-  }
-
-  // Pins that somebody else gives back.
-  std::vector<Cell*> hand_over() {
-    std::vector<Cell*> taken;
-    for (size_t i = 0; i < pinned_; ++i) taken.push_back(cells_[i].cell);
-    pinned_ = 0;
-    return taken;
-  }
-
-  // Before the op: what is written gets a new version, and whoever needs the old bytes has them (rule 4).
-  void begin_writes() {
-    for (Cell* c : small_writes_) begin_write(c);
-    for (const Touched& t : cells_)
-      if (t.written) begin_write(t.cell);
-  }
-
-  bool writes() const {
-    if (!small_writes_.empty()) return true;
-    for (const Touched& t : cells_)
-      if (t.written) return true;
-    return false;
-  }
-
-  // An op has touched them: they hold what somebody wrote there.
-  void end_newborns() {
-    for (const Touched& t : cells_)
-      if (C10_UNLIKELY(t.cell->newborn)) {
-        std::lock_guard<std::mutex> lock(graph_lock());
-        if (!t.cell->newborn) continue;
-        t.cell->newborn = false;
-        stand_unpinned_locked(t.cell);
-      }
-  }
-
-  uint64_t bytes() const { return bytes_; }
-  bool empty() const { return cells_.empty(); }
-  const c10::SmallVector<Touched, 12>& cells() const { return cells_; }
-  void add_pinned(Cell* c) {  // an output
-    pin(c, ticks());
-    cells_.push_back({c, false});
-    std::swap(cells_[pinned_], cells_.back());
-    ++pinned_;
-  }
-
- private:
-  // What is made again takes room beside what the op holds already. With a tier each is made with nothing else pinned
-  // and written below; after that all that is left is to read them back.
-  bool one_by_one() {
-    const auto unpin_all = [&] {
-      while (pinned_ > 0) unpin(cells_[--pinned_].cell);
-    };
-    c10::SmallVector<StoragePtr, 8> held;  // what is unpinned may not end
-    bool any = false;
-    {
-      std::lock_guard<std::mutex> lock(graph_lock());
-      for (const Touched& t : cells_) {
-        any |= t.cell->version && t.cell->version->evicted;
-        held.push_back(hold(t.cell));
-        if (!held.back()) any = false;
-      }
-    }
-    if (any) {
-      unpin_all();
-      for (const Touched& t : cells_) {
-        pin(t.cell, ticks());
-        pinned_ = 0;
-        try {
-          bring_back(t.cell);
-        } catch (...) {
-          unpin(t.cell);
-          throw;
-        }
-        unpin(t.cell);
-        let_go(t.cell, 1);
-      }
-      for (const Touched& t : cells_) {
-        pin(t.cell, ticks());
-        ++pinned_;
-      }
-      for (const Touched& t : cells_) bring_back(t.cell);
-    }
-    for (StoragePtr& s : held)
-      if (s) drop_later(std::move(s));
-    return any;
-  }
-
-  static void begin_write(Cell* c) {
-    settle_before_write(c);
-    drop_slot(c);
-    Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
-    new_version_locked(c, &trash);
-  }
-
-  c10::SmallVector<Touched, 12> cells_;
-  c10::SmallVector<Cell*, 4> small_writes_;
-  size_t pinned_ = 0;
-  uint64_t bytes_ = 0;
-};
-
-// ---- asynchronous work ----
-
-std::atomic<uint64_t> in_flight_bytes{0};
-
-struct InFlight {
-  c10::weak_intrusive_ptr<c10::intrusive_ptr_target> work;
-  std::vector<Cell*> pinned;
-};
-
-struct Works {
-  std::mutex lock;
-  std::list<InFlight> all;
-  std::atomic<size_t> count{0};
-};
-
-Works& works() {
-  static auto* w = new Works;
-  return *w;
-}
-
 // ---- the op ----
-
-struct Depth {
-  Depth() { ++tl_depth; }
-  ~Depth() { --tl_depth; }
-};
 
 void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard guard(kKey);
@@ -567,11 +269,7 @@ class Call {
       const auto object = (*stack_)[i].toObject();
       if (object->slots().empty() || !object->getSlot(0).isCapsule()) continue;
       work = object->getSlot(0).toCapsule();
-      Works& w = works();
-      std::lock_guard<std::mutex> lock(w.lock);
-      in_flight_bytes += frame.bytes();
-      w.all.push_back({c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(work), frame.hand_over()});
-      w.count = w.all.size();
+      pager::keep_until_done(work, frame.hand_over());
       return;
     }
   }
@@ -612,7 +310,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   const size_t n = op.schema().arguments().size(), base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
-  if (works().count.load(std::memory_order_relaxed)) poll_works();
+  if (works_in_flight()) poll_works();
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign) &&
       !(info->recordable && c10::GradMode::is_enabled() && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
@@ -708,155 +406,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
 }
 
-// ---- threads that are not seen ----
-
-// The first op of a thread that we have not met, whose arguments nobody shows us (asking for them would cost every op
-// of every thread 0.5 us): while it runs nothing leaves, all that was away is back, and all that it may have written to
-// counts as written. From its next op on the thread is seen.
-struct Unseen final : at::ObserverContext {
-  Unseen() { nothing_leaves(true); }
-  ~Unseen() override { nothing_leaves(false); }
-};
-
-std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
-  std::vector<std::pair<Cell*, StoragePtr>> held;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
-    if (c->storage._unsafe_get_target())
-      if (StoragePtr s = hold(c)) held.emplace_back(c, std::move(s));
-  });
-  return held;
-}
-
-// Threads on which a backend runs its works: what it makes there is its own (rule 5).
-bool is_backends_thread() {
-  char name[16] = {};
-  return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
-         (!strncmp(name, "pt_gloo", 7) || !strncmp(name, "pt_nccl", 7) || !strncmp(name, "pt_ucc", 6) ||
-          !strncmp(name, "pt_mpi", 6));
-}
-
-std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
-  if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
-  if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
-  static thread_local const bool backends = is_backends_thread();
-  if (backends) return nullptr;
-  see_this_thread(true);
-  counters.unseen_ops++;
-  Depth inside;
-  auto unseen = std::make_unique<Unseen>();
-  auto all = hold_all();
-  try {
-    for (auto& [c, s] : all) {
-      pin(c, ticks());
-      try {
-        bring_back(c);
-        settle_before_write(c);
-        drop_slot(c);
-        Trash trash;
-        std::lock_guard<std::mutex> lock(graph_lock());
-        new_version_locked(c, &trash);
-      } catch (...) {
-        unpin(c);
-        throw;
-      }
-      unpin(c);
-    }
-  } catch (...) {
-    // What finds no room stays away, and the trap says so if the op reads it: an observer's exception would be lost.
-  }
-  for (auto& [c, s] : all) drop_later(std::move(s));
-  return unseen;
-}
-
-at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
-
 }  // namespace
-
-bool others_are_running() { return admission().ops.load() > (tl_depth > 0 ? 1 : 0); }
-
-void wait_for_others(double seconds) {
-  Admission& a = admission();
-  WithoutGil released;
-  std::unique_lock<std::mutex> lock(a.lock);
-  a.waiting++;
-  a.changed.wait_for(lock, std::chrono::duration<double>(seconds));
-  a.waiting--;
-}
-
-void foreign_write(c10::StorageImpl* s) {
-  Cell* c = cell_of(s);
-  // An op, a scoped reader or a region has it pinned, and has said what it writes; what escaped is written to at will.
-  if (!c || !budget.open.load() || tl_depth > 0 || (c->state.load() & kPinMask)) return;
-  counters.foreign_writes++;
-  escape(c, Escape::kForeignWrite);
-}
-
-void enter_region() { ++tl_regions; }
-void leave_region() { --tl_regions; }
-
-void see_this_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kKey, on); }
-
-bool thread_is_seen() { return c10::impl::tls_is_dispatch_key_included(kKey); }
-
-void catch_unseen_threads(bool on) {
-  if (on && net == at::INVALID_CALLBACK_HANDLE) {
-    net = at::addGlobalCallback(at::RecordFunctionCallback(&unseen_op_begins).scopes({at::RecordScope::FUNCTION}));
-  } else if (!on && net != at::INVALID_CALLBACK_HANDLE) {
-    at::removeCallback(net);
-    net = at::INVALID_CALLBACK_HANDLE;
-  }
-}
-
-void escape(Cell* c, Escape why) {
-  pin(c, ticks());
-  try {
-    bring_back(c);
-    settle_before_write(c);  // whoever has the address may write there at any time
-  } catch (...) {
-    unpin(c);
-    throw;
-  }
-  drop_slot(c);
-  {
-    Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
-    if (c->escape == Escape::kNone) {
-      new_version_locked(c, &trash);
-      c->escape = why;
-      stand_pinned_locked(c);
-      escaped_bytes += c->nbytes;
-      counters.escapes++;
-    }
-  }
-  unpin(c);
-}
-
-static void end_works(bool all) {
-  std::vector<Cell*> done;
-  {
-    Works& w = works();
-    std::lock_guard<std::mutex> lock(w.lock);
-    for (auto it = w.all.begin(); it != w.all.end();) {
-      if (!all && !it->work.expired()) {
-        ++it;
-        continue;
-      }
-      done.insert(done.end(), it->pinned.begin(), it->pinned.end());
-      it = w.all.erase(it);
-    }
-    w.count = w.all.size();
-  }
-  for (Cell* c : done) {
-    in_flight_bytes -= c->nbytes;
-    unpin(c);
-  }
-}
-
-void poll_works() { end_works(false); }
-void forget_works() { end_works(true); }
-
-size_t works_in_flight() { return works().count.load(); }
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

@@ -9,10 +9,13 @@
 
 #include "budget.h"
 #include "cell.h"
+#include "escape.h"
 #include "kernel.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "threads.h"
+#include "works.h"
 
 namespace memmgr::pager {
 
@@ -309,7 +312,7 @@ struct PinObject {
 
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
-  if (reinterpret_cast<PinObject*>(self)->region) leave_region();
+  if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
   for (auto& [c, s] : *pins) unpin(c);
   delete pins;
   Py_TYPE(self)->tp_free(self);
@@ -368,7 +371,7 @@ PyObject* py_pin(PyObject*, PyObject* args) {
     }
     PyEval_RestoreThread(saved);
     self->region = region;
-    if (region) enter_region();
+    if (region) ++tl_regions;
     return reinterpret_cast<PyObject*>(self);
   });
   Py_DECREF(items);

@@ -1,5 +1,8 @@
 // One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
+#include "admission.cpp"
 #include "cell.cpp"
+#include "escape.cpp"
+#include "frame.cpp"
 #include "kernel.cpp"
 #include "module.cpp"
 #include "numerics.cpp"
@@ -9,3 +12,5 @@
 #include "reclaim.cpp"
 #include "rematerialize.cpp"
 #include "rng.cpp"
+#include "threads.cpp"
+#include "works.cpp"

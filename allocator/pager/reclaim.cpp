@@ -9,6 +9,7 @@
 #include <deque>
 #include <thread>
 
+#include "admission.h"
 #include "budget.h"
 #include "checksum.h"
 #include "pools/pool.h"

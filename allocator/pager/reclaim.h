@@ -19,10 +19,6 @@ void nothing_leaves(bool begin);
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
 void bring_back(Cell* c);
 
-// An op that must have memory now and then: others wait for it meanwhile (kernel.cpp).
-bool others_are_running();
-void wait_for_others(double seconds);
-
 // The most that has been pinned and could not leave, with the request that came to it.
 void note_floor(uint64_t bytes);
 uint64_t floor_bytes();

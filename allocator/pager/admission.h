@@ -1,0 +1,24 @@
+// Admission (rule 3): an op states what it will pin before it pins, and waits with nothing pinned where the pins of
+// others leave no room. One op is always admitted.
+#pragma once
+
+#include <cstdint>
+
+namespace memmgr::pager {
+
+class Admitted {
+ public:
+  // alone: wait until nobody else runs.
+  Admitted(uint64_t bytes, bool alone);
+  ~Admitted();
+  Admitted(const Admitted&) = delete;
+  Admitted& operator=(const Admitted&) = delete;
+
+ private:
+  uint64_t bytes_;
+};
+
+bool others_are_running();
+void wait_for_others(double seconds);
+
+}  // namespace memmgr::pager

@@ -1,0 +1,164 @@
+#include "frame.h"
+
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseCsrTensorUtils.h>
+#include <ATen/SparseTensorImpl.h>
+
+#include "budget.h"
+#include "pools/pool.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+// Memory of torch's default allocator counts from here on: others leave for it first.
+static void make_room_for(const c10::StorageImpl* s) {
+  if (pointer_of(s).get_deleter() == pool_deleter()) return;
+  const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
+  if (all <= limit) return;
+  uint64_t released = 0;
+  for (int i = 0; released < all - limit; ++i) {
+    const uint64_t n = reclaim_callback(nullptr, all - limit - released, s->nbytes(), i);
+    if (!n) throw_out_of_memory(s->nbytes());
+    released += n;
+  }
+}
+
+void Frame::tensor(c10::TensorImpl* t, bool written) {
+  if (C10_LIKELY(t->has_storage())) {
+    storage(t->unsafe_storage().unsafeGetStorageImpl(), written);
+    return;
+  }
+  // Sparse tensors read their parts without an op.
+  if (t->layout() == c10::kSparse) {
+    auto* sparse = static_cast<at::SparseTensorImpl*>(t);
+    tensor(sparse->indices().unsafeGetTensorImpl(), written);
+    tensor(sparse->values().unsafeGetTensorImpl(), written);
+  } else if (at::sparse_csr::is_sparse_compressed(t->layout())) {
+    auto* sparse = static_cast<at::SparseCsrTensorImpl*>(t);
+    tensor(sparse->compressed_indices().unsafeGetTensorImpl(), written);
+    tensor(sparse->plain_indices().unsafeGetTensorImpl(), written);
+    tensor(sparse->values().unsafeGetTensorImpl(), written);
+  }
+}
+
+void Frame::storage(c10::StorageImpl* s, bool written) {
+  if (!s) return;
+  Cell* c = cell_of(s);
+  if (C10_UNLIKELY(!c)) {
+    if (!adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
+    make_room_for(s);
+    c = adopt(s);
+    if (!c) return;
+  }
+  if (c->small) {
+    if (written) small_writes_.push_back(c);
+    return;
+  }
+  cells_.push_back({c, written});
+  bytes_ += c->nbytes;
+}
+
+void Frame::value(const c10::IValue& v, bool written) {
+  if (v.isTensor()) {
+    tensor(v.unsafeToTensorImpl(), written);
+  } else if (v.isList()) {
+    for (const c10::IValue& item : v.toListRef()) value(item, written);
+  } else if (v.isStorage()) {
+    storage(v.toStorage().unsafeGetStorageImpl(), written);
+  } else if (v.isTuple()) {
+    for (const c10::IValue& item : v.toTupleRef().elements()) value(item, written);
+  } else if (v.isGenericDict()) {
+    for (const auto& entry : v.toGenericDict()) value(entry.value(), written);
+  }
+}
+
+void Frame::pin_all() {
+  const uint64_t now = ticks();
+  bool all = true;
+  for (const Touched& t : cells_) {
+    all &= pin(t.cell, now);
+    ++pinned_;
+  }
+  if (C10_LIKELY(all)) return;
+  try {
+    for (const Touched& t : cells_) bring_back(t.cell);
+  } catch (const c10::OutOfMemoryError&) {
+    if (!budget.tier || !one_by_one()) throw;
+  }
+}
+
+void Frame::release() {
+  while (pinned_ > 0) {
+    Cell* c = cells_[--pinned_].cell;
+    watch_writes(c);
+    unpin(c);
+  }
+  cells_.clear();
+  small_writes_.clear();
+  bytes_ = 0;
+}
+
+void Frame::begin_writes() {
+  for (Cell* c : small_writes_) begin_write(c);
+  for (const Touched& t : cells_)
+    if (t.written) begin_write(t.cell);
+}
+
+void Frame::end_newborns() {
+  for (const Touched& t : cells_)
+    if (C10_UNLIKELY(t.cell->newborn)) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      if (!t.cell->newborn) continue;
+      t.cell->newborn = false;
+      stand_unpinned_locked(t.cell);
+    }
+}
+
+bool Frame::one_by_one() {
+  const auto unpin_all = [&] {
+    while (pinned_ > 0) unpin(cells_[--pinned_].cell);
+  };
+  c10::SmallVector<StoragePtr, 8> held;  // what is unpinned may not end
+  bool any = false;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const Touched& t : cells_) {
+      any |= t.cell->version && t.cell->version->evicted;
+      held.push_back(hold(t.cell));
+      if (!held.back()) any = false;
+    }
+  }
+  if (any) {
+    unpin_all();
+    for (const Touched& t : cells_) {
+      pin(t.cell, ticks());
+      pinned_ = 0;
+      try {
+        bring_back(t.cell);
+      } catch (...) {
+        unpin(t.cell);
+        throw;
+      }
+      unpin(t.cell);
+      let_go(t.cell, 1);
+    }
+    for (const Touched& t : cells_) {
+      pin(t.cell, ticks());
+      ++pinned_;
+    }
+    for (const Touched& t : cells_) bring_back(t.cell);
+  }
+  for (StoragePtr& s : held)
+    if (s) drop_later(std::move(s));
+  return any;
+}
+
+void Frame::begin_write(Cell* c) {
+  settle_before_write(c);
+  drop_slot(c);
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  new_version_locked(c, &trash);
+}
+
+}  // namespace memmgr::pager
