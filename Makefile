@@ -79,10 +79,10 @@ check-units: setup ## compile every file of the pager alone
 	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print("-isystem", Path(torch.__file__).parent / "include", \
 	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
 	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
-	  -Wno-missing-field-initializers -Iallocator/include $$(cat build/unit-flags) $$unit; done
+	  -Wno-missing-field-initializers -Iallocator/include $$(cat build/unit-flags) $$unit || exit 1; done
 
 bench: setup ## the figures of the README, measured side by side
-	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS); done
+	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
 lint: setup ## ruff, clang-format, mypy --strict
@@ -90,7 +90,7 @@ lint: setup ## ruff, clang-format, mypy --strict
 	$(VENV)/bin/ruff format --check .
 	find allocator -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	@rm -rf build/typed && mkdir -p build/typed/memmgr
-	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/; done
+	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/
 	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
 

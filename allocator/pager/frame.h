@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include "budget.h"
 #include "cell.h"
 
 namespace memmgr::pager {

@@ -105,8 +105,6 @@ class Call {
     // What was touched is not reclaimed before we are through, whoever is told to make room.
     if (info_->recordable && c10::GradMode::is_enabled() && (frame.bytes() > 0 || may_make_large(info_, args, n)))
       record(frame, args, n);
-    std::unique_lock<std::mutex> drawing;
-    if (recipe_ && recipe_->rng.defined()) drawing = std::unique_lock<std::mutex>(drawing_lock(), std::adopt_lock);
     if (frame.writes()) {
       frame.begin_writes();
       began_writes = true;
@@ -119,7 +117,7 @@ class Call {
       op_.redispatchBoxed(below_, stack_);
     else
       call_below(op_, below_, stack_);
-    if (drawing.owns_lock()) drawing.unlock();
+    if (drawing_.owns_lock()) drawing_.unlock();
     double seconds = seconds_of_ticks(ticks() - begun);
     const uint64_t stall = counters.stall_ns.load(std::memory_order_relaxed) - stalled;
     if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
@@ -159,9 +157,9 @@ class Call {
   }
 
   void record(Frame& frame, const c10::IValue* args, size_t n) {
-    if (info_->seeded) drawing_lock().lock();
+    if (info_->seeded) drawing_ = std::unique_lock<std::mutex>(drawing_lock());
     recipe_ = describe(info_, below_, args, n);
-    if (info_->seeded && !(recipe_ && recipe_->rng.defined())) drawing_lock().unlock();
+    if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
     if (!recipe_) return;
     counters.recorded_ops++;
     if (info_->writes == 0 || recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
@@ -279,6 +277,7 @@ class Call {
   c10::DispatchKeySet below_;
   torch::jit::Stack* stack_;
   std::unique_ptr<Recipe> recipe_;
+  std::unique_lock<std::mutex> drawing_;  // from noting the generator's state until the op has drawn
   StoragePtr before_;
 };
 

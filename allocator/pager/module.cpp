@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "admission.h"
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
@@ -185,6 +186,8 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
+    // Ops of other threads that began under the budget have pins on cells that end now.
+    for (int i = 0; i < 6000 && others_are_running(); ++i) wait_for_others(0.01);
     cut_recipes(true);
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) unadopt(c);
