@@ -74,12 +74,16 @@ bool adoptable(const c10::StorageImpl* s) {
   return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
 }
 
-Cell* adopt(c10::StorageImpl* s) {
+Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   std::lock_guard<std::mutex> lock(graph_lock());
-  if (Cell* c = cell_of(s)) return c;
+  if (Cell* c = cell_of(s)) {
+    c->state.fetch_add(pins);
+    return c;
+  }
   if (!adoptable(s)) return nullptr;
   at::DataPtr& p = pointer_of(s);
   auto* c = new Cell;
+  c->state.store(pins);
   static uint64_t next_serial = 4096;
   c->nbytes = s->nbytes();
   c->serial = next_serial;
@@ -98,6 +102,7 @@ Cell* adopt(c10::StorageImpl* s) {
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, c->device);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
+  watch_writes(c);
   if (!c->small) resident_cell_bytes += c->nbytes;
   if (c->outside) {
     mm_arena_add_outside(budget.arena, static_cast<int64_t>(c->nbytes));
@@ -150,6 +155,7 @@ void unadopt(Cell* c) {
   if (!s) return;
   std::lock_guard<std::mutex> lock(graph_lock());
   if (cell_of(s.get()) != c || !c->bytes.get()) return;
+  if ((c->state.load() & kPinMask) > c->standing_pins) return;  // somebody's pin outlives the budget: so does the cell
   if (!c->small) resident_cell_bytes -= c->nbytes;
   if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
   unstand_all_locked(c);
@@ -361,7 +367,7 @@ uint64_t trapped_cell(const char* what) {
 bool pin_living_locked(Cell* c, uint64_t now) {
   uint32_t state = c->state.load(std::memory_order_acquire);
   do {
-    if (state & kDead) return false;
+    if ((state & kDead) && !(state & kPinMask)) return false;  // else the last pin ends it, ours perhaps
   } while (!c->state.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel));
   c->last_touch.store(now, std::memory_order_relaxed);
   return true;
@@ -540,6 +546,19 @@ void settle_before_write(Cell* c) {
   else
     resident_cell_bytes += copy->nbytes;
   new_version_locked(c, &trash);
+}
+
+void begin_new_version(Cell* c) {
+  drop_slot(c);
+  for (;;) {
+    settle_before_write(c);
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    const Version* v = c->version;
+    if (v->needed > 0 && !(v->recipe && recipe_available_locked(v->recipe))) continue;
+    new_version_locked(c, &trash);
+    return;
+  }
 }
 
 void drop_slot(Cell* c) {

@@ -119,7 +119,8 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
 // May this storage become a cell: memory of the pool, or of torch's default allocator, that is nobody else's?
 bool adoptable(const c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
-Cell* adopt(c10::StorageImpl* s);
+// A new cell begins with so many pins.
+Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
 // The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
 void unadopt(Cell* c);
 // A strong reference that never takes the GIL (rule 11); null where that cannot be had.
@@ -199,6 +200,8 @@ void set_evicted_locked(Version* v, bool evicted, Trash* trash);
 Version* new_version_locked(Cell* c, Trash* trash);
 // Before the bytes of `c` change: what is needed of them is kept as an orphan's copy (rule 4). Allocates; no lock held.
 void settle_before_write(Cell* c);
+// Both, so that nobody comes to need the old bytes in between; and the copy below is void.
+void begin_new_version(Cell* c);
 // The copy below is not true to the bytes any more.
 void drop_slot(Cell* c);
 void forget_recipe_locked(Version* v, Trash* trash);

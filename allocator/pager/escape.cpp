@@ -10,17 +10,14 @@ void escape(Cell* c, Escape why) {
   pin(c, ticks());
   try {
     bring_back(c);
-    settle_before_write(c);  // whoever has the address may write there at any time
+    begin_new_version(c);  // whoever has the address may write there at any time
   } catch (...) {
     unpin(c);
     throw;
   }
-  drop_slot(c);
   {
-    Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     if (c->escape == Escape::kNone) {
-      new_version_locked(c, &trash);
       c->escape = why;
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;

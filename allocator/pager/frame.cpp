@@ -24,6 +24,7 @@ static void make_room_for(const c10::StorageImpl* s) {
 }
 
 void Frame::tensor(c10::TensorImpl* t, bool written) {
+  declares_writes_ |= written;
   if (C10_LIKELY(t->has_storage())) {
     storage(t->unsafe_storage().unsafeGetStorageImpl(), written);
     return;
@@ -153,12 +154,6 @@ bool Frame::one_by_one() {
   return any;
 }
 
-void Frame::begin_write(Cell* c) {
-  settle_before_write(c);
-  drop_slot(c);
-  Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  new_version_locked(c, &trash);
-}
+void Frame::begin_write(Cell* c) { begin_new_version(c); }
 
 }  // namespace memmgr::pager

@@ -43,6 +43,9 @@ class Frame {
   // Before the op: what is written gets a new version, and whoever needs the old bytes has them (rule 4).
   void begin_writes();
 
+  // Something is declared to be written, cell or not.
+  bool declares_writes() const { return declares_writes_; }
+
   bool writes() const {
     if (!small_writes_.empty()) return true;
     for (const Touched& t : cells_)
@@ -58,6 +61,9 @@ class Frame {
   const c10::SmallVector<Touched, 12>& cells() const { return cells_; }
   void add_pinned(Cell* c) {  // an output
     pin(c, ticks());
+    take_pin(c);
+  }
+  void take_pin(Cell* c) {  // that the caller has
     cells_.push_back({c, false});
     std::swap(cells_[pinned_], cells_.back());
     ++pinned_;
@@ -73,6 +79,7 @@ class Frame {
   c10::SmallVector<Touched, 12> cells_;
   c10::SmallVector<Cell*, 4> small_writes_;
   size_t pinned_ = 0;
+  bool declares_writes_ = false;
   uint64_t bytes_ = 0;
 };
 

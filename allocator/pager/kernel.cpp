@@ -65,12 +65,15 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
   collect_outputs(stack, returns, &storages);
   for (c10::StorageImpl* s : storages) {
     if (!newly_large(s)) continue;
-    Cell* c = adopt(s);
+    Cell* c = adopt(s, info->uninitialized ? 1 : 0);
     if (!c || !info->uninitialized) continue;
-    std::lock_guard<std::mutex> lock(graph_lock());
-    c->version->uninitialized = true;
-    c->newborn = true;
-    stand_pinned_locked(c);
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      c->version->uninitialized = true;
+      c->newborn = true;
+      stand_pinned_locked(c);
+    }
+    unpin(c);
   }
 }
 
@@ -109,10 +112,14 @@ class Call {
       frame.begin_writes();
       began_writes = true;
     }
+    began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
     const uint64_t stalled = counters.stall_ns.load(std::memory_order_relaxed);
     const uint64_t begun = ticks();
     if (tl_depth == 1) begin_scratch();
     if (info_->seeded) drew = true;
+    // Nobody draws between another's noting of the state and its draw.
+    if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign)
+      drawing_ = std::unique_lock<std::mutex>(drawing_lock());
     if (info_->kind == OpClass::kForeign && !is_collective())
       op_.redispatchBoxed(below_, stack_);
     else
@@ -167,9 +174,13 @@ class Call {
     for (const TensorArg& a : recipe_->tensors)
       if (a.role == Role::kWritten && a.version->cell) {
         Cell* c = a.version->cell;
-        before_ =
-            c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
-                                                  pool_allocate(c->nbytes), c10::GetAllocator(c10::kCPU), false);
+        try {
+          before_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                          static_cast<int64_t>(c->nbytes), pool_allocate(c->nbytes),
+                                                          c10::GetAllocator(c10::kCPU), false);
+        } catch (const c10::OutOfMemoryError&) {
+          return;  // no room for a trial: another time
+        }
         std::memcpy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
       }
   }
@@ -187,9 +198,9 @@ class Call {
     bool any = false;
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i])) continue;
-      Cell* c = adopt(storages[i]);
+      Cell* c = adopt(storages[i], 1);
       if (!c) continue;
-      frame.add_pinned(c);
+      frame.take_pin(c);
       versions[i] = c->version;
       any = true;
       if (info_->uninitialized) {
@@ -310,7 +321,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
-  if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign) &&
+  if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
       !(info->recordable && c10::GradMode::is_enabled() && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
     const size_t returns = op.schema().returns().size();

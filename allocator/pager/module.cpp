@@ -192,10 +192,17 @@ PyObject* py_close(PyObject*, PyObject*) {
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) unadopt(c);
     cells.clear();
+    {
+      // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for_each_cell_locked([](Cell* c) { c->slot = -1; });
+    }
     Py_BEGIN_ALLOW_THREADS;
     drop_what_waits();
     Py_END_ALLOW_THREADS;
+    Py_BEGIN_ALLOW_THREADS;
     stop_dropper();
+    Py_END_ALLOW_THREADS;
     uninstall_pool();
     if (budget.tier) {
       mm_tier_close(budget.tier);
@@ -316,7 +323,10 @@ struct PinObject {
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
-  for (auto& [c, s] : *pins) unpin(c);
+  for (auto& [c, s] : *pins) {
+    watch_writes(c);
+    unpin(c);
+  }
   delete pins;
   Py_TYPE(self)->tp_free(self);
 }
@@ -361,11 +371,7 @@ PyObject* py_pin(PyObject*, PyObject* args) {
         self->cells->emplace_back(c, std::move(s));
         bring_back(c);
         if (written) {
-          settle_before_write(c);
-          drop_slot(c);
-          Trash trash;
-          std::lock_guard<std::mutex> lock(graph_lock());
-          new_version_locked(c, &trash);
+          begin_new_version(c);
         }
       }
     } catch (...) {

@@ -211,7 +211,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     std::fill(written.begin(), written.end(), uint8_t{0});
     return;
   }
-  if (pager::metadata().count(name)) {
+  if (pager::metadata().count(name) && writes == 0) {
     kind = OpClass::kMetadata;
   } else if (any_tensor && writes == 0 && all_aliases && !schema.returns().empty() && !storage_op) {
     bool aliasing = false;

@@ -49,6 +49,15 @@ static void note_tier_error(int error) {
 
 // ---- victims ----
 
+static std::atomic<int> frozen{0};
+static thread_local bool tl_froze = false;
+
+void nothing_leaves(bool begin) {
+  tl_froze = begin;
+  std::lock_guard<std::mutex> lock(graph_lock());  // whoever claims a victim has seen it
+  frozen.fetch_add(begin ? 1 : -1);
+}
+
 namespace {
 
 struct Victims {
@@ -135,6 +144,7 @@ bool refill_locked() {
 
 // The next victim, claimed (kBusy); null when the queue is empty.
 Cell* next_victim_locked() {
+  if (frozen.load() > 0) return nullptr;
   Victims& all = victims();
   while (!all.queue.empty()) {
     const size_t i = all.queue.size() - 1;
@@ -265,14 +275,12 @@ uint64_t leave(Cell* c, int turn) {
 
 }  // namespace
 
-uint64_t let_go(Cell* c, int turn) { return !c->small && begin_move(c) ? leave(c, turn) : 0; }
-
-static std::atomic<int> frozen{0};
-static thread_local bool tl_froze = false;
-
-void nothing_leaves(bool begin) {
-  tl_froze = begin;
-  frozen.fetch_add(begin ? 1 : -1);
+uint64_t let_go(Cell* c, int turn) {
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (c->small || frozen.load() > 0 || !begin_move(c)) return 0;
+  }
+  return leave(c, turn);
 }
 
 uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
@@ -352,6 +360,7 @@ void bring_back(Cell* c) {
       if (absence == Absence::kFill) {
         std::memset(bytes.get(), 0, c->nbytes);
       } else {
+        TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");
         const uint64_t reading = now_ns();
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {

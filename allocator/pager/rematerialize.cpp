@@ -140,6 +140,18 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   return true;
 }
 
+// Gives a counted version back.
+struct Held {
+  explicit Held(Version* v) : version(v) {}
+  ~Held() {
+    if (!version) return;
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    release_version_locked(version, &trash);
+  }
+  Version* version;
+};
+
 // True: done. False: something that the plan counted on has left meanwhile.
 bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* result) {
   std::vector<Source> sources(r->tensors.size());
@@ -173,7 +185,9 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       v = r->outputs[i];
+      if (v) v->refs++;
     }
+    const Held held(v);
     if (!v || !made[i]) continue;
     TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
                 " gave another size when it was run again. Please report this.");
@@ -188,7 +202,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     }
     if (give_to_cell(v, made[i]) || plan.uses[v] == 0) continue;
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (v->cell) continue;
+    if (v->cell || v->refs == 1) continue;  // only we know it still
     lend_bytes_locked(v, std::move(pointer_of(made[i].get())));
     pointer_of(made[i].get()).clear();
     v->refs++;

@@ -55,25 +55,19 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();
-  try {
+  // What is there first: it may be written to at once. What finds no room to come back stays away, and the trap says so
+  // if the op reads it; an observer's exception would be lost.
+  for (const bool away : {false, true})
     for (auto& [c, s] : all) {
+      if (c->resident() == away) continue;
       pin(c, ticks());
       try {
         bring_back(c);
-        settle_before_write(c);
-        drop_slot(c);
-        Trash trash;
-        std::lock_guard<std::mutex> lock(graph_lock());
-        new_version_locked(c, &trash);
-      } catch (...) {
-        unpin(c);
-        throw;
+        begin_new_version(c);
+      } catch (const std::exception&) {
       }
       unpin(c);
     }
-  } catch (...) {
-    // What finds no room stays away, and the trap says so if the op reads it: an observer's exception would be lost.
-  }
   for (auto& [c, s] : all) drop_later(std::move(s));
   return unseen;
 }

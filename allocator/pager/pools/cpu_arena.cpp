@@ -90,7 +90,13 @@ void uninstall_pool() {
   a.installed = false;
 }
 
-void forget_pool_in_child() { uninstall_pool(); }
+// The arena's lock may be another thread's at the fork: it is left alone.
+void forget_pool_in_child() {
+  ArenaAllocator& a = the_allocator();
+  if (!a.installed) return;
+  c10::SetAllocator(c10::kCPU, a.previous, 255);
+  a.installed = false;
+}
 
 void begin_scratch() { tl_scratch = tl_scratch_peak = 0; }
 uint64_t scratch_peak() { return static_cast<uint64_t>(tl_scratch_peak); }
