@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from exactness import harness
 
 
 @pytest.fixture(autouse=True)
 def _pager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MEMMGR_PAGER", "1")
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "512")
+    monkeypatch.setattr(harness, "_needs", {})  # what the recorder needs is another figure
     yield
 
 
