@@ -3,7 +3,6 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-#include <deque>
 #include <thread>
 
 #include "budget.h"
@@ -349,8 +348,8 @@ void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
   }
   char text[320];
   std::snprintf(text, sizeof text,
-                "%s%llx]: something reads it that is no torch operation. Call memmgr.pin(tensor) before, or read it "
-                "through torch (tensor.clone(), tensor.numpy(), tensor.tolist() bring it back).",
+                "%s%llx]: something reads it that is no torch operation. Read it through torch (tensor.clone(), "
+                "tensor.numpy(), tensor.tolist() bring it back).",
                 kTrap, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(c)));
   s->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(text));
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -86,7 +86,6 @@ struct Version {
   bool temporary = false;  // a ghost that a rematerialization has made for others; its bytes end with that
   bool uninitialized = false;
   Recipe* recipe = nullptr;  // counted
-  uint16_t output = 0;
   uint16_t depth = 0;
   uint64_t nbytes = 0;
   bool lost = false;             // a ghost that nothing can make any more

@@ -97,12 +97,13 @@ void Frame::release() {
   cells_.clear();
   small_writes_.clear();
   bytes_ = 0;
+  declares_writes_ = false;
 }
 
 void Frame::begin_writes() {
-  for (Cell* c : small_writes_) begin_write(c);
+  for (Cell* c : small_writes_) begin_new_version(c);
   for (const Touched& t : cells_)
-    if (t.written) begin_write(t.cell);
+    if (t.written) begin_new_version(t.cell);
 }
 
 void Frame::end_newborns() {
@@ -153,7 +154,5 @@ bool Frame::one_by_one() {
     if (s) drop_later(std::move(s));
   return any;
 }
-
-void Frame::begin_write(Cell* c) { begin_new_version(c); }
 
 }  // namespace memmgr::pager

@@ -74,8 +74,6 @@ class Frame {
   // and written below; after that all that is left is to read them back.
   bool one_by_one();
 
-  static void begin_write(Cell* c);
-
   c10::SmallVector<Touched, 12> cells_;
   c10::SmallVector<Cell*, 4> small_writes_;
   size_t pinned_ = 0;

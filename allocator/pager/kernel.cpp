@@ -189,10 +189,7 @@ class Call {
     c10::SmallVector<c10::StorageImpl*, 4> storages;
     const size_t returns = op_.schema().returns().size();
     if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
-    if (info_->writes && recipe_) {
-      attach_write(frame, seconds);
-      // out= may have got memory of its own size
-    }
+    if (info_->writes && recipe_) attach_write(frame, seconds);
     collect_outputs(*stack_, returns, &storages);
     std::vector<Version*> versions(storages.size(), nullptr);
     bool any = false;

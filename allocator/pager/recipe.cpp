@@ -295,7 +295,6 @@ void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs
       if (!v) continue;
       forget_recipe_locked(v, &trash);
       v->recipe = r;
-      v->output = static_cast<uint16_t>(i);
       v->depth = r->depth;
       r->refs++;
     }

@@ -3,8 +3,8 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -321,7 +321,7 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
 
 // ---- coming back ----
 
-static void check_sum(const Cell* c, const void* data) {
+void check_sum(const Cell* c, const void* data) {
   if (!c->has_checksum || checksum(data, c->nbytes) == c->checksum) return;
   TORCH_CHECK(false, "memmgr: ", c->nbytes, " bytes came back other than they left (",
               c->absence == Absence::kEvicted ? "rematerialized" : "read back",
@@ -407,17 +407,6 @@ void note_floor(uint64_t bytes) {
 uint64_t floor_bytes() { return floor_mark.load(); }
 void reset_floor() { floor_mark.store(0); }
 
-uint64_t held_bytes() {
-  std::lock_guard<std::mutex> lock(graph_lock());
-  uint64_t leave = 0;
-  for_each_cell_locked([&](Cell* c) {
-    bool drop;
-    if (!c->small && c->state.load() == 0 && cost_of_leaving_locked(c, &drop) >= 0) leave += c->nbytes;
-  });
-  const uint64_t all = mm_arena_resident(budget.arena);
-  return all - std::min(all, leave);
-}
-
 void throw_out_of_memory(uint64_t request) {
   const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
   note_floor(resident + request);
@@ -427,8 +416,8 @@ void throw_out_of_memory(uint64_t request) {
                      " are in use and nothing more can leave; this op needs " + mb(resident + request) + ".";
   {
     std::lock_guard<std::mutex> lock(budget.error_lock);
-    if (!budget.tier_error.empty())
-      text += " The disk tier failed: " + budget.tier_error + ": it needs more disk, not more budget.";
+    if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
+    if (budget.tier_error == std::strerror(ENOSPC)) text += " More disk, not more budget.";
   }
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }

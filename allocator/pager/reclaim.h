@@ -14,6 +14,8 @@ uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attem
 // Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at
 // even turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
 uint64_t let_go(Cell* c, int turn = -1);
+// Throws if the bytes are not those that left, where a checksum was kept. The caller has the cell busy.
+void check_sum(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
@@ -23,8 +25,6 @@ void bring_back(Cell* c);
 void note_floor(uint64_t bytes);
 uint64_t floor_bytes();
 void reset_floor();
-// Without the victims' bytes: what is resident and may not leave now.
-uint64_t held_bytes();
 
 void set_link(double seconds_per_byte);
 double link_seconds_per_byte();

@@ -109,7 +109,6 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   StoragePtr storage;
   Cell* c;
   {
-    Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     c = v->cell;
     if (!c || !v->evicted || c->version != v) return false;
@@ -121,6 +120,17 @@ bool give_to_cell(Version* v, StoragePtr& made) {
       end_move_locked(c, true);
       return false;
     }
+  }
+  try {
+    check_sum(c, pointer_of(made.get()).get());
+  } catch (...) {
+    end_move(c, true);
+    drop_later(std::move(storage));
+    throw;
+  }
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
     show_bytes(storage.get(), p.get(), c);
     c->bytes = std::move(p);

@@ -11,7 +11,6 @@ from memmgr._sizes import UNLIMITED, show_size
 from memmgr.native import pager as native
 from memmgr.native.pager import SMALL_BYTES, Order, Pager
 from memmgr.policies import Policy
-from memmgr.policies.rules.directors import DIRECTORS, keep
 from memmgr.policies.rules.filters import FILTERS
 from memmgr.readers import Readers
 
@@ -37,13 +36,6 @@ def _order(policy: Policy) -> Order:
     return _ORDERS.get(name, Order.DTR)
 
 
-def _ways(policy: Policy) -> tuple[bool, bool]:
-    """May what leaves be dropped and made again; may it go to the tier?"""
-    if policy.director is keep:
-        return False, False
-    return policy.director is not DIRECTORS["offload"], policy.director is not DIRECTORS["evict"]
-
-
 class PagerRuntime:
     """One open budget.
 
@@ -64,17 +56,16 @@ class PagerRuntime:
             BudgetError: more is held than the limit, and it cannot leave.
         """
         config = self.config
-        evict, offload = _ways(config.policy)
         self._begun = time.perf_counter()
         self.native.set_budget_error(self._budget_error)
         self.native.open(
             limit=min(config.limit_bytes, UNLIMITED),
-            folder=config.folder if offload else None,
+            folder=config.folder if config.policy.offloads else None,
             disk_bytes=config.disk_bytes,
             throttle=config.throttle,
             small_bytes=config.small_bytes,
-            may_evict=evict,
-            may_offload=offload,
+            may_evict=config.policy.recomputes,
+            may_offload=config.policy.offloads,
             torture=config.policy.torture,
             verify=config.verify,
             order=int(_order(config.policy)),
