@@ -187,7 +187,9 @@ PyObject* py_close(PyObject*, PyObject*) {
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
     // Ops of other threads that began under the budget have pins on cells that end now.
+    Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; i < 6000 && others_are_running(); ++i) wait_for_others(0.01);
+    Py_END_ALLOW_THREADS;
     cut_recipes(true);
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) unadopt(c);
@@ -199,8 +201,6 @@ PyObject* py_close(PyObject*, PyObject*) {
     }
     Py_BEGIN_ALLOW_THREADS;
     drop_what_waits();
-    Py_END_ALLOW_THREADS;
-    Py_BEGIN_ALLOW_THREADS;
     stop_dropper();
     Py_END_ALLOW_THREADS;
     uninstall_pool();
@@ -406,37 +406,64 @@ PyObject* py_take_away(PyObject*, PyObject* args) {
   });
 }
 
-PyObject* describe_locked(Cell* c) {
-  static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
-  const uint32_t state = c->state.load();
-  const auto flag = [](bool on) { return on ? Py_True : Py_False; };
-  return Py_BuildValue("{sK ss sI sO sO sI sO sI sI sO sO}", "nbytes", static_cast<unsigned long long>(c->nbytes),
-                       "residency", state & kAbsent ? names[static_cast<int>(c->absence)] : "resident", "pins",
-                       state & kPinMask, "escaped", flag(c->escape != Escape::kNone), "recipe",
-                       flag(c->version && c->version->recipe), "depth",
-                       static_cast<unsigned>(c->version ? c->version->depth : 0), "clean", flag(c->slot >= 0), "needed",
-                       c->version ? c->version->needed : 0u, "holders", static_cast<unsigned>(c->storage.use_count()),
-                       "small", flag(c->small), "orphan", flag(!c->storage._unsafe_get_target()));
-}
+// What is known about a cell, noted under the lock. Python's objects are made after it: making one may collect garbage,
+// and with it end a storage, which takes the lock.
+struct Row {
+  unsigned long long nbytes;
+  const char* residency;
+  unsigned pins, depth, needed, holders;
+  bool escaped, recipe, clean, small, orphan;
+
+  explicit Row(Cell* c) {
+    static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
+    const uint32_t state = c->state.load();
+    const Version* v = c->version;
+    nbytes = c->nbytes;
+    residency = state & kAbsent ? names[static_cast<int>(c->absence)] : "resident";
+    pins = state & kPinMask;
+    depth = v ? v->depth : 0;
+    needed = v ? v->needed : 0;
+    holders = c->storage.use_count();
+    escaped = c->escape != Escape::kNone;
+    recipe = v && v->recipe;
+    clean = c->slot >= 0;
+    small = c->small;
+    orphan = !c->storage._unsafe_get_target();
+  }
+
+  PyObject* object() const {
+    const auto flag = [](bool on) { return on ? Py_True : Py_False; };
+    return Py_BuildValue("{sK ss sI sO sO sI sO sI sI sO sO}", "nbytes", nbytes, "residency", residency, "pins", pins,
+                         "escaped", flag(escaped), "recipe", flag(recipe), "depth", depth, "clean", flag(clean),
+                         "needed", needed, "holders", holders, "small", flag(small), "orphan", flag(orphan));
+  }
+};
 
 // describe(tensor) -> dict or None
 PyObject* py_describe(PyObject*, PyObject* o) {
   const StoragePtr s = storage_of(o);
-  std::lock_guard<std::mutex> lock(graph_lock());
-  Cell* c = s ? cell_of(s.get()) : nullptr;
-  if (!c) Py_RETURN_NONE;
-  return describe_locked(c);
+  std::optional<Row> row;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (Cell* c = s ? cell_of(s.get()) : nullptr) row.emplace(c);
+  }
+  if (!row) Py_RETURN_NONE;
+  return row->object();
 }
 
 // cells() -> [dict]: all of them
 PyObject* py_cells(PyObject*, PyObject*) {
+  std::vector<Row> rows;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) { rows.emplace_back(c); });
+  }
   PyObject* list = PyList_New(0);
-  std::lock_guard<std::mutex> lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
-    PyObject* row = describe_locked(c);
+  for (const Row& r : rows) {
+    PyObject* row = list ? r.object() : nullptr;
     if (row) PyList_Append(list, row);
     Py_XDECREF(row);
-  });
+  }
   return list;
 }
 
@@ -491,13 +518,16 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(remat_ns)
   COUNTER(stall_ns)
 #undef COUNTER
-  std::lock_guard<std::mutex> lock(graph_lock());
-  uint64_t pinned = 0, orphans = 0;
-  for_each_cell_locked([&](Cell* c) {
-    pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
-    orphans += c->storage._unsafe_get_target() ? 0 : 1;
-  });
-  put(d, "cells", count_cells_locked());
+  uint64_t cells, pinned = 0, orphans = 0;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    cells = count_cells_locked();
+    for_each_cell_locked([&](Cell* c) {
+      pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
+      orphans += c->storage._unsafe_get_target() ? 0 : 1;
+    });
+  }
+  put(d, "cells", cells);
   put(d, "pinned_cells", pinned);
   put(d, "orphans", orphans);
   return d;
