@@ -51,6 +51,7 @@ def _manager_of(config: Config) -> Manager:
                 verify=config.verify,
                 quiet=config.quiet,
                 throttle=config.throttle,
+                plan=config.plan,
                 small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
             )
         )

@@ -10,6 +10,8 @@
 #include "private_member.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "timeline.h"
+#include "transfer.h"
 
 namespace memmgr::pager {
 
@@ -43,16 +45,18 @@ static void register_locked(Cell* c) {
 
 static void unregister_locked(Cell* c) {
   forget_victim_locked(c);
+  forget_in_timeline_locked(c);
   auto& cells = registry();
   cells[c->index] = cells.back();
   cells[c->index]->index = c->index;
   cells.pop_back();
 }
 
-Trash::~Trash() {
-  bytes.clear();
+void Trash::end() {
   for (const mm_slot slot : slots)
     if (budget.tier) mm_tier_free(budget.tier, slot);
+  slots.clear();
+  bytes.clear();
 }
 
 // ---- storages and their cells ----
@@ -125,6 +129,7 @@ static void forget_bytes_locked(Cell* c, Trash* trash) {
   }
   trash->bytes.push_back(std::move(c->bytes));
   c->bytes.clear();
+  cancel_write_locked(c, trash);
   if (c->slot >= 0) trash->slots.push_back(c->slot);
   c->slot = -1;
   if (c->kept) recipe_bytes -= c->nbytes;
@@ -164,6 +169,7 @@ void unadopt(Cell* c) {
   auto&& context = p.move_context();
   context.release();
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c->bytes.release_context(), deleter);
+  cancel_write_locked(c, &trash);
   if (c->slot >= 0) trash.slots.push_back(c->slot);
   unregister_locked(c);
   c->version->cell = nullptr;
@@ -214,6 +220,7 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   uint32_t standing;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
+    note_death_locked(c);
     standing = c->standing_pins;
     unstand_all_locked(c);
   }
@@ -379,6 +386,18 @@ bool end_move_locked(Cell* c, bool absent) {
   }
   residency_changed().notify_all();
   return (now & kDead) && (now & kPinMask) == 0;
+}
+
+bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash) {
+  if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
+  c->bytes = std::move(bytes);
+  resident_cell_bytes += c->nbytes;
+  mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
+  absent_cells--;
+  if (c->version) set_evicted_locked(c->version, false, trash);
+  c->absence = Absence::kNone;
+  c->has_checksum = false;
+  return end_move_locked(c, false);
 }
 
 void end_move(Cell* c, bool absent) {
@@ -561,10 +580,12 @@ void begin_new_version(Cell* c) {
 }
 
 void drop_slot(Cell* c) {
-  if (c->slot < 0) return;
-  const mm_slot slot = c->slot;
+  if (!budget.tier) return;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  cancel_write_locked(c, &trash);
+  if (c->slot >= 0) trash.slots.push_back(c->slot);
   c->slot = -1;
-  if (budget.tier) mm_tier_free(budget.tier, slot);
 }
 
 }  // namespace memmgr::pager

@@ -56,8 +56,10 @@ struct Cell {
   c10::Device device{c10::DeviceType::CPU};
 
   // Whoever has the cell busy or pinned reads and writes these.
-  at::DataPtr bytes;  // what frees the memory; empty while absent
-  mm_slot slot = -1;  // a copy below that is true to the bytes
+  at::DataPtr bytes;     // what frees the memory; empty while absent
+  mm_slot slot = -1;     // a copy below that is true to the bytes
+  mm_slot writing = -1;  // one that is being made (transfer.cpp; under the graph's lock)
+  bool reading = false;  // its bytes are on their way back, ahead of need (the same)
   Absence absence = Absence::kNone;
   uint64_t checksum = 0;
   bool has_checksum = false;
@@ -73,6 +75,8 @@ struct Cell {
   bool small = false;      // counted, never paged: it is a cell only because a recipe names it
   bool kept = false;       // an orphan that recipes keep by value
   int32_t queued_at = -1;  // among the victims (reclaim.cpp)
+  uint32_t period = 0;     // in which the timeline met it last, and its number there (timeline.cpp)
+  uint32_t ordinal = 0;
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };
@@ -84,6 +88,7 @@ struct Version {
   Cell* cell = nullptr;    // that holds, or held, the bytes; null: a ghost
   bool evicted = false;    // the cell's storage lives, its bytes can only be made again
   bool temporary = false;  // a ghost that a rematerialization has made for others; its bytes end with that
+  bool kept = false;       // and they stay until a group of them is done (rematerialize.cpp)
   bool uninitialized = false;
   Recipe* recipe = nullptr;  // counted
   uint16_t depth = 0;
@@ -98,8 +103,9 @@ std::condition_variable& residency_changed();  // told whenever a cell stops bei
 // Bytes and other things that must end outside of the lock.
 struct Trash {
   std::vector<at::DataPtr> bytes;
-  std::vector<mm_slot> slots;
-  ~Trash();
+  std::vector<mm_slot> slots;  // first: one that is being written reads the bytes
+  void end();
+  ~Trash() { end(); }
 };
 
 // ---- storages and their cells ----
@@ -174,6 +180,8 @@ inline bool begin_move(Cell* c) {  // of what nobody has pinned
 // Clears kBusy, sets or clears kAbsent, wakes who waits.
 void end_move(Cell* c, bool absent);
 bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
+// The bytes of a cell that the caller has busy are here; ends the move, too.
+bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash);
 
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less

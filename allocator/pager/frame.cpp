@@ -142,7 +142,7 @@ bool Frame::one_by_one() {
         throw;
       }
       unpin(t.cell);
-      let_go(t.cell, 1);
+      let_go(t.cell, Way::kOffload);
     }
     for (const Touched& t : cells_) {
       pin(t.cell, ticks());

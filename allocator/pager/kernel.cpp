@@ -17,6 +17,7 @@
 #include "rematerialize.h"
 #include "rng.h"
 #include "threads.h"
+#include "timeline.h"
 #include "works.h"
 
 namespace memmgr::pager {
@@ -60,12 +61,14 @@ bool newly_large(const c10::StorageImpl* s) {
 }
 
 // What an op that nobody records has made: cells, and newborns where nobody has written yet (rule 3).
-void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns) {
+void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t returns,
+                   c10::SmallVector<Cell*, 4>* made) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   collect_outputs(stack, returns, &storages);
   for (c10::StorageImpl* s : storages) {
     if (!newly_large(s)) continue;
     Cell* c = adopt(s, info->uninitialized ? 1 : 0);
+    if (c) made->push_back(c);
     if (!c || !info->uninitialized) continue;
     {
       std::lock_guard<std::mutex> lock(graph_lock());
@@ -125,7 +128,7 @@ class Call {
     else
       call_below(op_, below_, stack_);
     if (drawing_.owns_lock()) drawing_.unlock();
-    double seconds = seconds_of_ticks(ticks() - begun);
+    seconds = seconds_of_ticks(ticks() - begun);
     const uint64_t stall = counters.stall_ns.load(std::memory_order_relaxed) - stalled;
     if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
     if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
@@ -133,13 +136,15 @@ class Call {
       note_floor_now(frame);
     }
     frame.end_newborns();
-    outputs(frame, seconds);
+    outputs(frame);
   }
 
   void give_up() { discard(std::move(recipe_)); }
 
   bool began_writes = false;
   bool drew = false;
+  double seconds = 0;
+  c10::SmallVector<Cell*, 4> made;
 
  private:
   bool is_collective() const { return op_.schema().name().compare(0, 6, "c10d::") == 0; }
@@ -185,11 +190,11 @@ class Call {
       }
   }
 
-  void outputs(Frame& frame, double seconds) {
+  void outputs(Frame& frame) {
     c10::SmallVector<c10::StorageImpl*, 4> storages;
     const size_t returns = op_.schema().returns().size();
     if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
-    if (info_->writes && recipe_) attach_write(frame, seconds);
+    if (info_->writes && recipe_) attach_write(frame);
     collect_outputs(*stack_, returns, &storages);
     std::vector<Version*> versions(storages.size(), nullptr);
     bool any = false;
@@ -198,6 +203,7 @@ class Call {
       Cell* c = adopt(storages[i], 1);
       if (!c) continue;
       frame.take_pin(c);
+      made.push_back(c);
       versions[i] = c->version;
       any = true;
       if (info_->uninitialized) {
@@ -222,7 +228,7 @@ class Call {
       give_up();
   }
 
-  void attach_write(const Frame& frame, double seconds) {
+  void attach_write(const Frame& frame) {
     Cell* written = nullptr;
     for (const Touched& t : frame.cells())
       if (t.written) written = t.cell;
@@ -310,7 +316,8 @@ bool bring_back_trapped(const char* what, Frame* frame) {
   return true;
 }
 
-void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
+          Place* place) {
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame, extra;
@@ -323,9 +330,12 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     // Small tensors only, nothing of ours to change and nothing to note.
     const size_t returns = op.schema().returns().size();
     call_below(op, below, stack);
-    adopt_outputs(info, *stack, returns);
+    c10::SmallVector<Cell*, 4> made;
+    adopt_outputs(info, *stack, returns, &made);
+    if (C10_UNLIKELY(place && !made.empty())) place->ended(info, made.data(), made.size(), 0, 0);
     return;
   }
+  if (C10_UNLIKELY(place && !frame.empty())) place->begins(info, frame);
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
   // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
@@ -337,6 +347,8 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     try {
       if (tl_depth == 1) admitted.emplace(need, alone);
       call.run(frame);
+      if (C10_UNLIKELY(place != nullptr))
+        place->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
@@ -371,10 +383,20 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     extra.release();
     static std::atomic<int> turn{0};
     for (auto& [cell, held] : out) {
-      if (cell_of(held.get()) == cell) let_go(cell, turn++);
+      if (cell_of(held.get()) == cell) let_go(cell, turn++ % 2 ? Way::kOffload : Way::kEvict);
       drop_later(std::move(held));
     }
   }
+}
+
+void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0) {
+    page(op, info, below, stack, nullptr);
+    return;
+  }
+  Place place;
+  page(op, info, below, stack, &place);
+  place.left();
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -12,10 +12,12 @@
 #include "cell.h"
 #include "escape.h"
 #include "kernel.h"
+#include "module_plans.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
 #include "threads.h"
+#include "transfer.h"
 #include "works.h"
 
 namespace memmgr::pager {
@@ -136,7 +138,11 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.retries,
                     &counters.foreign_writes,
                     &counters.unseen_ops,
-                    &counters.cut_recipes})
+                    &counters.cut_recipes,
+                    &counters.reads_ahead,
+                    &counters.late_reads,
+                    &counters.planned_periods,
+                    &counters.short_periods})
       n->store(0);
     catch_unseen_threads(true);
     budget.open.store(true, std::memory_order_release);
@@ -168,7 +174,13 @@ PyObject* py_close(PyObject*, PyObject*) {
     if (!budget.open) Py_RETURN_NONE;
     mm_arena_set_budget(budget.arena, MM_UNLIMITED);
     std::string wrong;
+    forget_periods();
     Py_BEGIN_ALLOW_THREADS;
+    try {
+      finish_transfers();
+    } catch (const std::exception& e) {
+      wrong = e.what();
+    }
     drop_what_waits();
     Py_END_ALLOW_THREADS;
     auto cells = all_cells();
@@ -399,7 +411,7 @@ PyObject* py_take_away(PyObject*, PyObject* args) {
     uint64_t n = 0;
     if (c) {
       Py_BEGIN_ALLOW_THREADS;
-      n = let_go(c, turn);
+      n = let_go(c, turn < 0 ? Way::kCheaper : turn % 2 ? Way::kOffload : Way::kEvict);
       Py_END_ALLOW_THREADS;
     }
     return PyLong_FromUnsignedLongLong(n);
@@ -408,13 +420,13 @@ PyObject* py_take_away(PyObject*, PyObject* args) {
 
 // What is known about a cell, noted under the lock. Python's objects are made after it: making one may collect garbage,
 // and with it end a storage, which takes the lock.
-struct Row {
+struct CellRow {
   unsigned long long nbytes;
   const char* residency;
   unsigned pins, depth, needed, holders;
   bool escaped, recipe, clean, small, orphan;
 
-  explicit Row(Cell* c) {
+  explicit CellRow(Cell* c) {
     static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
     const uint32_t state = c->state.load();
     const Version* v = c->version;
@@ -442,7 +454,7 @@ struct Row {
 // describe(tensor) -> dict or None
 PyObject* py_describe(PyObject*, PyObject* o) {
   const StoragePtr s = storage_of(o);
-  std::optional<Row> row;
+  std::optional<CellRow> row;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (Cell* c = s ? cell_of(s.get()) : nullptr) row.emplace(c);
@@ -453,13 +465,13 @@ PyObject* py_describe(PyObject*, PyObject* o) {
 
 // cells() -> [dict]: all of them
 PyObject* py_cells(PyObject*, PyObject*) {
-  std::vector<Row> rows;
+  std::vector<CellRow> rows;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for_each_cell_locked([&](Cell* c) { rows.emplace_back(c); });
   }
   PyObject* list = PyList_New(0);
-  for (const Row& r : rows) {
+  for (const CellRow& r : rows) {
     PyObject* row = list ? r.object() : nullptr;
     if (row) PyList_Append(list, row);
     Py_XDECREF(row);
@@ -515,6 +527,10 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(foreign_writes)
   COUNTER(unseen_ops)
   COUNTER(cut_recipes)
+  COUNTER(reads_ahead)
+  COUNTER(late_reads)
+  COUNTER(planned_periods)
+  COUNTER(short_periods)
   COUNTER(remat_ns)
   COUNTER(stall_ns)
 #undef COUNTER
@@ -563,7 +579,13 @@ PyObject* py_check_arena(PyObject*, PyObject*) {
 
 // ---- fork: the child keeps its tensors and has no pager (what is absent meets the trap) ----
 
-void before_fork() { graph_lock().lock(); }
+void before_fork() {
+  try {
+    finish_transfers();
+  } catch (const std::exception&) {
+  }
+  graph_lock().lock();
+}
 void after_fork_in_parent() { graph_lock().unlock(); }
 void after_fork_in_child() {
   new (&graph_lock()) std::mutex;
@@ -616,5 +638,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  if (module && !add_plan_functions(module)) Py_CLEAR(module);
+  return module;
 }

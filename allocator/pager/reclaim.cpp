@@ -12,9 +12,11 @@
 #include "admission.h"
 #include "budget.h"
 #include "checksum.h"
+#include "follow.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "rematerialize.h"
+#include "transfer.h"
 
 namespace memmgr::pager {
 
@@ -26,25 +28,6 @@ WithoutGil::WithoutGil() {
 }
 WithoutGil::~WithoutGil() {
   if (saved_) PyEval_RestoreThread(static_cast<PyThreadState*>(saved_));
-}
-
-// ---- the link to the tier, as it was measured ----
-
-static std::atomic<double> link{1e-9};
-
-void set_link(double seconds_per_byte) { link.store(seconds_per_byte); }
-double link_seconds_per_byte() { return link.load(std::memory_order_relaxed); }
-
-static void note_transfer(uint64_t nbytes, uint64_t ns) {
-  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
-  const double known = link.load(std::memory_order_relaxed);
-  link.store(known * 0.9 + now * 0.1, std::memory_order_relaxed);
-}
-
-static void note_tier_error(int error) {
-  counters.tier_errors++;
-  std::lock_guard<std::mutex> lock(budget.error_lock);
-  budget.tier_error = std::strerror(error);
 }
 
 // ---- victims ----
@@ -79,7 +62,9 @@ bool may_be_dropped_locked(const Cell* c) {
 bool may_be_offloaded() { return budget.options.may_offload && budget.tier; }
 
 double io_seconds(const Cell* c) {
-  return link_seconds_per_byte() * static_cast<double>(c->nbytes) * (c->slot >= 0 ? 1 : 2);
+  const Link measured = link();
+  const double each = measured.read_seconds_per_byte + (c->slot >= 0 ? 0 : measured.write_seconds_per_byte);
+  return each * static_cast<double>(c->nbytes);
 }
 
 // What it costs to have the bytes again; negative: they cannot leave.
@@ -188,9 +173,10 @@ void bury(at::DataPtr bytes, uint64_t nbytes) {
 }
 
 // The caller has set kBusy. Returns the bytes released.
-uint64_t leave(Cell* c, int turn) {
+uint64_t leave(Cell* c, Way way) {
   StoragePtr storage;
   at::DataPtr bytes;
+  Trash cancelled;
   bool last = false;
   uint64_t released = 0;
   {
@@ -210,7 +196,9 @@ uint64_t leave(Cell* c, int turn) {
     bool drop;
     const double cost = cost_of_leaving_locked(c, &drop);
     if (cost < 0) return give_up();
-    if (turn >= 0 && may_be_dropped_locked(c)) drop = turn % 2 == 0 || !(c->slot >= 0 || may_be_offloaded());
+    if (way != Way::kCheaper && may_be_dropped_locked(c))
+      drop = way == Way::kEvict || !(c->slot >= 0 || may_be_offloaded());
+    if (!drop) await_write(c, &lock);
     if (!drop && c->slot < 0) {
       const void* from = c->bytes.get();
       lock.unlock();
@@ -222,14 +210,14 @@ uint64_t leave(Cell* c, int turn) {
         c->slot = slot;
         counters.offloads++;
         counters.offload_bytes += c->nbytes;
-        note_transfer(c->nbytes, took);
+        note_transfer(true, c->nbytes, took);
       } else {
         note_tier_error(static_cast<int>(-slot));
         if (!may_be_dropped_locked(c)) return give_up();
         drop = true;
       }
       // Somebody came for it meanwhile: it stays, clean.
-      if (turn < 0 && (c->state.load() & kPinMask)) return give_up();
+      if (!budget.options.torture && (c->state.load() & kPinMask)) return give_up();
     } else if (!drop) {
       counters.clean_drops++;
     }
@@ -252,6 +240,7 @@ uint64_t leave(Cell* c, int turn) {
     } else {
       c->absence = Absence::kOffloaded;
     }
+    if (drop) cancel_write_locked(c, &cancelled);
     if (storage) show_bytes(storage.get(), nullptr, c);
     bytes = std::move(c->bytes);
     c->bytes.clear();
@@ -264,6 +253,7 @@ uint64_t leave(Cell* c, int turn) {
     last = end_move_locked(c, true);
     lock.unlock();
   }
+  cancelled.end();  // what was being written reads the bytes
   if (budget.options.torture && bytes.get_deleter() == pool_deleter())
     bury(std::move(bytes), released);
   else
@@ -275,12 +265,16 @@ uint64_t leave(Cell* c, int turn) {
 
 }  // namespace
 
-uint64_t let_go(Cell* c, int turn) {
+bool claim_locked(Cell* c) { return !c->small && frozen.load() == 0 && begin_move(c); }
+
+uint64_t leave_claimed(Cell* c, Way way) { return leave(c, way); }
+
+uint64_t let_go(Cell* c, Way way) {
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (c->small || frozen.load() > 0 || !begin_move(c)) return 0;
+    if (!claim_locked(c)) return 0;
   }
-  return leave(c, turn);
+  return leave(c, way);
 }
 
 uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
@@ -292,8 +286,10 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
   const uint64_t begun = now_ns();
   counters.reclaims++;
   const uint64_t want = need ? need : request;
-  uint64_t released = 0;
+  poll_transfers();
+  uint64_t released = let_planned_go(want);
   bool refilled = false;
+  if (released < want) note_short();
   while (released < want) {
     Cell* c;
     {
@@ -305,10 +301,11 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
         continue;
       }
     }
-    const uint64_t n = leave(c, -1);
+    const uint64_t n = leave(c, Way::kCheaper);
     if (n) refilled = false;
     released += n;
   }
+  if (released == 0) released = end_kept_ghosts();
   if (released == 0 && others_are_running()) {
     // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
     wait_for_others(0.05);
@@ -336,11 +333,16 @@ void bring_back(Cell* c) {
       uint32_t state = c->state.load(std::memory_order_acquire);
       if (!(state & (kAbsent | kBusy))) return;
       if (state & kBusy) {
+        const bool reading = c->reading;
         lock.unlock();
+        if (reading && finish_read(c)) {
+          lock.lock();
+          continue;
+        }
         {
           WithoutGil released;
           lock.lock();
-          residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy); });
+          residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
           lock.unlock();
         }
         lock.lock();
@@ -367,7 +369,7 @@ void bring_back(Cell* c) {
           note_tier_error(-wrong);
           TORCH_CHECK(false, "memmgr: reading ", c->nbytes, " offloaded bytes back failed: ", std::strerror(-wrong));
         }
-        note_transfer(c->nbytes, now_ns() - reading);
+        note_transfer(false, c->nbytes, now_ns() - reading);
         counters.reloads++;
         counters.reload_bytes += c->nbytes;
       }
@@ -381,15 +383,7 @@ void bring_back(Cell* c) {
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
-    c->bytes = std::move(bytes);
-    resident_cell_bytes += c->nbytes;
-    mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
-    absent_cells--;
-    if (c->version) set_evicted_locked(c->version, false, &trash);
-    c->absence = Absence::kNone;
-    c->has_checksum = false;
-    last = end_move_locked(c, false);
+    last = come_back_locked(c, std::move(bytes), &trash);
   }
   counters.stall_ns += now_ns() - begun;
   if (last) last_user_is_gone(c);

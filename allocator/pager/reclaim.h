@@ -11,9 +11,13 @@ namespace memmgr::pager {
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
 
-// Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at
-// even turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
-uint64_t let_go(Cell* c, int turn = -1);
+// How a cell leaves, where both ways are open; else the way that is.
+enum class Way : uint8_t { kCheaper, kEvict, kOffload };
+// Takes the bytes of `c` away if nobody has pinned it. Returns how many. No lock is held.
+uint64_t let_go(Cell* c, Way way = Way::kCheaper);
+// The same in two steps: nobody else moves a cell that was claimed.
+bool claim_locked(Cell* c);
+uint64_t leave_claimed(Cell* c, Way way);
 // Throws if the bytes are not those that left, where a checksum was kept. The caller has the cell busy.
 void check_sum(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
@@ -25,9 +29,6 @@ void bring_back(Cell* c);
 void note_floor(uint64_t bytes);
 uint64_t floor_bytes();
 void reset_floor();
-
-void set_link(double seconds_per_byte);
-double link_seconds_per_byte();
 
 // Victims that were queued are forgotten with their cell.
 void forget_victim_locked(Cell* c);

@@ -14,6 +14,41 @@ namespace memmgr::pager {
 
 namespace {
 
+struct Kept {
+  Version* version;  // counted
+  uint64_t group;    // that made it
+  uint32_t until;    // the position of the group that reads it last
+};
+
+// Ghosts whose bytes stay after the rematerialization that made them, for others of its group or of later ones. Guarded
+// by the graph's lock.
+std::vector<Kept>& kept_ghosts() {
+  static auto* all = new std::vector<Kept>;
+  return *all;
+}
+
+thread_local RematGroup* tl_group = nullptr;  // that this thread runs
+
+bool worth_keeping_locked(const Version* v) {
+  return tl_group && v->temporary && v->needed > 0 && tl_group->reads_later_locked(v);
+}
+
+template <class Which>
+uint64_t end_kept_locked(Trash* trash, Which&& which) {
+  uint64_t bytes = 0;
+  auto& all = kept_ghosts();
+  for (size_t i = all.size(); i-- > 0;) {
+    if (!which(all[i])) continue;
+    Version* v = all[i].version;
+    all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+    bytes += v->nbytes;
+    v->kept = false;
+    end_loan_locked(v, trash);
+    release_version_locked(v, trash);
+  }
+  return bytes;
+}
+
 // The recipes that have to run, in order, with a reference on each; and what they made for one another.
 struct Plan {
   std::vector<Recipe*> order;
@@ -24,6 +59,11 @@ struct Plan {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     for (Version* v : lent) {
+      if (worth_keeping_locked(v)) {
+        v->kept = true;
+        kept_ghosts().push_back({v, tl_group->number, UINT32_MAX});
+        continue;
+      }
       end_loan_locked(v, &trash);
       release_version_locked(v, &trash);
     }
@@ -32,13 +72,13 @@ struct Plan {
 };
 
 // Depth first, without recursion: chains may be long.
-void make_plan_locked(Version* target, Plan* plan) {
+void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Recipe*>* seen) {
   struct At {
     Recipe* recipe;
     size_t next;
   };
+  if (!seen->insert(target->recipe).second) return;
   std::vector<At> path{{target->recipe, 0}};
-  std::unordered_set<const Recipe*> seen{target->recipe};
   while (!path.empty()) {
     At& at = path.back();
     if (at.next == at.recipe->tensors.size()) {
@@ -48,11 +88,11 @@ void make_plan_locked(Version* target, Plan* plan) {
       continue;
     }
     const Version* v = at.recipe->tensors[at.next++].version;
-    if (!v || has_bytes_locked(v)) continue;
+    if (!v || has_bytes_locked(v) || (v->kept && v->cell)) continue;
     TORCH_CHECK(v->recipe,
                 "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
-    if (seen.insert(v->recipe).second) path.push_back({v->recipe, 0});
+    if (seen->insert(v->recipe).second) path.push_back({v->recipe, 0});
   }
 }
 
@@ -132,17 +172,9 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
-    show_bytes(storage.get(), p.get(), c);
-    c->bytes = std::move(p);
-    p.clear();
-    resident_cell_bytes += c->nbytes;
-    mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
-    absent_cells--;
-    set_evicted_locked(v, false, &trash);
-    c->absence = Absence::kNone;
-    c->has_checksum = false;
     c->last_touch.store(ticks(), std::memory_order_relaxed);
-    last = end_move_locked(c, false);
+    last = come_back_locked(c, std::move(p), &trash);
+    p.clear();
   }
   made.reset();
   if (last) last_user_is_gone(c);
@@ -183,10 +215,12 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
+    if (tl_group) tl_group->has_run_locked(r);
     for (const TensorArg& a : r->tensors) {
       const auto found = a.version ? plan.uses.find(a.version) : plan.uses.end();
       if (found == plan.uses.end() || found->second == 0 || --found->second > 0) continue;
-      if (std::find(plan.lent.begin(), plan.lent.end(), a.version) != plan.lent.end())
+      if (!worth_keeping_locked(a.version) &&
+          std::find(plan.lent.begin(), plan.lent.end(), a.version) != plan.lent.end())
         end_loan_locked(a.version, &trash);
     }
   }
@@ -232,7 +266,8 @@ at::DataPtr rematerialize(Cell* c) {
       std::lock_guard<std::mutex> lock(graph_lock());
       target = c->version;
       TORCH_CHECK(target && target->recipe, "memmgr: an evicted tensor has lost its recipe. Please report this.");
-      make_plan_locked(c->version, &plan);
+      std::unordered_set<const Recipe*> seen;
+      make_plan_locked(c->version, &plan, &seen);
     }
     at::DataPtr result;
     bool done = true;
@@ -240,6 +275,55 @@ at::DataPtr rematerialize(Cell* c) {
     if (done && result.get()) return result;
   }
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
+}
+
+static std::atomic<uint64_t> groups{0};
+
+RematGroup::RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep)
+    : number(++groups), position_(position), keep_(std::move(keep)) {
+  {
+    Plan all;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    std::unordered_set<const Recipe*> seen;
+    for (const uint32_t ordinal : ordinals)
+      if (Cell* c = cell_of_ordinal_locked(ordinal); c && c->version && c->version->evicted && c->version->recipe)
+        make_plan_locked(c->version, &all, &seen);
+    for (const auto& [version, uses] : all.uses) reads_[version] = uses;
+  }
+  tl_group = this;
+}
+
+bool RematGroup::reads_later_locked(const Version* v) const {
+  const auto found = reads_.find(v);
+  return found != reads_.end() && found->second > 0;
+}
+
+void RematGroup::has_run_locked(const Recipe* r) {
+  for (const TensorArg& a : r->tensors) {
+    const auto found = a.version ? reads_.find(a.version) : reads_.end();
+    if (found != reads_.end() && found->second > 0) found->second--;
+  }
+}
+
+RematGroup::~RematGroup() {
+  tl_group = nullptr;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (Kept& k : kept_ghosts()) {
+    if (k.group != number) continue;
+    const auto row =
+        std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return r.nbytes >= k.version->nbytes; });
+    const bool read = k.version->needed > 0 && row != keep_.end();
+    k.until = read ? row->read : 0;
+    if (read) row->nbytes -= k.version->nbytes;
+  }
+  end_kept_locked(&trash, [&](const Kept& k) { return k.until <= position_; });
+}
+
+uint64_t end_kept_ghosts() {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 
 bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, StoragePtr before) {

@@ -1,6 +1,7 @@
 // Running recipes again (rule 10), and whether that gives the same bytes (rule 8).
 #pragma once
 
+#include <unordered_map>
 #include <vector>
 
 #include "recipe.h"
@@ -15,5 +16,27 @@ at::DataPtr rematerialize(Cell* c);
 // Did a second run give what the first one left? `outputs` are the storages that it left, null where none is wanted;
 // `before` is what the op wrote to, as it was. The inputs are resident and pinned. Says false, too, when it failed.
 bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, StoragePtr before);
+
+// Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the
+// way stays until the last of them that is made of it has been. `keep`: what stays for later groups.
+class RematGroup {
+ public:
+  RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep);
+  ~RematGroup();
+  RematGroup(const RematGroup&) = delete;
+  RematGroup& operator=(const RematGroup&) = delete;
+
+  bool reads_later_locked(const Version* v) const;
+  void has_run_locked(const Recipe* r);
+
+  const uint64_t number;
+
+ private:
+  std::unordered_map<const Version*, uint32_t> reads_;  // that are to come
+  uint32_t position_;
+  std::vector<KeptRow> keep_;
+};
+// Ends all that stays so: whoever counts on it makes it again. Returns the bytes.
+uint64_t end_kept_ghosts();
 
 }  // namespace memmgr::pager

@@ -14,7 +14,7 @@ std::mutex& drawing_lock() {
 
 namespace {
 
-enum class Way { kNone, kArgument, kOverload, kUniform, kNormal, kDropout };
+enum class Variant { kNone, kArgument, kOverload, kUniform, kNormal, kDropout };
 
 // The overload that takes a generator: where its new argument goes is read from its schema.
 const char* overload_with_generator(const c10::OperatorName& name) {
@@ -27,14 +27,14 @@ const char* overload_with_generator(const c10::OperatorName& name) {
   return nullptr;
 }
 
-Way way_of(const OpInfo* info) {
-  if (info->generator >= 0) return Way::kArgument;
+Variant way_of(const OpInfo* info) {
+  if (info->generator >= 0) return Variant::kArgument;
   const auto& name = info->op.operator_name();
-  if (overload_with_generator(name)) return Way::kOverload;
-  if (name.name == "aten::rand_like") return Way::kUniform;
-  if (name.name == "aten::randn_like") return Way::kNormal;
-  if (name.name == "aten::native_dropout") return Way::kDropout;
-  return Way::kNone;
+  if (overload_with_generator(name)) return Variant::kOverload;
+  if (name.name == "aten::rand_like") return Variant::kUniform;
+  if (name.name == "aten::randn_like") return Variant::kNormal;
+  if (name.name == "aten::native_dropout") return Variant::kDropout;
+  return Variant::kNone;
 }
 
 at::Tensor empty_like_of(const torch::jit::Stack& stack) {
@@ -46,7 +46,7 @@ at::Tensor empty_like_of(const torch::jit::Stack& stack) {
 
 }  // namespace
 
-bool can_draw_again(const OpInfo* info) { return way_of(info) != Way::kNone; }
+bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone; }
 
 at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
   at::Generator used;
@@ -60,11 +60,11 @@ at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
 void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generator& state, torch::jit::Stack* stack) {
   at::Generator g = state.clone();
   switch (way_of(info)) {
-    case Way::kArgument:
+    case Variant::kArgument:
       (*stack)[static_cast<size_t>(info->generator)] = g;
       info->op.redispatchBoxed(keys, stack);
       return;
-    case Way::kOverload: {
+    case Variant::kOverload: {
       const auto& name = info->op.operator_name();
       const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), overload_with_generator(name));
       const auto& arguments = op.schema().arguments();
@@ -73,10 +73,10 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
       op.redispatchBoxed(keys, stack);
       return;
     }
-    case Way::kUniform:
-    case Way::kNormal: {
+    case Variant::kUniform:
+    case Variant::kNormal: {
       at::Tensor out = empty_like_of(*stack);
-      if (way_of(info) == Way::kUniform)
+      if (way_of(info) == Variant::kUniform)
         out.uniform_(0, 1, g);
       else
         out.normal_(0, 1, g);
@@ -84,7 +84,7 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
       stack->emplace_back(std::move(out));
       return;
     }
-    case Way::kDropout: {
+    case Variant::kDropout: {
       // As ATen's native_dropout_cpu computes it.
       const at::Tensor input = (*stack)[0].toTensor();
       const double p = (*stack)[1].toDouble();
@@ -104,7 +104,7 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
       stack->emplace_back(std::move(mask));
       return;
     }
-    case Way::kNone:
+    case Variant::kNone:
       break;
   }
   TORCH_CHECK(false, "memmgr: ", info->op.schema().name(), " cannot draw again");

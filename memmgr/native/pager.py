@@ -58,6 +58,35 @@ class CellInfo(TypedDict):
     orphan: bool
 
 
+class PeriodInfo(TypedDict):
+    """What `next_period` says of the one that ended. `hash`: of its ops; `short`: its plan left malloc to choose."""
+
+    hash: int
+    ops: int
+    followed: bool
+    short: bool
+    trials: int
+    overflow: bool
+
+
+class TimelineColumns(TypedDict):
+    """A period in columns, as bytes; `allocator/pager/timeline.h` says what they are."""
+
+    names: list[str]
+    op: bytes
+    first_touch: bytes
+    seconds: bytes
+    before: bytes
+    scratch: bytes
+    other: bytes
+    ordinal: bytes
+    flags: bytes
+    deaths: bytes
+    sizes: bytes
+    fixed: bytes
+    hashes: bytes
+
+
 class Pin(Protocol):
     """Keeps bytes in memory, where they are, while it lives."""
 
@@ -98,6 +127,12 @@ class Pager(Protocol):
     def set_budget_error(self, make: Callable[[str], BaseException]) -> None: ...
     def set_link(self, seconds_per_byte: float) -> None: ...
     def check(self) -> None: ...
+    def next_period(self, noted: bool) -> PeriodInfo: ...
+    def timeline(self) -> TimelineColumns: ...
+    def link(self) -> tuple[float, float]: ...
+    def add_plan(
+        self, hashes: bytes, departures: bytes, writes: bytes, reads: bytes, groups: bytes, kept: bytes
+    ) -> None: ...
 
 
 _loaded: Pager | None = None

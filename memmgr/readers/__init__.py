@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from .raw import RawReaders
 class Readers:
     """All patches of one budget; none survives `remove`."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Pager, after_backward: Callable[[], None]) -> None:
         self._pager = pager
+        self._after_backward = after_backward
+        self._inside = threading.local()
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._open = False
@@ -75,8 +78,16 @@ class Readers:
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "backward", False):  # of checkpointing, inside another
+                return original(*args, **kwargs)
             self.backwards += 1
-            return original(*args, **kwargs)
+            self._inside.backward = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._inside.backward = False
+                if self._open:
+                    self._after_backward()
 
         return run_backward
 

@@ -14,6 +14,8 @@ from memmgr.policies import Policy
 from memmgr.policies.rules.filters import FILTERS
 from memmgr.readers import Readers
 
+from .plans import Plans
+
 _ORDERS = {"lru": Order.LRU, "largest": Order.LARGEST, "delta": Order.DELTA}  # other filters: DTR's
 
 
@@ -29,6 +31,10 @@ class PagerConfig:
     quiet: bool
     throttle: int = 0
     small_bytes: int = SMALL_BYTES
+    plan: bool = True
+
+
+def _nothing() -> None: ...
 
 
 def _order(policy: Policy) -> Order:
@@ -39,13 +45,21 @@ def _order(policy: Policy) -> Order:
 class PagerRuntime:
     """One open budget.
 
-    Known limitations: the CPU device only; every decision is made as malloc asks (no plans, no reading ahead).
+    Known limitations: the CPU device only.
     """
 
     def __init__(self, config: PagerConfig) -> None:
         self.config = config
         self.native: Pager = native.load()
-        self._readers = Readers(self.native)
+        self.plans = Plans(
+            self.native,
+            config.limit_bytes,
+            recompute=config.policy.recomputes,
+            offload=config.policy.offloads and config.folder is not None,
+            disk_bytes=config.disk_bytes,
+        )
+        planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
+        self._readers = Readers(self.native, self.plans.end_of_period if planned else _nothing)
         self._final: dict[str, Any] | None = None
         self._begun = 0.0
 
@@ -96,6 +110,7 @@ class PagerRuntime:
             return
         final = self._collect()
         self._readers.remove()
+        self.plans.close()
         self.native.close()
         self._final = final
         if not self.config.quiet and not failed:
@@ -116,6 +131,9 @@ class PagerRuntime:
         figures["recompute_seconds"] = figures.pop("remat_ns") * 1e-9
         figures["stall_seconds"] = figures.pop("stall_ns") * 1e-9
         figures["wall_seconds"] = time.perf_counter() - self._begun
+        figures["plans"] = self.plans.made
+        figures["plan_seconds"] = self.plans.seconds
+        figures["planned_passes"] = figures["planned_periods"]
         figures["passes"] = self._readers.backwards
         figures["escaped"] = self._readers.escaped()
         return figures

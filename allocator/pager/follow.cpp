@@ -1,0 +1,282 @@
+#include "follow.h"
+
+#include <algorithm>
+#include <deque>
+#include <list>
+
+#include "budget.h"
+#include "reclaim.h"
+#include "rematerialize.h"
+#include "transfer.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr size_t kMostPlans = 16;
+
+struct Going {
+  uint32_t ordinal;
+  uint32_t turn;  // which of its departures
+  Way way;
+};
+
+// Guarded by the graph's lock.
+struct Follower {
+  std::list<FollowedPlan> plans;  // the latest first
+  const FollowedPlan* leads = nullptr;
+  bool decided = false;                                      // a plan leads, or none does
+  size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
+  std::deque<Going> going;
+  std::vector<uint32_t> turns;  // by ordinal: the departure that counts; an older one has been overtaken by its return
+  std::vector<uint32_t> deferred;  // reads that found no room
+  bool ran_short = false;
+};
+
+Follower& follower() {
+  static auto* f = new Follower;
+  return *f;
+}
+
+std::atomic<bool> leading{false};
+
+size_t at_or_after(const std::vector<PlanRow>& rows, uint32_t position) {
+  return static_cast<size_t>(std::lower_bound(rows.begin(), rows.end(), position,
+                                              [](const PlanRow& row, uint32_t p) { return row.position < p; }) -
+                             rows.begin());
+}
+
+void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
+  f.leads = plan;
+  leading = plan != nullptr;
+  if (!plan) {
+    f.going.clear();
+    f.deferred.clear();
+    return;
+  }
+  f.departures = at_or_after(plan->departures, position);
+  f.writes = at_or_after(plan->writes, position);
+  f.reads = at_or_after(plan->reads, position);
+  f.groups = at_or_after(plan->groups, position);
+}
+
+uint32_t& turn_of(Follower& f, uint32_t ordinal) {
+  if (ordinal >= f.turns.size()) f.turns.resize(ordinal + 1);
+  return f.turns[ordinal];
+}
+
+void depart_locked(Follower& f, const PlanRow& row) {
+  f.going.push_back({row.ordinal, turn_of(f, row.ordinal), row.what == Row::kOffload ? Way::kOffload : Way::kEvict});
+}
+
+// Reads that are due begin; what finds no room is tried again after the next op.
+void read_ahead(std::vector<uint32_t> due) {
+  std::vector<uint32_t> later;
+  for (const uint32_t ordinal : due) {
+    Cell* c;
+    StoragePtr held;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      c = cell_of_ordinal_locked(ordinal);
+      if (!c || c->resident() || !c->storage._unsafe_get_target()) continue;
+      held = hold(c);
+    }
+    if (!held) continue;
+    bool begun = begin_read(c);
+    if (!begun && let_planned_go(c->nbytes)) begun = begin_read(c);
+    if (!begun) later.push_back(ordinal);
+    drop_later(std::move(held));
+    if (!later.empty()) {  // in order: what comes first is wanted first
+      for (const uint32_t other : due)
+        if (other != ordinal && std::find(due.begin(), due.end(), other) > std::find(due.begin(), due.end(), ordinal))
+          later.push_back(other);
+      break;
+    }
+  }
+  if (later.empty()) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  if (f.leads) f.deferred.insert(f.deferred.begin(), later.begin(), later.end());
+}
+
+// What is made again together, before the op at this position: what it shares is made once.
+void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<KeptRow> kept) {
+  std::vector<uint32_t> ordinals;
+  for (const PlanRow& row : rows)
+    if (row.what == Row::kMake) ordinals.push_back(row.ordinal);
+  RematGroup group(ordinals, position, std::move(kept));
+  bool room = true;
+  for (const PlanRow& row : rows) {
+    Cell* c;
+    StoragePtr held;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Follower& f = follower();
+      if (!f.leads) return;
+      if (row.what != Row::kMake) {
+        depart_locked(f, row);
+        continue;
+      }
+      c = cell_of_ordinal_locked(row.ordinal);
+      if (!room || !c || c->resident() || c->absence != Absence::kEvicted) continue;
+      held = hold(c);
+    }
+    if (!held) continue;
+    pin(c, ticks());
+    try {
+      bring_back(c);
+    } catch (const c10::OutOfMemoryError&) {
+      room = false;  // the op that needs it makes it with what it has pinned itself
+    } catch (...) {
+      unpin(c);
+      drop_later(std::move(held));
+      throw;
+    }
+    unpin(c);
+    drop_later(std::move(held));
+  }
+}
+
+}  // namespace
+
+void add_plan(FollowedPlan plan) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  f.plans.remove_if([&](const FollowedPlan& p) { return p.hashes == plan.hashes && &p != f.leads; });
+  f.plans.push_front(std::move(plan));
+  if (f.plans.size() > kMostPlans && &f.plans.back() != f.leads) f.plans.pop_back();
+}
+
+void drop_plans() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  lead_locked(follower(), nullptr, 0);
+  follower() = Follower();
+}
+
+bool plan_leads() { return leading.load(std::memory_order_relaxed); }
+
+void follow_position_locked(uint32_t position, uint64_t hash) {
+  Follower& f = follower();
+  if (f.plans.empty() || (f.decided && !f.leads)) return;
+  const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
+  if (f.leads && fits(*f.leads)) return;
+  const auto found = std::find_if(f.plans.begin(), f.plans.end(), fits);
+  f.decided = true;
+  if (found == f.plans.end())
+    lead_locked(f, nullptr, position);
+  else
+    lead_locked(f, &*found, position);
+}
+
+void follow_before(uint32_t position) {
+  if (!plan_leads()) return;
+  std::vector<uint32_t> due, again;
+  std::vector<PlanRow> group;
+  std::vector<KeptRow> kept;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    if (!f.leads) return;
+    const FollowedPlan& p = *f.leads;
+    for (; f.reads < p.reads.size() && p.reads[f.reads].position <= position; ++f.reads) {
+      turn_of(f, p.reads[f.reads].ordinal)++;
+      due.push_back(p.reads[f.reads].ordinal);
+    }
+    for (; f.groups < p.groups.size() && p.groups[f.groups].position <= position; ++f.groups) {
+      group.push_back(p.groups[f.groups]);
+      if (group.back().what == Row::kMake) turn_of(f, group.back().ordinal)++;
+    }
+    if (!group.empty())
+      for (const KeptRow& k : p.kept)
+        if (k.made == position) kept.push_back(k);
+    if (!due.empty() && !f.deferred.empty()) {
+      due.insert(due.begin(), f.deferred.begin(), f.deferred.end());
+      f.deferred.clear();
+    }
+  }
+  if (!due.empty()) read_ahead(std::move(due));
+  if (!group.empty()) run_group(group, position, std::move(kept));
+}
+
+void follow_after(uint32_t position) {
+  poll_transfers();
+  if (!plan_leads()) return;
+  std::vector<uint32_t> deferred;
+  std::vector<Cell*> ended;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    if (!f.leads) return;
+    const FollowedPlan& p = *f.leads;
+    for (; f.writes < p.writes.size() && p.writes[f.writes].position <= position; ++f.writes) {
+      Cell* c = cell_of_ordinal_locked(p.writes[f.writes].ordinal);
+      if (c && c->resident() && begin_write_locked(c)) ended.push_back(c);
+    }
+    for (; f.departures < p.departures.size() && p.departures[f.departures].position <= position; ++f.departures) {
+      const PlanRow& row = p.departures[f.departures];
+      depart_locked(f, row);
+    }
+    deferred.swap(f.deferred);
+  }
+  for (Cell* c : ended) last_user_is_gone(c);
+  if (!deferred.empty()) read_ahead(std::move(deferred));
+}
+
+uint64_t let_planned_go(uint64_t want) {
+  if (!plan_leads()) return 0;
+  uint64_t released = 0;
+  std::vector<Going> pinned;
+  while (released < want) {
+    Cell* c = nullptr;
+    Going next{};
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      Follower& f = follower();
+      if (f.going.empty()) break;
+      next = f.going.front();
+      f.going.pop_front();
+      if (turn_of(f, next.ordinal) != next.turn) continue;
+      c = cell_of_ordinal_locked(next.ordinal);
+      if (!c || !c->resident()) continue;
+      if (!claim_locked(c)) {
+        pinned.push_back(next);
+        continue;
+      }
+    }
+    released += leave_claimed(c, next.way);
+  }
+  if (!pinned.empty()) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    follower().going.insert(follower().going.begin(), pinned.begin(), pinned.end());
+  }
+  return released;
+}
+
+void note_short() {
+  if (!plan_leads()) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  follower().ran_short = true;
+}
+
+Followed end_following(uint64_t hash) {
+  Followed result;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Follower& f = follower();
+    result.hash = hash;
+    result.to_the_end = f.leads && f.leads->hashes.back() == hash;
+    result.ran_short = f.ran_short;
+    lead_locked(f, nullptr, 0);
+    f.decided = false;
+    f.ran_short = false;
+    f.turns.clear();
+  }
+  end_kept_ghosts();
+  if (result.to_the_end) {
+    counters.planned_periods++;
+    if (result.ran_short) counters.short_periods++;
+  }
+  return result;
+}
+
+}  // namespace memmgr::pager

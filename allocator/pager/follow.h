@@ -1,0 +1,58 @@
+// Plans: what a period like one that was measured does with its cells, followed by position and identity.
+//
+// A plan decides, it never supplies bytes: where a period deviates, malloc's own order goes on, as exact as before.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "timeline.h"
+
+namespace memmgr::pager {
+
+enum class Row : uint8_t { kMake, kDrop, kOffload };  // the last two: it may leave, and how
+
+struct PlanRow {
+  uint32_t position;
+  uint32_t ordinal;
+  Row what;
+};
+
+struct KeptRow {  // ghosts that one group of rematerializations makes and a later one reads
+  uint32_t made, read;
+  uint64_t nbytes;
+};
+
+struct FollowedPlan {
+  std::vector<uint64_t> hashes;  // of the period that it is for
+  // Sorted by position.
+  std::vector<PlanRow> departures;  // may go after it
+  std::vector<PlanRow> writes;      // begin after it
+  std::vector<PlanRow> reads;       // begin before it
+  std::vector<PlanRow> groups;      // are made again before it, together, and leave between
+  std::vector<KeptRow> kept;
+};
+
+void add_plan(FollowedPlan plan);
+void drop_plans();
+// A plan leads in this period, as far as it has come.
+bool plan_leads();
+
+// What is due. Called by Place.
+void follow_before(uint32_t position);
+void follow_position_locked(uint32_t position, uint64_t hash);
+void follow_after(uint32_t position);
+// What the plan lets go, as far as it is needed: from inside malloc. Returns the bytes released.
+uint64_t let_planned_go(uint64_t want);
+// Malloc had to choose for itself.
+void note_short();
+
+struct Followed {
+  bool to_the_end = false;
+  bool ran_short = false;
+  uint64_t hash = 0;
+};
+// The period ends here.
+Followed end_following(uint64_t hash);
+
+}  // namespace memmgr::pager

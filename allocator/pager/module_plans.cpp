@@ -1,0 +1,191 @@
+// The Python module's functions for periods and plans: columns go out, rows come in. Nothing here is on the way of an
+// op.
+#include "module_plans.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+#include "budget.h"
+#include "follow.h"
+#include "timeline.h"
+#include "transfer.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+Timeline& last_timeline() {  // the GIL is held
+  static auto* t = new Timeline;
+  return *t;
+}
+
+bool set(PyObject* dict, const char* key, PyObject* value) {
+  const bool done = value && PyDict_SetItemString(dict, key, value) == 0;
+  Py_XDECREF(value);
+  return done;
+}
+
+template <class T>
+PyObject* bytes_of(const std::vector<T>& column) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(column.data()),
+                                   static_cast<Py_ssize_t>(column.size() * sizeof(T)));
+}
+
+// next_period(noted) -> dict: what ended, in figures. `timeline()` has the rest of it.
+PyObject* py_next_period(PyObject*, PyObject* on) {
+  const bool noted = PyObject_IsTrue(on) == 1;
+  Followed followed;
+  Timeline ended;
+  std::string wrong;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    ended = next_period(noted);
+    followed = end_following(ended.hash());
+    poll_transfers();
+  } catch (const std::exception& e) {
+    wrong = e.what();
+  }
+  Py_END_ALLOW_THREADS;
+  if (!wrong.empty()) {
+    PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
+    return nullptr;
+  }
+  last_timeline() = std::move(ended);
+  const Timeline& t = last_timeline();
+  return Py_BuildValue("{sK sn sO sO sK sO}", "hash", static_cast<unsigned long long>(t.hash()), "ops",
+                       static_cast<Py_ssize_t>(t.ops.size()), "followed", followed.to_the_end ? Py_True : Py_False,
+                       "short", followed.ran_short ? Py_True : Py_False, "trials",
+                       static_cast<unsigned long long>(t.trials), "overflow", t.overflow ? Py_True : Py_False);
+}
+
+// timeline() -> dict of columns as bytes, of the period that ended last
+PyObject* py_timeline(PyObject*, PyObject*) {
+  const Timeline& t = last_timeline();
+  std::vector<int32_t> names;
+  std::vector<uint32_t> first;
+  std::vector<float> seconds, before;
+  std::vector<uint64_t> scratch, other;
+  std::unordered_map<const OpInfo*, int32_t> numbers;
+  PyObject* list = PyList_New(0);
+  if (!list) return nullptr;
+  for (const OpNote& op : t.ops) {
+    const auto [at, fresh] = numbers.try_emplace(op.info, static_cast<int32_t>(numbers.size()));
+    if (fresh) {
+      const auto& name = op.info->op.operator_name();
+      PyObject* text =
+          PyUnicode_FromString((name.name + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str());
+      if (!text || PyList_Append(list, text) != 0) {
+        Py_XDECREF(text);
+        Py_DECREF(list);
+        return nullptr;
+      }
+      Py_DECREF(text);
+    }
+    names.push_back(at->second);
+    first.push_back(op.first_touch);
+    seconds.push_back(op.seconds);
+    before.push_back(op.before);
+    scratch.push_back(op.scratch);
+    other.push_back(op.other);
+  }
+  std::vector<uint32_t> ordinals, deaths;
+  std::vector<uint8_t> flags;
+  for (const TouchNote& n : t.touches) {
+    ordinals.push_back(n.ordinal);
+    flags.push_back(n.flags);
+  }
+  for (const auto& [at, ordinal] : t.deaths) {
+    deaths.push_back(at);
+    deaths.push_back(ordinal);
+  }
+  PyObject* d = PyDict_New();
+  if (!d) {
+    Py_DECREF(list);
+    return nullptr;
+  }
+  const bool done = set(d, "names", list) && set(d, "op", bytes_of(names)) && set(d, "first_touch", bytes_of(first)) &&
+                    set(d, "seconds", bytes_of(seconds)) && set(d, "before", bytes_of(before)) &&
+                    set(d, "scratch", bytes_of(scratch)) && set(d, "other", bytes_of(other)) &&
+                    set(d, "ordinal", bytes_of(ordinals)) && set(d, "flags", bytes_of(flags)) &&
+                    set(d, "deaths", bytes_of(deaths)) && set(d, "sizes", bytes_of(t.sizes)) &&
+                    set(d, "fixed", bytes_of(t.fixed)) && set(d, "hashes", bytes_of(t.hashes));
+  if (!done) Py_CLEAR(d);
+  return d;
+}
+
+// link() -> (write, read) seconds a byte, as they were measured
+PyObject* py_link(PyObject*, PyObject*) {
+  const Link now = link();
+  return Py_BuildValue("(dd)", now.write_seconds_per_byte, now.read_seconds_per_byte);
+}
+
+struct Columns {  // rows of int64
+  const int64_t* data = nullptr;
+  size_t rows = 0;
+};
+
+bool take(PyObject* bytes, size_t width, Columns* out) {
+  if (!PyBytes_Check(bytes) || static_cast<size_t>(PyBytes_GET_SIZE(bytes)) % (8 * width)) {
+    PyErr_SetString(PyExc_ValueError, "rows of int64, as bytes");
+    return false;
+  }
+  out->data = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(bytes));
+  out->rows = static_cast<size_t>(PyBytes_GET_SIZE(bytes)) / (8 * width);
+  return true;
+}
+
+std::vector<PlanRow> plan_rows(const Columns& c) {
+  std::vector<PlanRow> rows;
+  for (size_t i = 0; i < c.rows; ++i)
+    rows.push_back({static_cast<uint32_t>(c.data[3 * i]), static_cast<uint32_t>(c.data[3 * i + 1]),
+                    static_cast<Row>(std::clamp<int64_t>(c.data[3 * i + 2], 0, 2))});
+  return rows;
+}
+
+// add_plan(hashes, departures, writes, reads, groups, kept): hashes as timeline() gave them; rows of int64, sorted by
+// position: (position, ordinal, what), for kept (made, read, bytes)
+PyObject* py_add_plan(PyObject*, PyObject* args) {
+  PyObject *hashes, *rows[4], *kept;
+  if (!PyArg_ParseTuple(args, "SSSSSS", &hashes, &rows[0], &rows[1], &rows[2], &rows[3], &kept)) return nullptr;
+  FollowedPlan plan;
+  Columns c;
+  std::vector<PlanRow>* into[] = {&plan.departures, &plan.writes, &plan.reads, &plan.groups};
+  for (int i = 0; i < 4; ++i) {
+    if (!take(rows[i], 3, &c)) return nullptr;
+    *into[i] = plan_rows(c);
+  }
+  if (!take(kept, 3, &c)) return nullptr;
+  for (size_t i = 0; i < c.rows; ++i)
+    plan.kept.push_back({static_cast<uint32_t>(c.data[3 * i]), static_cast<uint32_t>(c.data[3 * i + 1]),
+                         static_cast<uint64_t>(c.data[3 * i + 2])});
+  if (!take(hashes, 1, &c)) return nullptr;
+  if (c.rows == 0) {
+    PyErr_SetString(PyExc_ValueError, "a plan for no op");
+    return nullptr;
+  }
+  plan.hashes.resize(c.rows);
+  std::memcpy(plan.hashes.data(), c.data, c.rows * 8);
+  add_plan(std::move(plan));
+  Py_RETURN_NONE;
+}
+
+PyMethodDef plan_methods[] = {
+    {"next_period", py_next_period, METH_O, "next_period(noted) -> figures of the period that ends here"},
+    {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
+    {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},
+    {"add_plan", py_add_plan, METH_VARARGS, "a plan for periods with these hashes"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_plan_functions(PyObject* module) { return PyModule_AddFunctions(module, plan_methods) == 0; }
+
+void forget_periods() {
+  end_following(0);
+  drop_plans();
+  next_period(false);
+  last_timeline() = Timeline();
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,156 @@
+#include "timeline.h"
+
+#include "budget.h"
+#include "follow.h"
+#include "recipe.h"
+
+namespace memmgr::pager {
+
+std::atomic<bool> timeline_on{false};
+
+namespace {
+
+constexpr size_t kMostOps = 200000;  // what is longer is no period
+
+// Guarded by the graph's lock.
+struct Period {
+  uint32_t number = 1;
+  Timeline noted;
+  std::vector<Cell*> live;  // by ordinal
+  uint64_t running = 0x9E3779B97F4A7C15ull;
+  uint64_t last_end = 0;  // ticks
+  uint64_t trials_before = 0;
+};
+
+Period& period() {
+  static auto* p = new Period;
+  return *p;
+}
+
+uint64_t mixed(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9E3779B97F4A7C15ull + (hash << 6) + (hash >> 2);
+  return hash * 0xD6E8FEB86659FD93ull;
+}
+
+// The ordinal of a cell, given now if it has none.
+uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
+  *first = c->period != p.number;
+  if (*first) {
+    c->period = p.number;
+    c->ordinal = static_cast<uint32_t>(p.live.size());
+    p.live.push_back(c);
+    p.noted.sizes.push_back(c->nbytes);
+    p.noted.fixed.push_back(c->escape != Escape::kNone);
+  }
+  return c->ordinal;
+}
+
+uint32_t begin_locked(Period& p, OpInfo* info, uint64_t now) {
+  OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
+  if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
+  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
+  note.other = all - std::min(all, paged);
+  p.noted.ops.push_back(note);
+  p.running = mixed(p.running, reinterpret_cast<uintptr_t>(info));
+  return static_cast<uint32_t>(p.noted.ops.size() - 1);
+}
+
+void touch_locked(Period& p, Cell* c, bool written, bool made) {
+  bool first;
+  const uint32_t ordinal = ordinal_locked(p, c, &first);
+  const auto flags =
+      static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
+  p.noted.touches.push_back({ordinal, flags});
+  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), c->nbytes);
+}
+
+}  // namespace
+
+void Place::begins(OpInfo* info, const Frame& frame) {
+  const uint64_t now = ticks();
+  uint32_t at;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Period& p = period();
+    if (p.noted.ops.size() >= kMostOps) {
+      p.noted.overflow = true;
+      timeline_on = false;
+      return;
+    }
+    at = begin_locked(p, info, now);
+    for (const Touched& t : frame.cells()) touch_locked(p, t.cell, t.written, false);
+    p.noted.hashes.push_back(p.running);
+    position_ = at;
+    follow_position_locked(at, p.running);
+  }
+  follow_before(at);
+}
+
+void Place::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch) {
+  if (position_ < 0) {
+    if (n == 0) return;
+    begins(info, Frame());
+    if (position_ < 0) return;
+  }
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Period& p = period();
+  const auto at = static_cast<size_t>(position_);
+  if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
+  OpNote& note = p.noted.ops[at];
+  // What nobody has written yet costs nothing to have again.
+  const auto recipe_of = [](const Cell* c) {
+    const Version* v = c->version;
+    return v && (v->recipe || v->uninitialized) ? kTouchRecipe : uint8_t{0};
+  };
+  for (size_t i = note.first_touch; i < p.noted.touches.size(); ++i) {
+    TouchNote& t = p.noted.touches[i];
+    if ((t.flags & kTouchWrites) && p.live[t.ordinal]) t.flags |= recipe_of(p.live[t.ordinal]);
+  }
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (made[i]->period == p.number) continue;  // the same twice
+    touch_locked(p, made[i], false, true);
+    p.noted.touches.back().flags |= recipe_of(made[i]);
+    bytes += made[i]->nbytes;
+  }
+  note.seconds = static_cast<float>(seconds);
+  note.scratch = scratch > bytes ? scratch - bytes : 0;
+  p.last_end = ticks();
+  ended_ = true;
+}
+
+void Place::left() {
+  if (ended_) follow_after(static_cast<uint32_t>(position_));
+}
+
+void forget_in_timeline_locked(Cell* c) {
+  Period& p = period();
+  if (c->period == p.number && c->ordinal < p.live.size()) p.live[c->ordinal] = nullptr;
+}
+
+void note_death_locked(const Cell* c) {
+  Period& p = period();
+  if (c->period == p.number && timeline_on.load(std::memory_order_relaxed))
+    p.noted.deaths.emplace_back(static_cast<uint32_t>(p.noted.ops.size()), c->ordinal);
+}
+
+Cell* cell_of_ordinal_locked(uint32_t ordinal) {
+  Period& p = period();
+  return ordinal < p.live.size() ? p.live[ordinal] : nullptr;
+}
+
+Timeline next_period(bool noted) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Period& p = period();
+  const uint64_t trials = counters.trials.load();
+  Timeline ended = std::move(p.noted);
+  ended.trials = trials - p.trials_before;
+  const uint32_t number = p.number + 1;
+  p = Period();
+  p.number = number;
+  p.trials_before = trials;
+  timeline_on = noted;
+  return ended;
+}
+
+}  // namespace memmgr::pager

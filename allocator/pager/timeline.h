@@ -1,0 +1,75 @@
+// The timeline of a period: which ops touched which cells, in order (design section 5). A period runs from the end of
+// one outermost backward to the end of the next. It is noted only once memory has been short.
+//
+// A cell's *ordinal* is the order in which the period met it; an op that touches a cell has a *position*. Both are the
+// same in every period that does the same, whatever the addresses are: that is how a plan is followed (follow.h).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cell.h"
+#include "frame.h"
+#include "ops.h"
+
+namespace memmgr::pager {
+
+constexpr uint8_t kTouchWrites = 1;
+constexpr uint8_t kTouchMakes = 2;   // the cell was born in this op
+constexpr uint8_t kTouchRecipe = 4;  // of what it makes or writes: its op may run again
+constexpr uint8_t kTouchFirst = 8;   // nothing of it was known in this period
+
+struct TouchNote {
+  uint32_t ordinal;
+  uint8_t flags;
+};
+
+struct OpNote {
+  OpInfo* info;
+  uint32_t first_touch;  // the op's touches go up to the next op's
+  float seconds = 0;     // its own
+  float before = 0;      // since the op before ended, waiting for memory left out
+  uint64_t scratch = 0;  // beyond its outputs
+  uint64_t other = 0;    // bytes that were resident and no cell's
+};
+
+struct Timeline {
+  std::vector<OpNote> ops;
+  std::vector<TouchNote> touches;
+  std::vector<uint64_t> hashes;                       // of all up to each position
+  std::vector<uint64_t> sizes;                        // by ordinal
+  std::vector<uint8_t> fixed;                         // by ordinal: it cannot leave (escaped)
+  std::vector<std::pair<uint32_t, uint32_t>> deaths;  // (ops begun, ordinal)
+  uint64_t trials = 0;                                // kinds that were tried meanwhile
+  bool overflow = false;
+
+  uint64_t hash() const { return hashes.empty() ? 0 : hashes.back(); }
+};
+
+extern std::atomic<bool> timeline_on;
+
+// One op's place in the timeline; made by the kernel for ops that touch cells, outermost ones only.
+class Place {
+ public:
+  // Before the op's cells are pinned: what a plan wants before it is begun.
+  void begins(OpInfo* info, const Frame& frame);
+  // After it ran; what it made is still held by its caller.
+  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch);
+  // Nothing is pinned any more: what a plan lets go after it may.
+  void left();
+
+ private:
+  int64_t position_ = -1;
+  bool ended_ = false;
+};
+
+void forget_in_timeline_locked(Cell* c);
+void note_death_locked(const Cell* c);
+// The cell of this period with that ordinal; null: it has died.
+Cell* cell_of_ordinal_locked(uint32_t ordinal);
+
+// Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted.
+Timeline next_period(bool noted);
+
+}  // namespace memmgr::pager

@@ -1,0 +1,235 @@
+#include "transfer.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "budget.h"
+#include "pools/pool.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+struct Read {
+  Cell* cell;
+  StoragePtr storage;  // so that the pointer to be shown lives
+  at::DataPtr bytes;
+  uint64_t begun;
+};
+
+// Guarded by the graph's lock.
+struct Transfers {
+  std::vector<Cell*> writes;
+  std::vector<Read> reads;
+};
+
+Transfers& transfers() {
+  static auto* t = new Transfers;
+  return *t;
+}
+
+std::atomic<int> under_way{0};
+std::atomic<double> write_link{1e-9}, read_link{1e-9};
+
+void forget_write_locked(Cell* c) {
+  auto& writes = transfers().writes;
+  writes.erase(std::remove(writes.begin(), writes.end(), c), writes.end());
+  c->writing = -1;
+  under_way--;
+}
+
+void end_write_locked(Cell* c, int result, Trash* trash) {
+  const mm_slot slot = c->writing;
+  forget_write_locked(c);
+  if (result < 0) {
+    note_tier_error(-result);
+    trash->slots.push_back(slot);
+    return;
+  }
+  c->slot = slot;
+  counters.offloads++;
+  counters.offload_bytes += c->nbytes;
+}
+
+// The bytes are there, or the read has failed: then the cell is as absent as it was, and whoever touches it is told
+// why.
+void end_read(Read r, int result) {
+  const uint64_t begun = now_ns();
+  bool last;
+  if (result < 0) {
+    note_tier_error(-result);
+    end_move(r.cell, true);
+  } else {
+    try {
+      check_sum(r.cell, r.bytes.get());
+    } catch (...) {
+      end_move(r.cell, true);
+      drop_later(std::move(r.storage));
+      throw;
+    }
+    counters.reloads++;
+    counters.reload_bytes += r.cell->nbytes;
+    {
+      Trash trash;
+      std::lock_guard<std::mutex> lock(graph_lock());
+      last = come_back_locked(r.cell, std::move(r.bytes), &trash);
+    }
+    if (last) last_user_is_gone(r.cell);
+  }
+  counters.stall_ns += now_ns() - begun;
+  drop_later(std::move(r.storage));
+}
+
+}  // namespace
+
+Link link() { return {write_link.load(std::memory_order_relaxed), read_link.load(std::memory_order_relaxed)}; }
+
+void set_link(double seconds_per_byte) {
+  write_link.store(seconds_per_byte);
+  read_link.store(seconds_per_byte);
+}
+
+void note_transfer(bool write, uint64_t nbytes, uint64_t ns) {
+  auto& direction = write ? write_link : read_link;
+  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
+  direction.store(direction.load(std::memory_order_relaxed) * 0.9 + now * 0.1, std::memory_order_relaxed);
+}
+
+void note_tier_error(int error) {
+  counters.tier_errors++;
+  std::lock_guard<std::mutex> lock(budget.error_lock);
+  budget.tier_error = std::strerror(error);
+}
+
+bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
+
+bool begin_write_locked(Cell* c) {
+  if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || !begin_move(c)) return false;
+  const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
+  if (slot >= 0) {
+    c->writing = slot;
+    transfers().writes.push_back(c);
+    under_way++;
+  } else {
+    note_tier_error(static_cast<int>(-slot));
+  }
+  return end_move_locked(c, false);
+}
+
+void cancel_write_locked(Cell* c, Trash* trash) {
+  if (c->writing < 0) return;
+  trash->slots.push_back(c->writing);
+  forget_write_locked(c);
+}
+
+void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
+  const mm_slot slot = c->writing;
+  if (slot < 0) return;
+  lock->unlock();
+  const int result = mm_tier_wait(budget.tier, slot);
+  Trash trash;
+  lock->lock();
+  if (c->writing == slot) end_write_locked(c, result, &trash);
+  if (trash.slots.empty()) return;
+  lock->unlock();
+  trash.end();
+  lock->lock();
+}
+
+bool begin_read(Cell* c) {
+  Read r{c, {}, {}, now_ns()};
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    uint32_t expected = kAbsent;
+    if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
+    if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
+    r.storage = hold(c);
+    if (!r.storage) {
+      end_move_locked(c, true);
+      return true;
+    }
+  }
+  r.bytes = pool_try_allocate(c->nbytes, 0);
+  if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
+    end_move(c, true);
+    drop_later(std::move(r.storage));
+    return false;
+  }
+  std::lock_guard<std::mutex> lock(graph_lock());
+  transfers().reads.push_back(std::move(r));
+  c->reading = true;
+  under_way++;
+  counters.reads_ahead++;
+  residency_changed().notify_all();  // who waits for it may help
+  return true;
+}
+
+bool finish_read(Cell* c) {
+  std::optional<Read> mine;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    auto& reads = transfers().reads;
+    for (size_t i = 0; i < reads.size(); ++i) {
+      if (reads[i].cell != c) continue;
+      mine.emplace(std::move(reads[i]));
+      reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(i));
+      c->reading = false;
+      under_way--;
+      break;
+    }
+  }
+  if (!mine) return false;
+  const uint64_t begun = now_ns();
+  const int result = mm_tier_wait(budget.tier, c->slot);
+  const uint64_t waited = now_ns() - begun;
+  counters.stall_ns += waited;
+  if (waited > 20000) counters.late_reads++;
+  end_read(std::move(*mine), result);
+  return true;
+}
+
+void poll_transfers() {
+  if (!transfers_under_way()) return;
+  std::vector<std::pair<Read, int>> done;
+  Trash trash;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    const std::vector<Cell*> writes = transfers().writes;
+    for (Cell* c : writes)
+      if (const int result = mm_tier_poll(budget.tier, c->writing)) end_write_locked(c, result, &trash);
+    auto& reads = transfers().reads;
+    for (size_t i = reads.size(); i-- > 0;) {
+      const int result = mm_tier_poll(budget.tier, reads[i].cell->slot);
+      if (result == 0) continue;
+      reads[i].cell->reading = false;
+      done.emplace_back(std::move(reads[i]), result);
+      reads.erase(reads.begin() + static_cast<std::ptrdiff_t>(i));
+      under_way--;
+    }
+  }
+  for (auto& [read, result] : done) end_read(std::move(read), result);
+}
+
+void finish_transfers() {
+  for (;;) {
+    Cell* c = nullptr;
+    mm_slot writing = -1;
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      if (!transfers().reads.empty())
+        c = transfers().reads.back().cell;
+      else if (!transfers().writes.empty())
+        writing = transfers().writes.back()->writing;
+      else
+        return;
+    }
+    if (c)
+      finish_read(c);
+    else
+      mm_tier_wait(budget.tier, writing);
+    poll_transfers();
+  }
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,255 @@
+"""A measured period of the pager as a `memmgr.policies.trace.Trace`, and a plan for it as rows that the pager follows.
+
+What a measured trace means, beyond what `policies/trace/trace.py` says of all traces:
+
+- A storage is one version of a cell; small storages are not in it. What was there when the period began is a constant.
+- `c.elsewhere` is the most that was resident and no cell's: small tensors, what C++ holds for itself.
+- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after.
+- What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
+- `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
+- In-place writes reuse their block (`copy_on_write` is False).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memmgr.native.pager import TimelineColumns
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+from memmgr.policies.trace.plan import Plan, carried
+from memmgr.policies.trace.schedule import Do
+
+BETWEEN = "(between ops)"
+_WRITES, _MAKES, _RECIPE, _FIRST = 1, 2, 4, 8  # allocator/pager/timeline.h
+_LEAST_BETWEEN_SECONDS = 1e-4
+MAKES, DROPS, OFFLOADS = 0, 1, 2
+"""What a row says; `allocator/pager/follow.h`."""
+
+Rows = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A period.
+
+    Attributes:
+        trace: what ran.
+        position: of each op of the trace, the pager's; of one that is not the pager's, that of the next.
+        ordinal: of each storage, its cell's; -1: it has none.
+        hashes: by which the pager knows the period again.
+    """
+
+    trace: Trace
+    position: list[int]
+    ordinal: list[int]
+    hashes: bytes
+
+
+class _Builder:
+    def __init__(self, columns: TimelineColumns) -> None:
+        c = columns
+        self.names = c["names"]
+        self.op = np.frombuffer(c["op"], dtype=np.int32).tolist()
+        self.first_touch = [*np.frombuffer(c["first_touch"], dtype=np.uint32).tolist(), len(c["flags"])]
+        self.seconds = np.frombuffer(c["seconds"], dtype=np.float32).tolist()
+        self.before = np.frombuffer(c["before"], dtype=np.float32).tolist()
+        self.scratch = np.frombuffer(c["scratch"], dtype=np.uint64).tolist()
+        self.other = np.frombuffer(c["other"], dtype=np.uint64)
+        self.touched = np.frombuffer(c["ordinal"], dtype=np.uint32).tolist()
+        self.flags = list(c["flags"])
+        self.sizes = np.frombuffer(c["sizes"], dtype=np.uint64).tolist()
+        self.fixed = list(c["fixed"])
+        self.deaths: list[list[int]] = [[] for _ in range(len(self.op) + 1)]
+        for at, ordinal in np.frombuffer(c["deaths"], dtype=np.uint32).reshape(-1, 2).tolist():
+            self.deaths[min(at, len(self.op))].append(ordinal)
+        self.ops: list[Op] = []
+        self.position: list[int] = []
+        self.storages: list[Storage] = []
+        self.ordinal: list[int] = []
+        self.now: dict[int, int] = {}  # the storage that a cell is
+        self.released: dict[int, int] = {}
+        self.hashes = c["hashes"]
+
+    def storage(self, name: str, size: int, ordinal: int = -1) -> int:
+        self.storages.append(Storage(name, size, len(self.ops)))
+        self.ordinal.append(ordinal)
+        if ordinal >= 0:
+            self.now[ordinal] = len(self.storages) - 1
+        return len(self.storages) - 1
+
+    def add(self, op: Op, position: int) -> None:
+        self.ops.append(op)
+        self.position.append(position)
+
+    def constant(self, name: str, size: int, ordinal: int = -1) -> None:
+        s = self.storage(f"c.{name}", size, ordinal)
+        self.add(Op("constant", 0.0, (), (s,), OpKind.CONSTANT), 0)
+
+    def build(self, links: tuple[TierLink, ...]) -> Trace:
+        if len(self.other):
+            self.constant("elsewhere", int(self.other.max()))
+        seen: set[int] = set()
+        for ordinal, flags in zip(self.touched, self.flags, strict=True):
+            if ordinal not in seen and not flags & _MAKES:
+                self.constant(str(ordinal), self.sizes[ordinal], ordinal)
+            seen.add(ordinal)
+        waited = 0.0
+        for k, number in enumerate(self.op):
+            waited += self.before[k]
+            self.die(k)
+            if waited >= _LEAST_BETWEEN_SECONDS:
+                self.add(Op(BETWEEN, waited, (), (), OpKind.VIEW), k)
+                waited = 0.0
+            self.run(k, self.names[number])
+        self.die(len(self.op))
+        storages = tuple(
+            Storage(s.name, s.size_bytes, s.maker, self.released.get(i, HELD), self.pinned(i, s))
+            for i, s in enumerate(self.storages)
+        )
+        return Trace(tuple(self.ops), storages, "cpu", None, links, copy_on_write=False)
+
+    def pinned(self, storage: int, s: Storage) -> int:
+        ordinal = self.ordinal[storage]
+        return self.released.get(storage, HELD) if ordinal >= 0 and self.fixed[ordinal] else 0
+
+    def die(self, k: int) -> None:
+        for ordinal in self.deaths[k]:
+            storage = self.now.pop(ordinal, None)
+            if storage is not None:
+                self.released[storage] = len(self.ops)
+
+    def run(self, k: int, name: str) -> None:
+        at = len(self.ops)
+        inputs: dict[int, None] = {}
+        outputs: list[int] = []
+        writes: list[tuple[int, int]] = []
+        again = True
+        for i in range(self.first_touch[k], self.first_touch[k + 1]):
+            ordinal, flags = self.touched[i], self.flags[i]
+            old = self.now.get(ordinal)
+            if flags & (_MAKES | _WRITES):
+                if any(self.ordinal[s] == ordinal for s in outputs):
+                    continue  # twice among the arguments
+                new = self.storage(f"{at}.{len(outputs)}", self.sizes[ordinal], ordinal)
+                outputs.append(new)
+                again = again and bool(flags & _RECIPE)
+                if old is not None:
+                    inputs[old] = None
+                    writes.append((old, new))
+                    self.released[old] = at + 1
+            elif old is not None and old not in outputs:
+                inputs[old] = None
+        kind = (OpKind.COMPUTE if again else OpKind.ONCE) if outputs else OpKind.VIEW
+        if self.scratch[k]:
+            s = self.storage(f"{at}.scratch", self.scratch[k])
+            outputs.append(s)
+            self.released[s] = at + 1
+            kind = OpKind.ONCE if kind == OpKind.VIEW else kind
+        self.add(Op(name, self.seconds[k], tuple(inputs), tuple(outputs), kind, tuple(writes)), k)
+
+
+def measured(columns: TimelineColumns, links: tuple[TierLink, ...]) -> Measured:
+    """The period that ended last.
+
+    Args:
+        columns: from the pager.
+        links: the tiers below, as they were measured.
+
+    Raises:
+        TraceError: the columns do not make a trace.
+    """
+    builder = _Builder(columns)
+    trace = builder.build(links).check()
+    return Measured(trace, builder.position, builder.ordinal, builder.hashes)
+
+
+@dataclass(frozen=True)
+class PlanRows:
+    """What the pager follows: (position, ordinal, what) each, sorted; `kept`: (made, read, bytes).
+
+    Attributes:
+        departures: may go after the op.
+        writes: begin to be written after the op.
+        reads: begin to come back before the op.
+        groups: what is made again before the op, in order, and what goes between.
+        kept: what nobody holds any more, made before one op and read before another.
+    """
+
+    departures: Rows
+    writes: Rows
+    reads: Rows
+    groups: Rows
+    kept: Rows
+
+    def packed(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """As the pager takes them."""
+        rows = (self.departures, self.writes, self.reads, self.groups, self.kept)
+        departures, writes, reads, groups, kept = (np.array(r, dtype=np.int64).tobytes() for r in rows)
+        return departures, writes, reads, groups, kept
+
+
+def rows(of: Measured, plan: Plan) -> PlanRows:
+    """A plan's decisions by position and ordinal.
+
+    What the program has let go of by then needs no row: it is made again with whatever reads it.
+    """
+    trace, n = of.trace, len(of.trace.ops)
+
+    def before(k: int) -> int:
+        return of.position[k] if k < n else (of.position[-1] + 1 if n else 0)
+
+    def after(k: int) -> int:
+        between = trace.ops[k].name == BETWEEN
+        return max(of.position[k] - between, 0)
+
+    found: dict[str, Rows] = {"departures": [], "writes": [], "reads": [], "groups": []}
+    resident: set[int] = set()
+    away: dict[
+        int, tuple[str, int]
+    ] = {}  # whose departure is in which list and row: how it comes back says how it goes
+    done = 0  # ops of the program
+    grouped = False  # something was made again for the next of them already
+    for step in plan.steps:
+        s = step.target
+        if step.do is Do.COMPUTE:
+            done += 1
+            grouped = False
+            resident.update(trace.ops[s].outputs)
+            resident.difference_update(old for old, _ in trace.ops[s].writes)
+        elif step.do is Do.RECOMPUTE:
+            grouped = True
+            for made in trace.ops[s].outputs:
+                if made in resident:
+                    continue
+                resident.add(made)
+                away.pop(made, None)
+                if of.ordinal[made] >= 0 and trace.storages[made].released > done:
+                    found["groups"].append((before(done), of.ordinal[made], MAKES))
+        elif step.do is Do.RELOAD:
+            resident.add(s)
+            if s in away:
+                which, row = away.pop(s)
+                position, ordinal, _ = found[which][row]
+                found[which][row] = position, ordinal, OFFLOADS
+                found["reads"].append((before(done), ordinal, 0))
+        elif step.do is Do.OFFLOAD:
+            if of.ordinal[s] >= 0:
+                found["writes"].append((after(done - 1), of.ordinal[s], 0))
+        else:
+            resident.discard(s)
+            if of.ordinal[s] < 0 or trace.storages[s].released <= done:
+                continue
+            which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
+            away[s] = which, len(found[which])
+            found[which].append((position, of.ordinal[s], DROPS))
+    kept: dict[tuple[int, int], int] = {}
+    for c in carried(trace, plan.steps):
+        if trace.storages[c.storage].released <= c.made:
+            pair = before(c.made), before(c.read)
+            kept[pair] = kept.get(pair, 0) + trace.storages[c.storage].size_bytes
+
+    # In the order of the plan, which is by position but for what the time between two ops shifts.
+    by_position = {which: sorted(those, key=lambda row: row[0]) for which, those in found.items()}
+    return PlanRows(**by_position, kept=[(made, read, size) for (made, read), size in sorted(kept.items())])
