@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "follow.h"
 #include "recipe.h"
 
 namespace memmgr::pager {
