@@ -56,7 +56,7 @@ def _manager_of(config: Config) -> Manager:
             )
         )
         return cast(Manager, runtime)  # the part of a manager that is used here
-    return Manager(config, _native(config.device))
+    return Manager(config, _shim.load())
 
 
 def _in_child() -> None:
@@ -110,9 +110,8 @@ class budget:
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
             machine's), bytes as an int; `None` or `"none"` for no limit, which only measures.
-        device: what the budget is about; default the accelerator if there is one, else the CPU. CUDA's
-            allocator has to be in place before CUDA is used; otherwise, and on other accelerators, the budget is kept by
-            accounting, which is weaker (docs/allocator.md). None of this has run on a GPU yet.
+        device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
+            On CUDA, `import memmgr` comes before CUDA is used (docs/allocator.md). None of this has run on a GPU yet.
         host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
             free, at most twice the limit.
         disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
@@ -132,9 +131,10 @@ class budget:
         ValueError: a size, policy or folder that is not one.
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
-        RuntimeError: a budget is open already. Budgets do not nest and are not concurrent: the limit belongs to the
-            device, not to a block of code, so a second one has no meaning. Threads started inside are managed with it;
-            threads that were running before are counted, but their tensors cannot leave.
+        RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
+            library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
+            not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. Threads
+            started inside are managed with it; threads that were running before are counted, but their tensors cannot leave.
 
     Known limitations: on the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
     buffers) is not counted. Forked children (DataLoader workers) are unmanaged.
@@ -197,7 +197,10 @@ class budget:
                 )
             config = self._settled()
             _warn_if_nothing_will_leave(config)
-            manager = _manager_of(config)
+            try:
+                manager = _manager_of(config)
+            except _shim.NoShim as why:
+                raise _shim.NoShim(f"memmgr: {why}") from None
             _current = manager
         try:
             manager.start()
@@ -282,16 +285,3 @@ def stats() -> dict[str, Any]:
     """
     manager = last()
     return manager.stats() if manager is not None else {}
-
-
-def _native(device: torch.device | None = None) -> Any:
-    why = None if device is None else _device.why_accounting(device)
-    try:
-        if why is None:
-            return _shim.load()
-    except _shim.NoShim as no_shim:
-        why = str(no_shim)
-    from . import _native_py
-
-    _native_py.warn(why, device)
-    return _native_py.module()

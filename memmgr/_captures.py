@@ -74,7 +74,6 @@ class Captures:
         # checksum is taken, for which the CPU would wait.
         native.set_options(False, manager.has_tier, False, 0)
         native.set_active(False)
-        self._tell(True)
 
     def end(self, graph: object) -> None:
         """It has ended, or did not begin."""
@@ -84,7 +83,6 @@ class Captures:
         if self._graphs:
             return
         manager, native = self._manager, self._manager.native
-        self._tell(False)
         if not manager.open:
             return
         native.forget_recipes()  # writes went unseen
@@ -109,12 +107,6 @@ class Captures:
                 replayer.materialize(cell)
         replayer.forget()
 
-    def _tell(self, capturing: bool) -> None:
-        # The shim has nothing under way that a capture would meet: its allocator knows which streams are captured.
-        tell = getattr(self._manager.native, "set_capturing", None)
-        if tell is not None:
-            tell(capturing)
-
     def missing(self, cell: Any) -> None:
         """Brings back what backward asks for.
 
@@ -130,6 +122,4 @@ class Captures:
 
     def close(self) -> None:
         """The budget closes."""
-        if self._graphs:
-            self._graphs.clear()
-            self._tell(False)
+        self._graphs.clear()

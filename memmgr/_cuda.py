@@ -79,25 +79,19 @@ def _has_device() -> bool:
 def _reason() -> str | None:
     """Why there is nothing to install, or None."""
     if os.environ.get(INSTALL_VARIABLE) == "0":
-        return f"{INSTALL_VARIABLE}=0 asks to leave torch's own allocator in place"
+        return f"{INSTALL_VARIABLE}=0 has left torch's own allocator in place: unset it"
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getAllocatorBackend"):
-        return "this torch has no CUDA"
+        return "this torch has no CUDA; device='cpu' manages host memory"
     if _is_worker():
         return "this is a worker process"
     if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
         return TOO_LATE
     if os.environ.get(DRIVER_VARIABLE) is None and not _has_device():
-        return "there is no GPU"
+        return "there is no GPU; device='cpu' manages host memory"
     backend = torch._C._cuda_getAllocatorBackend()
     if backend != "native":
         return f"torch's CUDA allocator is {backend!r} already; unset PYTORCH_CUDA_ALLOC_CONF's backend"
     return None
-
-
-def is_usable() -> bool:
-    """Can this torch use a GPU with its own allocator? Does not ask CUDA's runtime."""
-    built = torch.backends.cuda.is_built()
-    return bool(built and (torch.cuda.is_initialized() or torch.version.hip is not None or _has_device()))
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -234,11 +228,6 @@ def install() -> str | None:
     return _why
 
 
-def why_not() -> str | None:
-    """What `install` said last; None: it is in place."""
-    return None if in_place() else _why or "another allocator was put in the place of memmgr's"
-
-
 def in_place() -> bool:
     """Do all CUDA tensors come from memmgr's allocator?"""
     return _library is not None and bool(_library.mm_cuda_in_place())
@@ -253,12 +242,12 @@ def _address() -> int:
 
 def attach(native: Any) -> None:
     """Tells the shim about the allocator, if it is there."""
-    if in_place() and hasattr(native, "use_plugin"):
+    if in_place():
         native.use_plugin(_address())
 
 
 def table() -> Any:
-    """`mm_plugin`, for tests and for what has no shim.
+    """`mm_plugin`.
 
     Raises:
         RuntimeError: the allocator is not in place.

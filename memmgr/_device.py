@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from . import _cuda, _rng
+from . import _cuda
 from ._sizes import UNLIMITED
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def resolve(device: torch.device | str | None) -> torch.device:
     number yet (see `settle`).
 
     Raises:
-        NotImplementedError: there is nothing that could keep it.
+        NotImplementedError: a device that memmgr has no allocator for.
+        RuntimeError: CUDA's allocator is not in place.
     """
     if device is not None:
         chosen = torch.device(device)
@@ -43,20 +44,16 @@ def resolve(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cpu":
         return torch.device("cpu")
     # A budget that is not kept would be worse than none.
-    if chosen.type == "cuda":
+    if chosen.type == "cuda" and torch.version.hip is None:
         why = _cuda.install()
-        if why is not None and not _cuda.is_usable():
-            raise NotImplementedError(
-                f"memmgr: a budget on 'cuda' cannot be kept: {why}. device='cpu' manages host memory"
-            )
+        if why is not None:
+            raise RuntimeError(f"memmgr: a budget on 'cuda' cannot be kept: {why}")
         return chosen
-    if not os.environ.get(DRIVER_VARIABLE):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if accelerator is None or accelerator.type != chosen.type:
-            raise NotImplementedError(
-                f"memmgr: a budget on {chosen.type!r} cannot be kept: it is not this process's accelerator; "
-                "device='cpu' manages host memory"
-            )
+    if not os.environ.get(DRIVER_VARIABLE):  # a device that tests bring along
+        raise NotImplementedError(
+            f"memmgr: a budget on {chosen.type!r} cannot be kept: memmgr has an allocator for CUDA only; "
+            "device='cpu' manages host memory"
+        )
     if _has_number(chosen):
         return chosen
     return torch.device(chosen.type, torch.accelerator.current_device_index())
@@ -64,15 +61,6 @@ def resolve(device: torch.device | str | None) -> torch.device:
 
 def _has_number(device: torch.device) -> bool:
     return ":" in str(device)  # torch's annotations say that `index` is never None
-
-
-def why_accounting(device: torch.device) -> str | None:
-    """Why a budget on this device has to be kept beside an allocator that is not ours; None: it is ours."""
-    if device.type == "cpu":
-        return None
-    if device.type == "cuda":
-        return _cuda.why_not()  # `resolve` has tried
-    return None if os.environ.get(DRIVER_VARIABLE) else f"there is no allocator for {device.type!r} in memmgr"
 
 
 def settle(device: torch.device) -> torch.device:
@@ -89,10 +77,9 @@ def total_bytes(device: torch.device) -> int | None:
     return None if info is None else int(info(device.index)[1])
 
 
-def live_bytes(device: torch.device, native: Any) -> int:
-    """What our allocator holds on the device before a budget opens; the CPU's arena is empty then, or counts by itself.
-    Who keeps a budget by accounting has taken stock of it already."""
-    return _cuda.live_bytes(device.index) if device.type == "cuda" and hasattr(native, "use_plugin") else 0
+def live_bytes(device: torch.device) -> int:
+    """What our allocator holds on the device before a budget opens; the CPU's arena is empty then, or counts by itself."""
+    return _cuda.live_bytes(device.index) if device.type == "cuda" else 0
 
 
 def open_memory(native: Any, config: Config, outside_bytes: int) -> None:
@@ -105,11 +92,6 @@ def open_memory(native: Any, config: Config, outside_bytes: int) -> None:
     if device.type == "cpu":
         native.open_arena(config.limit_bytes, outside_bytes)
         return
-    if not _rng.is_known(device):
-        raise NotImplementedError(
-            f"memmgr: a budget on {device.type!r} cannot be kept: torch.{device.type} has no default_generators, so random "
-            "numbers could not be drawn again"
-        )
     driver = os.environ.get(DRIVER_VARIABLE)
     native.open_device(device.type, device.index, driver, MAPPED, config.limit_bytes, outside_bytes)
 

@@ -132,7 +132,7 @@ class Manager:
         self._peaks = [0, 0]  # resident, unmanaged: over the passes that ended
         self._recorded_peak = 0  # unmanaged, over those of them that were recorded
         self.may_evict = self.policy.recomputes
-        self.plans = Plans(self, config.plan and bool(config.policy.planner) and hasattr(native, "add_plan"))
+        self.plans = Plans(self, config.plan and bool(config.policy.planner))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
 
     # -- opening and closing --
@@ -148,7 +148,7 @@ class Manager:
         if native.place() != str(self.device):
             self._settle_doomed_tier()  # into the memory that it is about, while that is the one at hand
         stock = self._stock = Stock(native, self.device)
-        there = stock.bytes + _device.live_bytes(self.device, native)
+        there = stock.bytes + _device.live_bytes(self.device)
         if there > config.limit_bytes:
             stock.close()
             raise self._states_too_big(there)
@@ -170,11 +170,8 @@ class Manager:
                 out_of_memory_type=torch.OutOfMemoryError,
             )
             _device.open_memory(native, config, stock.bytes)
-            places = hasattr(native, "set_placement")  # an arena; not without the shim
-            if config.placement != REMAP and not places:
-                warnings.warn("memmgr: placement is not available without a C++ compiler and is ignored", stacklevel=5)
-            self._searches = places and config.placement.search >= 0 and config.limit_bytes < UNLIMITED
-            if config.limit_bytes < UNLIMITED and places:
+            self._searches = config.placement.search >= 0 and config.limit_bytes < UNLIMITED
+            if config.limit_bytes < UNLIMITED:
                 native.set_placement(config.placement.search, config.placement.remap, config.placement.apart)
             self._settle_doomed_tier()
             self.has_tier = self.policy.offloads and _device.open_tier(native, config)
@@ -193,8 +190,6 @@ class Manager:
             self.telemetry.start()
             self._enter_thread()
             self.last.begun = time.perf_counter()
-            if config.trace is not None and self.measuring.tracer is None:
-                warnings.warn("memmgr: a pass cannot be traced without a C++ compiler", stacklevel=5)
             self.measuring.begin()
         except BaseException:
             self.close(report=False)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Measuring:
-    """Asks the tracer for passes, from one end of backward to the next. Without the shim nothing can be measured.
+    """Asks the tracer for passes, from one end of backward to the next.
 
     Attributes:
         last: the pass that was measured last.
@@ -22,7 +22,7 @@ class Measuring:
 
     def __init__(self, native: Any, manager: Manager) -> None:
         self._manager = manager
-        self.tracer = Tracer(native, manager) if hasattr(native, "trace_begin") else None
+        self.tracer: Tracer | None = Tracer(native, manager)  # None: it has failed, and nothing is measured any more
         self.last: Measured | None = None
         self._ending: Measured | None = None  # the pass that is ending, if it was measured
         self._wanted = False

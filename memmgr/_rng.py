@@ -39,15 +39,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def is_known(device: torch.device) -> bool:
-    """Can a draw on this device be repeated? Not if its generator cannot be had."""
-    generator = default_generator(device)
-    if device.type == "cpu" or generator.device.type == device.type:
-        return True
-    state = getattr(torch.get_device_module(device.type), "get_rng_state", None)
-    return state is None or bool(torch.equal(state(device), generator.get_state()))
-
-
 class Drawn:
     """Where a seeded op began to draw: its generator and the state before (CPU: 5 KB; CUDA: seed and offset)."""
 

@@ -76,7 +76,10 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler or not shutil.which(compiler.split()[0]):
-        raise NoShim("no C++ compiler was found: install one (Debian: apt install g++)")
+        raise NoShim(
+            f"no C++ compiler was found to make the {what} for torch {torch.__version__}: install one such as g++ (Debian: apt "
+            "install g++ python3-dev), or a wheel of memmgr that carries its library for this release of torch"
+        )
     torch_root = Path(torch.__file__).parent
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,8 +144,6 @@ def load() -> ModuleType:
     global _loaded
     if _loaded is not None:
         return _loaded
-    if os.environ.get("MEMMGR_SHIM") == "0":
-        raise NoShim("MEMMGR_SHIM=0 asks to do without it")
     core_library()
     sources = _sources()
     digest = hashlib.sha256()

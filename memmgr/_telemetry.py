@@ -49,10 +49,7 @@ def _tidy() -> None:
 
 
 class Telemetry:
-    """The stream of one open budget.
-
-    Known limitation: on the accounting path (no compiler) there is no address space, so no map.
-    """
+    """The stream of one open budget."""
 
     def __init__(self, manager: Manager, log: str | None) -> None:
         self._manager = manager

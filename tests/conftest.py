@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-if os.environ.get("MEMMGR_SHIM") == "0":
-    import memmgr._native_py
-
-    memmgr._native_py.warned = True  # its warning has a test of its own, and would fail whichever test came first
 
 
 @pytest.fixture(autouse=True)

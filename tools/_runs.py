@@ -171,7 +171,7 @@ def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_secon
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
     # How memmgr is set up, not whether it is on.
-    kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_SHIM", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
+    kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
     if spec.budget_bytes is None:
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
     else:

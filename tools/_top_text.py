@@ -238,7 +238,7 @@ def strip(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]
     names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
     columns = watched.map.get("columns", [])
     if not columns or not any(any(column) for column in columns):
-        text = "no address space to show (accounting without the allocator)" if columns else "waiting for the map"
+        text = "no address space to show" if columns else "waiting for the map"
         return [[(text.ljust(width), "bright_black")]] + [[(" " * width, "")] for _ in range(rows - 1)]
     wanted = width * rows
     cells: Line = []

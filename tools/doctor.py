@@ -37,7 +37,7 @@ SLOW_DISK = 400e6
 
 KNOWN_VARIABLES = frozenset(
     "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_DRIVER "
-    "MEMMGR_INSTALL MEMMGR_SHARED MEMMGR_SHIM MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
+    "MEMMGR_INSTALL MEMMGR_SHARED MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
 )
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
@@ -177,7 +177,7 @@ def _compiler() -> Finding:
     name = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
     how = "install one (Debian: apt install g++ python3-dev)"
     if not name:
-        return Finding("compiler", WEAKER, "no C++ compiler: another torch would be managed by accounting only", how)
+        return Finding("compiler", WEAKER, "no C++ compiler: for another torch no budget could be opened", how)
     try:
         said = subprocess.run(
             [*name.split(), "--version"], capture_output=True, text=True, timeout=20, check=True
@@ -195,9 +195,7 @@ def _native() -> Iterator[Finding]:
     try:
         _shim.load()
     except _shim.NoShim as why:
-        yield Finding(
-            "allocator", WEAKER, f"{why}; the budget is kept by accounting before each op", "see docs/errors.md"
-        )
+        yield Finding("allocator", NO, f"no budget can be opened: {why}", "see docs/errors.md")
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
@@ -245,8 +243,7 @@ def _cuda(count: int) -> Iterator[Finding]:
     if why is None:
         yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
     else:
-        text = f"torch's own allocator, beside which budgets are kept by accounting: {why}"
-        yield Finding("CUDA memory", WEAKER, text, "see docs/allocator.md")
+        yield Finding("CUDA memory", NO, f"no budget can be kept on it: {why}", "see docs/allocator.md")
     size = 256 << 20
     try:
         with torch.cuda.device(0):

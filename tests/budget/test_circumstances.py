@@ -5,20 +5,16 @@ Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import memmgr
-from memmgr import _budget, _replay
 from memmgr import _circumstances as circumstances
-from memmgr._native_py import Native
-from memmgr._py_sections import Finally
+from memmgr import _replay, _shim
 
 C: Any = torch._C
 
@@ -53,7 +49,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 @pytest.mark.parametrize("name", SWITCHES)
 def test_put_back_for_a_replay_and_left_as_it_was(name: str) -> None:
     get, put, other = SWITCHES[name]
-    native = _budget._native()
+    native = _shim.load()
     before, present = get(), native.environment()
     assert before != other
     put(other)
@@ -74,7 +70,7 @@ def test_put_back_for_a_replay_and_left_as_it_was(name: str) -> None:
 
 def test_the_older_way_to_ask_for_a_precision_still_answers() -> None:
     """It refuses to answer in a state that it did not make itself."""
-    native = _budget._native()
+    native = _shim.load()
     before, present = torch.get_float32_matmul_precision(), native.environment()
     torch.set_float32_matmul_precision("medium")
     wanted = native.environment()
@@ -92,7 +88,7 @@ def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkey
     get, put, other = SWITCHES[name]
     before = get()
     seen: list[Any] = []
-    present = _budget._native().environment()
+    present = _shim.load().environment()
     in_backward = False
 
     def spied(native: Any, wanted: int) -> None:
@@ -116,9 +112,8 @@ def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkey
     assert get() == before
 
 
-@pytest.mark.parametrize("kind", ["shim", "python"])
-def test_what_is_put_back_is_put_back_again_if_an_interrupt_came(kind: str) -> None:
-    section = _budget._native().Finally if kind == "shim" else Finally
+def test_what_is_put_back_is_put_back_again_if_an_interrupt_came() -> None:
+    section = _shim.load().Finally
     came: list[int] = []
 
     def once_more() -> None:
@@ -137,7 +132,7 @@ def test_what_is_put_back_is_put_back_again_if_an_interrupt_came(kind: str) -> N
 
 
 def test_below_switches_everything_back() -> None:
-    native = _budget._native()
+    native = _shim.load()
     x = torch.ones(4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(KeyboardInterrupt), native.Below(recomputing=True):
@@ -149,19 +144,3 @@ def test_below_switches_everything_back() -> None:
             raise KeyboardInterrupt
         assert torch.is_grad_enabled() and (x * 2).requires_grad and (x @ x).dtype is torch.bfloat16
     assert not native.set_recomputing(False)
-
-
-def test_signals_wait_where_python_sections_begin_and_end() -> None:
-    native = Native()
-    waits: dict[str, bool] = {}
-
-    def called(frame: FrameType, event: str, arg: Any) -> None:
-        waits[frame.f_code.co_name] = native._deferred._must_wait(frame)
-
-    sys.settrace(called)
-    try:
-        with native.Below(recomputing=True), native.Finally(int):
-            torch.is_grad_enabled()
-    finally:
-        sys.settrace(None)
-    assert {name for name, wait in waits.items() if wait} >= {"__enter__", "__exit__"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -27,7 +26,6 @@ from .harness import HUGE_BYTES, CaseFunction, Record, Scope, assert_same, manag
 EVICT, OFFLOAD = 1, 2
 
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("MEMMGR_SHIM") == "0", reason="the recorder does not sleep without the shim"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),

@@ -1,4 +1,4 @@
-"""Holes about memory that others can write; without the shim, tests/fallback runs them too."""
+"""Holes about memory that others can write."""
 
 from __future__ import annotations
 

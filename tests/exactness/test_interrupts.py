@@ -28,11 +28,6 @@ from memmgr._sleep import hooks_on_top
 
 from .harness import Record, differences, global_state
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("MEMMGR_SHIM") == "0",
-    reason="the fallback puts signals off instead (_py_signals), which a trace function does not go through",
-)
-
 POINTS = 100  # of a pass's lines: these are what CI has time for
 GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one that is being dropped
 

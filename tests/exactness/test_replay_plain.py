@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 import memmgr
-from memmgr import _budget, _replay, _shim
+from memmgr import _budget, _replay
 from memmgr.policies import Action
-
-try:
-    _shim.load()
-except _shim.NoShim as why:
-    pytest.skip(f"without the shim Python runs them all: {why}", allow_module_level=True)
 
 
 @pytest.fixture

@@ -718,9 +718,6 @@ def test_lock_inversion(name: str, policy: str) -> None:
     children.run("test_threads", name, policy, timeout=90)
 
 
-@pytest.mark.skipif(
-    os.environ.get("MEMMGR_SHIM") == "0", reason="what multinomial takes for itself is not seen without the arena"
-)
 def test_out_of_memory_instead_of_a_hang() -> None:
     children.run("test_threads", "nothing_to_give_while_the_mutex_is_held", "auto", timeout=60)
 

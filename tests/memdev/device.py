@@ -65,9 +65,7 @@ def start(
     made.lib = lib = ctypes.CDLL(str(library()))
     lib.memdev_start.restype = ctypes.c_char_p
     lib.memdev_prompt_ops.restype = ctypes.c_char_p
-    lib.memdev_set_limit.argtypes = [ctypes.c_uint64]
-    for name in ("memdev_launches", "memdev_live_bytes", "memdev_reserved_bytes"):
-        getattr(lib, name).restype = ctypes.c_uint64
+    lib.memdev_launches.restype = ctypes.c_uint64
     torch.utils.rename_privateuse1_backend("memdev")
     problem = lib.memdev_start(str(made.driver_path).encode())
     assert not problem, problem.decode()
@@ -143,12 +141,6 @@ def _module(made: Handles) -> types.ModuleType:
     def set_rng_state(state: torch.Tensor, device: object = None) -> None:
         torch.random.set_rng_state(state)
 
-    share = [1.0]
-
-    def set_share(fraction: float, device: object = None) -> None:
-        share[0] = fraction
-        made.lib.memdev_set_limit(0 if fraction >= 1.0 else int(fraction * int(os.environ["FAKE_DRIVER_MEMORY"])))
-
     names = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -160,13 +152,6 @@ def _module(made: Handles) -> types.ModuleType:
         "synchronize": accelerator.synchronize,
         "mem_get_info": lambda device=0: _mem_get_info(made),
         "empty_cache": made.lib.memdev_empty_cache,
-        # Of memdev's own allocator, and of all devices together.
-        "memory_allocated": lambda device=None: made.lib.memdev_live_bytes(),
-        "memory_reserved": lambda device=None: made.lib.memdev_reserved_bytes(0),
-        "max_memory_reserved": lambda device=None: made.lib.memdev_reserved_bytes(1),
-        "reset_peak_memory_stats": lambda device=None: made.lib.memdev_reset_peak(),
-        "set_per_process_memory_fraction": set_share,
-        "get_per_process_memory_fraction": lambda device=None: share[0],
         "device": lambda device: accelerator.device_index(torch._utils._get_device_index(device, optional=True)),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,

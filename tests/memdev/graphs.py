@@ -1,4 +1,4 @@
-"""Graphs that are captured and replayed inside a budget, by accounting and by the shim (see child.py).
+"""Graphs that are captured and replayed inside a budget (see child.py).
 
 memdev's graphs are the driver's: what is captured does not run, a stream that is captured refuses whoever orders work with
 it or asks for events, and a replay writes to the addresses of then (`fake_capture_violations` counts the refused).
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import accounting, managed
+from . import managed
 from .managed import _digest
 from .scenarios import DEVICE
 
@@ -206,10 +206,9 @@ def _run(program: Callable[[], list[Tensor]], fake: Any, budget: Any) -> dict[st
     return {"digest": digest, "violations": _violations(fake) - before, "aside": aside, **left}
 
 
-def all_programs(accounted: bool, mode: str, seed: int) -> dict[str, Any]:
+def all_programs(mode: str, seed: int) -> dict[str, Any]:
     """Each without memmgr, in a budget, and in one that knows nothing of graphs."""
-    begin = accounting.begin if accounted else managed._start
-    fake = begin(mode, seed, memory_bytes=1 << 27).fake
+    fake = managed._start(mode, seed, memory_bytes=1 << 27).fake
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     out: dict[str, Any] = {}
     for name, program in PROGRAMS.items():

@@ -129,10 +129,6 @@ MEMDEV_API void memdev_capture(int more) { memdev::captures.fetch_add(more); }
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
 MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }
-MEMDEV_API uint64_t memdev_live_bytes() { return memdev::memory.LiveBytes(); }
-MEMDEV_API void memdev_set_limit(uint64_t bytes) { memdev::memory.SetLimit(bytes); }
-MEMDEV_API uint64_t memdev_reserved_bytes(int peak) { return memdev::memory.ReservedBytes(peak != 0); }
-MEMDEV_API void memdev_reset_peak() { memdev::memory.ResetPeak(); }
 MEMDEV_API void memdev_empty_cache() { memdev::memory.EmptyCache(); }
 
 // "name count" lines of the ops that could not be launched late.

@@ -1,6 +1,5 @@
 // memdev's own allocator, in use until another is installed with c10::SetAllocator(kPrivateUse1, ...): the plainest one
-// that is right in stream order. A freed block is reused only on the stream that it was allocated on, at once there. As
-// torch's caching allocator it keeps freed blocks, counts them as reserved, and takes no more from the device than it may.
+// that is right in stream order. A freed block is reused only on the stream that it was allocated on, at once there.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -69,7 +68,6 @@ class Memory : public c10::Allocator {
     TORCH_CHECK_WITH(OutOfMemoryError, p != nullptr, "memdev: out of memory: tried to allocate ", n, " bytes");
     std::lock_guard<std::mutex> lock(mutex_);
     Block* block = live_[p] = new Block{p, bytes, device, stream, {}, captured};
-    live_bytes_ += bytes;
     return c10::DataPtr(p, block, &Memory::Free, where);
   }
 
@@ -98,25 +96,8 @@ class Memory : public c10::Allocator {
     for (auto& [key, blocks] : free_) {
       UseDevice(std::get<0>(key));
       for (void* p : blocks) MEMDEV_CHECK(driver.cuMemFree(reinterpret_cast<unsigned long long>(p)));
-      reserved_bytes_ -= std::get<2>(key) * blocks.size();
     }
     free_.clear();
-  }
-
-  // Of all devices together: 0 none, else the most that may be taken from them.
-  void SetLimit(uint64_t bytes) { limit_bytes_.store(bytes); }
-  uint64_t ReservedBytes(bool peak) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return peak ? reserved_peak_bytes_ : reserved_bytes_;
-  }
-  void ResetPeak() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    reserved_peak_bytes_ = reserved_bytes_;
-  }
-
-  uint64_t LiveBytes() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return live_bytes_;
   }
 
  private:
@@ -128,16 +109,11 @@ class Memory : public c10::Allocator {
     unsigned long long p = 0;
     UseDevice(device);
     std::lock_guard<std::mutex> lock(mutex_);
-    uint64_t limit = limit_bytes_.load();
-    if (limit != 0 && reserved_bytes_ + bytes > limit) return nullptr;
     int mode = 2;  // relaxed: a capture would forbid it
     MEMDEV_CHECK(driver.cuExchangeCaptureMode(&mode));
     int error = driver.cuMemAlloc(&p, bytes);
     MEMDEV_CHECK(driver.cuExchangeCaptureMode(&mode));
-    if (error != 0) return nullptr;
-    reserved_bytes_ += bytes;
-    reserved_peak_bytes_ = std::max(reserved_peak_bytes_, reserved_bytes_);
-    return reinterpret_cast<void*>(p);
+    return error == 0 ? reinterpret_cast<void*>(p) : nullptr;
   }
 
   void* Reuse(int device, CUstream stream, size_t bytes) {
@@ -152,9 +128,6 @@ class Memory : public c10::Allocator {
   std::mutex mutex_;
   std::map<void*, Block*> live_;
   std::map<Key, std::vector<void*>> free_;
-  uint64_t live_bytes_ = 0;
-  uint64_t reserved_bytes_ = 0, reserved_peak_bytes_ = 0;
-  std::atomic<uint64_t> limit_bytes_{0};
 };
 
 inline Memory& memory = *new Memory;
@@ -165,7 +138,6 @@ inline void Memory::Free(void* raw) {
   {
     std::lock_guard<std::mutex> lock(memory.mutex_);
     memory.live_.erase(block->p);
-    memory.live_bytes_ -= block->bytes;
   }
   if (block->captured) return;  // a graph's memory is its own as long as the process lives
   bool capturing = IsCapturing(block->device, block->home);

@@ -96,11 +96,11 @@ def _read_beside(p: Pass, lets_go: Callable[[Any], list[Tensor]]) -> list[Tensor
     return [a, b]
 
 
-def uses(p: Pass, action: int = OFFLOAD) -> list[Tensor]:
+def uses(p: Pass) -> list[Tensor]:
     """It leaves because the program says so."""
 
     def lets_go(cell: Any) -> list[Tensor]:
-        p.lose(cell, action)
+        p.lose(cell, OFFLOAD)
         return take()
 
     return _read_beside(p, lets_go)

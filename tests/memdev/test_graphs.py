@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +12,16 @@ from .graphs import PROGRAMS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
 
-WAYS = ("accounting", "shim")
-CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
-    way: ("graphs", "all_programs", {"accounted": way == "accounting", "mode": "late", "seed": 0}) for way in WAYS
-}
-
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Any]:
-    """Runs a scenario of CHILDREN, once."""
-    yield from child.each_once(CHILDREN)
+def programs() -> Any:
+    """What each of PROGRAMS has shown."""
+    return child.run("all_programs", module="memdev.graphs", mode="late", seed=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_graph_inside_a_budget(children: Any, name: str, way: str) -> None:
-    seen = children(way)[name]
+def test_a_graph_inside_a_budget(programs: Any, name: str) -> None:
+    seen = programs[name]
     assert seen["plain"]["violations"] == 0
     assert seen["managed"]["digest"] == seen["plain"]["digest"]
     assert seen["managed"]["violations"] == 0  # no event was asked for, no stream waited for, nothing copied
@@ -37,16 +30,12 @@ def test_a_graph_inside_a_budget(children: Any, name: str, way: str) -> None:
         assert seen["managed"]["evictions"] + seen["managed"]["offloads"] > 0
 
 
-# Not `two_graphs` by the shim: what memdev's graphs keep is memdev's own memory, which never leaves.
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [(way, name) for way in WAYS for name in ("whole_step", "overwritten")] + [("accounting", "two_graphs")],
-)
-def test_without_knowing_of_it_something_breaks(children: Any, name: str, way: str) -> None:
-    seen = children(way)[name]
+# Not `two_graphs`: what memdev's graphs keep is memdev's own memory, which never leaves.
+@pytest.mark.parametrize("name", ["whole_step", "overwritten"])
+def test_without_knowing_of_it_something_breaks(programs: Any, name: str) -> None:
+    seen = programs[name]
     assert seen["unaware"]["digest"] != seen["plain"]["digest"] or seen["unaware"]["violations"] > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_budget_opens_while_a_graph_is_captured(children: Any, way: str) -> None:
-    assert "cannot be opened while a graph is captured" in children(way)["refused"]
+def test_no_budget_opens_while_a_graph_is_captured(programs: Any) -> None:
+    assert "cannot be opened while a graph is captured" in programs["refused"]

@@ -16,10 +16,7 @@ from memmgr.policies.trace import TraceBuilder
 from memmgr.policies.trace.live_terms import Made, bursts, decisions
 from tests.budget.there import bytes_already_there
 
-try:
-    _native = _shim.load()
-except _shim.NoShim as why:
-    pytest.skip(f"plans are followed by the shim: {why}", allow_module_level=True)
+_native = _shim.load()
 
 WIDTHS = (36, 40, 44, 48, 52, 56, 60, 64)
 ROWS = 1024

@@ -22,11 +22,6 @@ from memmgr.policies.trace.live_terms import decisions, in_triggers
 from tests.budget import models
 from tests.budget.there import bytes_already_there
 
-try:
-    _shim.load()
-except _shim.NoShim as why:
-    pytest.skip(f"plans are followed by the shim: {why}", allow_module_level=True)
-
 STEPS = 8
 MIB = 1 << 20
 

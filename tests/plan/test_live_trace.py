@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import memmgr
-from memmgr import _budget, _shim
+from memmgr import _budget
 from memmgr._manager import Manager
 from memmgr._trace import BETWEEN, Measured, Tracer
 from memmgr._trace_file import read_trace
@@ -33,11 +33,6 @@ from memmgr.policies.trace.schedule import replay
 from memmgr.tools import cli
 from tests.budget import models
 from tests.budget.there import bytes_already_there
-
-try:
-    _shim.load()
-except _shim.NoShim as why:
-    pytest.skip(f"passes are measured by the shim: {why}", allow_module_level=True)
 
 TINY: dict[str, Callable[[], models.Training]] = {
     "gpt": lambda: models.gpt(layers=2, width=64, context=64, batch=4),

@@ -15,15 +15,10 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr import _budget, _plans, _shim
+from memmgr import _budget, _plans
 from memmgr.policies import Action
 from memmgr.policies.trace.live_terms import Made
 from tests.budget.there import bytes_already_there
-
-try:
-    _shim.load()
-except _shim.NoShim as why:
-    pytest.skip(f"plans are followed by the shim: {why}", allow_module_level=True)
 
 ROWS, WIDTHS = 1024, (96, 100, 104, 108, 112, 116, 120, 124)
 STEPS = 8

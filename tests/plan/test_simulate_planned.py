@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _budget, _shim
+from memmgr import _budget
 from memmgr.policies import Action
 from memmgr.policies.plan.follow import follow
 from memmgr.policies.plan.planner import plan
@@ -256,10 +256,6 @@ LIVE = {
 @pytest.mark.parametrize("share", [0.8, 0.65])
 def test_it_evicts_and_runs_again_what_a_live_pass_does(name: str, share: float) -> None:
     """The same plan, live and simulated: as many leave, as many ops run again, and the peak is the same within 2 %."""
-    try:
-        _shim.load()
-    except _shim.NoShim as why:
-        pytest.skip(f"plans are followed by the shim: {why}")
     torch.manual_seed(0)
     training = getattr(models, name)(**LIVE[name])
 

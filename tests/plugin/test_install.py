@@ -68,9 +68,20 @@ def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
     change(cuda)
     assert says in (_cuda.install() or "")
     assert not _cuda.in_place()
-    cuda.setattr(torch.backends.cuda, "is_built", lambda: False)  # else it is kept beside torch's own allocator
-    with pytest.raises(NotImplementedError, match=r"cannot be kept.*device='cpu'"):
-        _device.resolve("cuda")
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(RuntimeError, match=f"^memmgr: a budget on 'cuda' cannot be kept: .*{says}") as refused:
+            memmgr.budget("1GB", device=device)
+        assert type(refused.value) is RuntimeError
+
+
+def test_too_late_says_how_to_be_in_time(cuda: pytest.MonkeyPatch) -> None:
+    cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+    cuda.setattr(torch.accelerator, "is_available", lambda: True)
+    cuda.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with pytest.raises(
+        RuntimeError, match=r"`import memmgr` before anything uses the GPU, or.*MEMMGR_BUDGET.*memmgr run"
+    ):
+        memmgr.budget("1GB")
 
 
 @pytest.mark.parametrize("memory, number", [(None, 0), ("mapped", 0), ("PLAIN", 1)])

@@ -535,35 +535,3 @@ def _seeded(run: Callable[[], Record]) -> Record:
 
     _reset(0)
     return run()
-
-
-def test_the_accounting_path_has_the_same_stream(tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
-    program = (
-        "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "sys.path.insert(0, 'tests'); import memmgr; from telemetry.reading import *\n"
-        f"with memmgr.budget(LIMIT, quiet=True, log={str(log)!r}) as mm:\n"
-        "    step = training()\n"
-        "    for _ in range(3): step()\n"
-        "    loss = step.model(step.x).sum()\n"
-        "    t = manager().telemetry\n"
-        "    class C: cells, columns, modules = 5, 8, 9\n"
-        "    cells = t._cells([C])\n"
-        "    assert len(cells['cells']) == 5 and {c['op'] for c in cells['cells']} & {'aten.addmm.default'}, cells\n"
-        "    assert t._map([C])['span_bytes'] == 0\n"
-        "    del loss\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=root,
-        env={**os.environ, "MEMMGR_SHIM": "0", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = _lines(log)
-    items = [item for line in lines if line["type"] == "events" for item in line["items"]]
-    assert lines[-1]["type"] == "end" and {"evict", "offload"} & {item["what"] for item in items}
-    assert any(item["module"] == "Net.first.1" for item in items), items

@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from memmgr import _cache, _shim
 from memmgr.tools import doctor
@@ -39,6 +40,33 @@ def test_without_a_compiler_it_ends_in_a_sentence_of_ours(tmp_path: Path) -> Non
     said = " ".join(done.stderr.split())
     assert done.returncode != 0 and "memmgr cannot be built without a C++20 compiler" in said, said
     assert "apt install g++" in said and "CMAKE_CXX_COMPILER" not in said, said
+
+
+def test_a_budget_without_a_compiler_is_one_error_with_both_ways_out(tmp_path: Path) -> None:
+    """The recorder's library and the pager's; the doctor says it before."""
+    code = """
+import os, sys, memmgr
+from memmgr.tools import doctor
+found = {finding.name: finding for finding in doctor._native()}
+print(found["compiler"].mark, found["allocator"].mark, found["allocator"].text)
+for pager in "01":
+    os.environ["MEMMGR_PAGER"] = pager
+    try:
+        with memmgr.budget("1GB", device="cpu"):
+            print("opened")
+    except RuntimeError as error:
+        print(error)
+    assert memmgr.stats() == {}
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "MEMMGR_BUDGET")}
+    environment |= {"PATH": str(tmp_path), "MEMMGR_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    doctors, shim, pager = done.stdout.splitlines()
+    ways = rf"for torch {re.escape(torch.__version__)}: install one such as g\+\+ .*, or a wheel of memmgr that carries"
+    assert re.match(f"weaker NO no budget can be opened: no C.. compiler was found to make the shim {ways}", doctors)
+    assert re.match(f"memmgr: no C.. compiler was found to make the shim {ways}", shim)
+    assert re.match(f"memmgr: no C.. compiler was found to make the pager {ways}", pager)
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""The search for living objects, beside threads that make some."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memmgr import _budget, _sleep, _stock
+
+from .shim import opened
+
+
+@contextmanager
+def _filling(asked: list[str]) -> Iterator[None]:
+    """Another thread fills a tuple from a generator; whoever is asked for something in here lets it finish first."""
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def numbers() -> Iterator[int]:
+        begun.set()
+        go.wait(10)
+        yield from range(3)
+
+    def fill() -> None:
+        try:
+            assert tuple(n for n in numbers()) == (0, 1, 2)
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+
+    def hand_over(name: str) -> None:
+        asked.append(name)
+        go.set()
+        done.wait(10)
+
+    class Asked(torch.Tensor):
+        @property
+        def grad_fn(self) -> Any:
+            hand_over("grad_fn")
+
+    class Optimizer(torch.optim.SGD):
+        @property
+        def param_groups(self) -> Any:
+            hand_over("param_groups")
+            return []
+
+        @property
+        def state(self) -> Any:
+            hand_over("state")
+            return {}
+
+    def device(self: torch.Tensor) -> torch.device:
+        hand_over("device")
+        return torch.device("cpu")
+
+    there = [torch.randn(2).as_subclass(Asked), Optimizer.__new__(Optimizer)]
+    thread = threading.Thread(target=fill)
+    thread.start()
+    begun.wait(10)
+    torch.Tensor.device = property(device)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.device
+        go.set()
+        thread.join()
+        del there
+    if failed:
+        raise failed[0]
+
+
+def test_tuples_that_others_fill_are_left_alone() -> None:
+    """Who looks for all tensors must not hold a reference to what another thread is about to make of a generator."""
+    looks: dict[str, Callable[[Any], Any]] = {
+        "device": lambda manager: _stock.live_tensors(manager.native, "cpu"),
+        "state": lambda manager: _stock.holders(manager.native, "cpu"),
+        "param_groups": lambda manager: _stock.missing_states(manager.native, "cpu"),
+        "grad_fn": lambda manager: _sleep.adopt_graph(manager),
+    }
+    for name, look in looks.items():
+        asked: list[str] = []
+        with opened():
+            manager = _budget.current()
+            with _filling(asked):
+                look(manager)
+        assert asked and name in asked, (name, asked)
+
+
+def test_what_is_found_is_of_the_types_asked_for() -> None:
+    class Odd(torch.nn.Parameter):
+        pass
+
+    there: list[Any] = [torch.randn(2), torch.nn.Parameter(torch.randn(2)), Odd(torch.randn(2)), torch.nn.Linear(2, 2)]
+    with opened() as native:
+        tensors = native.objects_of((torch.Tensor,))
+        both = native.objects_of((torch.nn.Parameter, torch.nn.Module))
+    assert all(any(x is y for y in tensors) for x in there[:3]) and not any(x is there[3] for x in tensors)
+    assert all(any(x is y for y in both) for x in there[1:]) and not any(x is there[0] for x in both)
+    assert len({id(x) for x in both}) == len(both)
+    assert all(issubclass(type(x), torch.Tensor) for x in tensors)
