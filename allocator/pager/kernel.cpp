@@ -14,6 +14,7 @@
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "reducer.h"
 #include "rematerialize.h"
 #include "rng.h"
 #include "threads.h"
@@ -357,6 +358,7 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     stack->insert(stack->end(), copy.begin(), copy.end());
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
+  if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   if (C10_UNLIKELY(budget.options.torture && tl_depth == 1)) {
     c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
     for (const Touched& t : frame.cells()) {
@@ -388,6 +390,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   switch (info->kind) {
     case OpClass::kView:
       call_below(op, below, stack);
+      if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed)) && !stack->empty())
+        keep_accumulated(stack->back());
       return;
     case OpClass::kComposite:
       op.redispatchBoxed(below, stack);

@@ -15,6 +15,7 @@
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "reducer.h"
 #include "threads.h"
 #include "works.h"
 
@@ -183,6 +184,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       unpin(c);
     }
     forget_works();
+    exhume();
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
@@ -317,12 +319,13 @@ PyObject* py_escape(PyObject*, PyObject* args) {
 
 struct PinObject {
   PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region;
+  bool region, reader;
 };
 
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
+  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   for (auto& [c, s] : *pins) {
     watch_writes(c);
     unpin(c);
@@ -341,25 +344,14 @@ PyTypeObject pin_type = [] {
   return t;
 }();
 
-// pin(sequence of tensors or cdatas[, written[, region]]) -> Pin. region: this thread's ops are not paged meanwhile,
-// since whoever called reads what they make without an op.
-PyObject* py_pin(PyObject*, PyObject* args) {
-  PyObject* sequence;
-  int written = 0, region = 0;
-  if (!PyArg_ParseTuple(args, "O|pp", &sequence, &written, &region)) return nullptr;
-  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
-  if (!items) return nullptr;
+// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
+// an op. reader: it lives as long as a call of this thread, which has said whether it writes.
+PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader) {
   auto* self = PyObject_New(PinObject, &pin_type);
-  if (!self) {
-    Py_DECREF(items);
-    return nullptr;
-  }
+  if (!self) return nullptr;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = false;
+  self->region = self->reader = false;
   PyObject* result = guarded([&]() -> PyObject* {
-    std::vector<StoragePtr> storages;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
-      if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
     PyThreadState* saved = PyEval_SaveThread();
     try {
       for (StoragePtr& s : storages) {
@@ -370,9 +362,7 @@ PyObject* py_pin(PyObject*, PyObject* args) {
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));
         bring_back(c);
-        if (written) {
-          begin_new_version(c);
-        }
+        if (written) begin_new_version(c);
       }
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -380,12 +370,45 @@ PyObject* py_pin(PyObject*, PyObject* args) {
     }
     PyEval_RestoreThread(saved);
     self->region = region;
+    self->reader = reader;
     if (region) ++tl_regions;
+    if (reader) ++tl_readers;
     return reinterpret_cast<PyObject*>(self);
   });
-  Py_DECREF(items);
   if (!result) Py_DECREF(self);
   return result;
+}
+
+// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
+PyObject* py_pin(PyObject*, PyObject* args) {
+  PyObject* sequence;
+  int written = 0, region = 0, held = 0;
+  if (!PyArg_ParseTuple(args, "O|ppp", &sequence, &written, &region, &held)) return nullptr;
+  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
+  if (!items) return nullptr;
+  std::vector<StoragePtr> storages;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
+    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
+  Py_DECREF(items);
+  return new_pin(std::move(storages), written, region, !held);
+}
+
+// pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
+PyObject* py_pin_reducer(PyObject*, PyObject* args) {
+  PyObject* reducer;
+  int gradients;
+  if (!PyArg_ParseTuple(args, "Op", &reducer, &gradients)) return nullptr;
+  std::vector<StoragePtr> storages = storages_of_reducer(reducer, gradients);
+  if (storages.empty()) Py_RETURN_NONE;
+  return new_pin(std::move(storages), false, false, false);
+}
+
+PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
+  const bool on = PyObject_IsTrue(begin) == 1;
+  Py_BEGIN_ALLOW_THREADS;
+  reducers_listen(on);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
 }
 
 // take_away(tensor, turn) -> bytes that left: for tests
@@ -584,7 +607,9 @@ PyMethodDef methods[] = {
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
-    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False) -> Pin"},
+    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
+    {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"reducers_listen", py_reducers_listen, METH_O, "a backward with reducers that wait begins (True) or ends"},
     {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
     {"cells", py_cells, METH_NOARGS, "what is known about every cell"},

@@ -10,6 +10,7 @@
 #include "pools/cpu_arena.cpp"
 #include "recipe.cpp"
 #include "reclaim.cpp"
+#include "reducer.cpp"
 #include "rematerialize.cpp"
 #include "rng.cpp"
 #include "threads.cpp"

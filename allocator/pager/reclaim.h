@@ -14,6 +14,7 @@ uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attem
 // Takes the bytes of `c` away if nobody has pinned it. Returns how many. `turn`: where both ways are open, evict at
 // even turns and offload at odd ones (torture); -1: whichever is cheaper. No lock is held.
 uint64_t let_go(Cell* c, int turn = -1);
+void exhume();  // what torture has buried, at the end of a budget
 // Throws if the bytes are not those that left, where a checksum was kept. The caller has the cell busy.
 void check_sum(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.

@@ -16,6 +16,7 @@ namespace memmgr::pager {
 
 thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
+thread_local int tl_readers = 0;
 
 namespace {
 

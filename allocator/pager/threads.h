@@ -9,6 +9,8 @@ namespace memmgr::pager {
 extern thread_local int tl_depth;
 // Compiled regions that this thread is in: what they were given is pinned, what they make is theirs until they return.
 extern thread_local int tl_regions;
+// Calls of raw readers that this thread is in: they have said what they write.
+extern thread_local int tl_readers;
 
 struct Depth {
   Depth() { ++tl_depth; }
