@@ -10,9 +10,8 @@
 
 namespace memmgr::pager {
 
-// Memory of torch's default allocator counts from here on: others leave for it first.
-static void make_room_for(const c10::StorageImpl* s) {
-  if (pointer_of(s).get_deleter() == pool_deleter()) return;
+void make_room_for(const c10::StorageImpl* s) {
+  if (pointer_of(s).get_deleter() == pool_deleter() || s->nbytes() < budget.options.small_bytes) return;
   const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
   if (all <= limit) return;
   uint64_t released = 0;

@@ -9,6 +9,9 @@
 
 namespace memmgr::pager {
 
+// Memory of torch's default allocator counts from its adoption on: others leave for it first.
+void make_room_for(const c10::StorageImpl* s);
+
 struct Touched {
   Cell* cell;
   bool written;
