@@ -11,6 +11,7 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "foreign.h"
 #include "frame.h"
 #include "kernel.h"
 #include "pools/pool.h"
@@ -72,6 +73,8 @@ PyObject* guarded(F&& body) {
   return nullptr;
 }
 
+}  // namespace
+
 StoragePtr storage_of(PyObject* o) {
   if (THPVariable_Check(o)) {
     const at::Tensor& t = THPVariable_Unpack(o);
@@ -81,6 +84,8 @@ StoragePtr storage_of(PyObject* o) {
   if (PyLong_Check(o)) return StoragePtr::reclaim_copy(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(o)));
   return {};
 }
+
+namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
@@ -409,6 +414,29 @@ PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), false, false, false);
 }
 
+PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
+
+PyObject* py_unguard_all(PyObject*, PyObject*) {
+  unguard_functions();
+  forget_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_watch_foreign(PyObject*, PyObject*) {
+  watch_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_libraries(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (const std::string& path : libraries_that_use_torch()) {
+    PyObject* name = list ? PyUnicode_DecodeFSDefault(path.c_str()) : nullptr;
+    if (name) PyList_Append(list, name);
+    Py_XDECREF(name);
+  }
+  return list;
+}
+
 PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
   const bool on = PyObject_IsTrue(begin) == 1;
   Py_BEGIN_ALLOW_THREADS;
@@ -615,6 +643,10 @@ PyMethodDef methods[] = {
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
+    {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
+    {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},
+    {"libraries_that_use_torch", py_libraries, METH_NOARGS, "paths of the loaded libraries that name c10's symbols"},
     {"reducers_listen", py_reducers_listen, METH_O, "a backward with reducers that wait begins (True) or ends"},
     {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
@@ -630,6 +662,8 @@ PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
 
 void raise_budget_error(const c10::OutOfMemoryError& e) {
   if (!Py_IsInitialized() || !make_budget_error) return;

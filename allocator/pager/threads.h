@@ -21,6 +21,9 @@ struct Depth {
 void see_this_thread(bool on);
 bool thread_is_seen();
 
+// A thread on which a backend runs its works: what it makes there is its own (rule 5).
+bool is_backends_thread();
+
 // The net for threads that are not seen: registered with a budget.
 void catch_unseen_threads(bool on);
 

@@ -11,6 +11,7 @@ import torch
 from memmgr.native.pager import Pager
 
 from .distributed import Reducers
+from .extensions import Extensions
 from .patches import Patches
 from .raw import RawReaders
 
@@ -23,6 +24,7 @@ class Readers:
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
+        self._extensions = Extensions(pager, self._patches)
         self._open = False
         self.backwards = 0
 
@@ -32,6 +34,7 @@ class Readers:
         _let_higher_order_ops_through()
         self._raw.install()
         self._reducers.install()
+        self._extensions.install()
         wrap = self._patches.wrap
         wrap(threading.Thread, "_bootstrap_inner", self._thread)
         # Their callbacks run in threads of C++, where nothing else would see the ops.
@@ -47,6 +50,7 @@ class Readers:
         """Undoes them."""
         self._open = False
         self._patches.undo()
+        self._extensions.remove()
 
     def escaped(self) -> dict[str, int]:
         """Where addresses were handed out for good: `module:line`, and how often."""
