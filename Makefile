@@ -76,7 +76,7 @@ check-headers: setup ## compile what faces torch against the headers of other re
 
 UNITS := $(shell find allocator/pager -name '*.cpp' ! -name pager.cpp)
 check-units: setup ## compile every file of the pager alone
-	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print("-isystem", Path(torch.__file__).parent / "include", \
+	@$(PY) -c 'import sysconfig, torch; from pathlib import Path; print(*(f"-isystem {Path(torch.__file__).parent / x}" for x in ("include", "include/torch/csrc/api/include")), \
 	  "-isystem", sysconfig.get_paths()["include"])' > build/unit-flags
 	@for unit in $(UNITS); do echo $$unit; g++ -std=c++20 -DNDEBUG -fsyntax-only -Wall -Wextra -Wno-unused-parameter \
 	  -Wno-missing-field-initializers -Iallocator/include $$(cat build/unit-flags) $$unit || exit 1; done

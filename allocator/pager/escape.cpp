@@ -1,6 +1,9 @@
 #include "escape.h"
 
+#include <ATen/Parallel.h>
+
 #include "budget.h"
+#include "foreign.h"
 #include "reclaim.h"
 #include "threads.h"
 
@@ -29,8 +32,15 @@ void escape(Cell* c, Escape why) {
 
 void foreign_write(c10::StorageImpl* s) {
   Cell* c = cell_of(s);
-  // An op, a scoped reader or a region has it pinned, and has said what it writes; what escaped is written to at will.
-  if (!c || !budget.open.load() || tl_depth > 0 || (c->state.load() & kPinMask)) return;
+  if (!c || !budget.open.load() || c->newborn || c->escape != Escape::kNone) return;
+  const bool called = tl_depth > 0 || tl_readers > 0 || tl_regions > 0;
+  if (c->state.load() & kPinMask) {
+    // An op, a reader or a region of this thread has it pinned, and has said what it writes; or a piece of an op that
+    // is under way elsewhere. What others have pinned for themselves is written to all the same.
+    if (called || at::in_parallel_region() || is_backends_thread()) return;
+  } else if (called && !tl_foreign) {
+    return;
+  }
   counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }

@@ -10,9 +10,8 @@
 
 namespace memmgr::pager {
 
-// Memory of torch's default allocator counts from here on: others leave for it first.
-static void make_room_for(const c10::StorageImpl* s) {
-  if (pointer_of(s).get_deleter() == pool_deleter()) return;
+void make_room_for(const c10::StorageImpl* s) {
+  if (pointer_of(s).get_deleter() == pool_deleter() || s->nbytes() < budget.options.small_bytes) return;
   const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
   if (all <= limit) return;
   uint64_t released = 0;
@@ -51,8 +50,10 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
     c = adopt(s);
     if (!c) return;
   }
-  if (c->small) {
-    if (written) small_writes_.push_back(c);
+  if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it
+    pin(c, 0);
+    small_.push_back({c, written});
+    writes_small_ |= written;
     return;
   }
   cells_.push_back({c, written});
@@ -94,14 +95,20 @@ void Frame::release() {
     watch_writes(c);
     unpin(c);
   }
+  for (const Touched& t : small_) {
+    watch_writes(t.cell);
+    unpin(t.cell);
+  }
   cells_.clear();
-  small_writes_.clear();
+  small_.clear();
+  writes_small_ = false;
   bytes_ = 0;
   declares_writes_ = false;
 }
 
 void Frame::begin_writes() {
-  for (Cell* c : small_writes_) begin_new_version(c);
+  for (const Touched& t : small_)
+    if (t.written) begin_new_version(t.cell);
   for (const Touched& t : cells_)
     if (t.written) begin_new_version(t.cell);
 }

@@ -9,6 +9,9 @@
 
 namespace memmgr::pager {
 
+// Memory of torch's default allocator counts from its adoption on: others leave for it first.
+void make_room_for(const c10::StorageImpl* s);
+
 struct Touched {
   Cell* cell;
   bool written;
@@ -47,7 +50,7 @@ class Frame {
   bool declares_writes() const { return declares_writes_; }
 
   bool writes() const {
-    if (!small_writes_.empty()) return true;
+    if (writes_small_) return true;
     for (const Touched& t : cells_)
       if (t.written) return true;
     return false;
@@ -75,7 +78,8 @@ class Frame {
   bool one_by_one();
 
   c10::SmallVector<Touched, 12> cells_;
-  c10::SmallVector<Cell*, 4> small_writes_;
+  c10::SmallVector<Touched, 4> small_;
+  bool writes_small_ = false;
   size_t pinned_ = 0;
   bool declares_writes_ = false;
   uint64_t bytes_ = 0;

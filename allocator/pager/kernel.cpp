@@ -9,11 +9,13 @@
 
 #include "admission.h"
 #include "budget.h"
+#include "foreign.h"
 #include "frame.h"
 #include "ops.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "reducer.h"
 #include "rematerialize.h"
 #include "rng.h"
 #include "threads.h"
@@ -80,6 +82,18 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
   }
 }
 
+// Foreign code may take their addresses next.
+void keep_outputs(const torch::jit::Stack& stack, size_t returns) {
+  c10::SmallVector<c10::StorageImpl*, 4> storages;
+  collect_outputs(stack, returns, &storages);
+  for (c10::StorageImpl* s : storages)
+    if (Cell* c = s ? cell_of(s) : nullptr) {
+      pin(c, ticks());
+      tl_foreign->keep(c);
+      unpin(c);
+    }
+}
+
 // Will an output be large enough to be a cell, though no argument is? What this misses is a root.
 bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
   for (size_t i = 0; i < n; ++i) {
@@ -109,7 +123,8 @@ class Call {
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
-    if (info_->recordable && c10::GradMode::is_enabled() && (frame.bytes() > 0 || may_make_large(info_, args, n)))
+    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() &&
+        (frame.bytes() > 0 || may_make_large(info_, args, n)))
       record(frame, args, n);
     if (frame.writes()) {
       frame.begin_writes();
@@ -123,10 +138,13 @@ class Call {
     // Nobody draws between another's noting of the state and its draw.
     if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign)
       drawing_ = std::unique_lock<std::mutex>(drawing_lock());
-    if (info_->kind == OpClass::kForeign && !is_collective())
-      op_.redispatchBoxed(below_, stack_);
-    else
+    if (info_->kind != OpClass::kForeign || is_collective()) {
       call_below(op_, below_, stack_);
+    } else {
+      std::optional<ForeignScope> scope;
+      if (info_->native) scope.emplace();
+      op_.redispatchBoxed(below_, stack_);
+    }
     if (drawing_.owns_lock()) drawing_.unlock();
     seconds = seconds_of_ticks(ticks() - begun);
     const uint64_t stall = counters.stall_ns.load(std::memory_order_relaxed) - stalled;
@@ -333,6 +351,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     c10::SmallVector<Cell*, 4> made;
     adopt_outputs(info, *stack, returns, &made);
     if (C10_UNLIKELY(place && !made.empty())) place->ended(info, made.data(), made.size(), 0, 0);
+    if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
     return;
   }
   if (C10_UNLIKELY(place && !frame.empty())) place->begins(info, frame);
@@ -369,6 +388,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     stack->insert(stack->end(), copy.begin(), copy.end());
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
+  if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
+  if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   if (C10_UNLIKELY(budget.options.torture && tl_depth == 1)) {
     c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
     for (const Touched& t : frame.cells()) {
@@ -410,6 +431,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   switch (info->kind) {
     case OpClass::kView:
       call_below(op, below, stack);
+      if (C10_UNLIKELY(tl_foreign && !stack->empty())) tl_foreign->keep(stack->back());
+      if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed)) && !stack->empty())
+        keep_accumulated(stack->back());
       return;
     case OpClass::kComposite:
       op.redispatchBoxed(below, stack);

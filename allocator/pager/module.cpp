@@ -11,11 +11,14 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "foreign.h"
+#include "frame.h"
 #include "kernel.h"
 #include "module_plans.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "reducer.h"
 #include "threads.h"
 #include "transfer.h"
 #include "works.h"
@@ -72,6 +75,8 @@ PyObject* guarded(F&& body) {
   return nullptr;
 }
 
+}  // namespace
+
 StoragePtr storage_of(PyObject* o) {
   if (THPVariable_Check(o)) {
     const at::Tensor& t = THPVariable_Unpack(o);
@@ -81,6 +86,8 @@ StoragePtr storage_of(PyObject* o) {
   if (PyLong_Check(o)) return StoragePtr::reclaim_copy(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(o)));
   return {};
 }
+
+namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
@@ -195,6 +202,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       unpin(c);
     }
     forget_works();
+    exhume();
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
@@ -314,7 +322,10 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      if (!c && adoptable(s.get())) c = adopt(s.get());
+      if (!c && adoptable(s.get())) {
+        make_room_for(s.get());
+        c = adopt(s.get());
+      }
       if (c) escape(c, static_cast<Escape>(why));
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -329,12 +340,13 @@ PyObject* py_escape(PyObject*, PyObject* args) {
 
 struct PinObject {
   PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region;
+  bool region, reader;
 };
 
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
   if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
+  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   for (auto& [c, s] : *pins) {
     watch_writes(c);
     unpin(c);
@@ -353,38 +365,27 @@ PyTypeObject pin_type = [] {
   return t;
 }();
 
-// pin(sequence of tensors or cdatas[, written[, region]]) -> Pin. region: this thread's ops are not paged meanwhile,
-// since whoever called reads what they make without an op.
-PyObject* py_pin(PyObject*, PyObject* args) {
-  PyObject* sequence;
-  int written = 0, region = 0;
-  if (!PyArg_ParseTuple(args, "O|pp", &sequence, &written, &region)) return nullptr;
-  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
-  if (!items) return nullptr;
+// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
+// an op. reader: it lives as long as a call of this thread, which has said whether it writes.
+PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader) {
   auto* self = PyObject_New(PinObject, &pin_type);
-  if (!self) {
-    Py_DECREF(items);
-    return nullptr;
-  }
+  if (!self) return nullptr;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = false;
+  self->region = self->reader = false;
   PyObject* result = guarded([&]() -> PyObject* {
-    std::vector<StoragePtr> storages;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
-      if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
     PyThreadState* saved = PyEval_SaveThread();
     try {
       for (StoragePtr& s : storages) {
         Cell* c = cell_of(s.get());
-        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
+        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) {
+          make_room_for(s.get());
           c = adopt(s.get());
+        }
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));
         bring_back(c);
-        if (written) {
-          begin_new_version(c);
-        }
+        if (written) begin_new_version(c);
       }
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -392,12 +393,68 @@ PyObject* py_pin(PyObject*, PyObject* args) {
     }
     PyEval_RestoreThread(saved);
     self->region = region;
+    self->reader = reader;
     if (region) ++tl_regions;
+    if (reader) ++tl_readers;
     return reinterpret_cast<PyObject*>(self);
   });
-  Py_DECREF(items);
   if (!result) Py_DECREF(self);
   return result;
+}
+
+// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
+PyObject* py_pin(PyObject*, PyObject* args) {
+  PyObject* sequence;
+  int written = 0, region = 0, held = 0;
+  if (!PyArg_ParseTuple(args, "O|ppp", &sequence, &written, &region, &held)) return nullptr;
+  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
+  if (!items) return nullptr;
+  std::vector<StoragePtr> storages;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
+    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
+  Py_DECREF(items);
+  return new_pin(std::move(storages), written, region, !held);
+}
+
+// pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
+PyObject* py_pin_reducer(PyObject*, PyObject* args) {
+  PyObject* reducer;
+  int gradients;
+  if (!PyArg_ParseTuple(args, "Op", &reducer, &gradients)) return nullptr;
+  std::vector<StoragePtr> storages = storages_of_reducer(reducer, gradients);
+  if (storages.empty()) Py_RETURN_NONE;
+  return new_pin(std::move(storages), false, false, false);
+}
+
+PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
+
+PyObject* py_unguard_all(PyObject*, PyObject*) {
+  unguard_functions();
+  forget_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_watch_foreign(PyObject*, PyObject*) {
+  watch_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_libraries(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (const std::string& path : libraries_that_use_torch()) {
+    PyObject* name = list ? PyUnicode_DecodeFSDefault(path.c_str()) : nullptr;
+    if (name) PyList_Append(list, name);
+    Py_XDECREF(name);
+  }
+  return list;
+}
+
+PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
+  const bool on = PyObject_IsTrue(begin) == 1;
+  Py_BEGIN_ALLOW_THREADS;
+  reducers_listen(on);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
 }
 
 // take_away(tensor, turn) -> bytes that left: for tests
@@ -606,7 +663,13 @@ PyMethodDef methods[] = {
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
-    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False) -> Pin"},
+    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
+    {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
+    {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
+    {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},
+    {"libraries_that_use_torch", py_libraries, METH_NOARGS, "paths of the loaded libraries that name c10's symbols"},
+    {"reducers_listen", py_reducers_listen, METH_O, "a backward with reducers that wait begins (True) or ends"},
     {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
     {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
@@ -621,6 +684,8 @@ PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+
+PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
 
 void raise_budget_error(const c10::OutOfMemoryError& e) {
   if (!Py_IsInitialized() || !make_budget_error) return;

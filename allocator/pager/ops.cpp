@@ -146,6 +146,10 @@ bool holds_tensors(const c10::Type& type) {
 
 }  // namespace
 
+static bool is_native(const c10::OperatorHandle& op) {
+  return op.dumpComputedTable().find(".py:") == std::string::npos;
+}
+
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!handle.hasSchema()) {
     kind = OpClass::kForeign;
@@ -188,6 +192,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   lazy_clone = name == "aten::_lazy_clone";
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
+    native = is_native(handle);
     if (!writes)  // one that declares nothing may write to all that it was given
       for (size_t i = 0; i < may_hold_tensors.size(); ++i)
         if ((written[i] = may_hold_tensors[i])) writes++;
@@ -221,6 +226,15 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const bool never = never_again().count(name) > 0 || storage_op || uninitialized || lazy_clone;
   recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
   if (positional_outputs) overwriter = true;  // out= is written, not read
+}
+
+bool runs_above_the_kernel(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (own_namespaces().count(name.substr(0, name.find("::")))) return false;
+  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::Autograd,
+                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA})
+    if (op.hasKernelForDispatchKey(key)) return is_native(op);
+  return false;
 }
 
 OpInfo* info_of(const c10::OperatorHandle& op) {

@@ -26,7 +26,8 @@ struct OpInfo {
   bool overwriter = false;     // writes its first argument without reading it
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
-  int generator = -1;                                      // position of the generator
+  bool native = false;  // not torch's, with a kernel of C++: it may keep addresses to itself
+  int generator = -1;   // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument
@@ -35,6 +36,9 @@ struct OpInfo {
 
   explicit OpInfo(const c10::OperatorHandle& handle);
 };
+
+// Is it foreign, with a C++ kernel that the dispatcher runs before it comes to the pager's key?
+bool runs_above_the_kernel(const c10::OperatorHandle& op);
 
 // Cached for the life of the process.
 OpInfo* info_of(const c10::OperatorHandle& op);

@@ -155,21 +155,37 @@ void forget_victim_locked(Cell* c) {
 namespace {
 
 // In torture what left stays a while, with other bytes in it: it comes back elsewhere, and who still reads it is found.
-void bury(at::DataPtr bytes, uint64_t nbytes) {
-  static std::mutex lock;
-  static auto* buried = new std::deque<std::pair<at::DataPtr, uint64_t>>;
-  static uint64_t total = 0;
-  std::memset(bytes.get(), 0xCD, nbytes);
+struct Buried {
+  std::mutex lock;
+  std::deque<std::pair<at::DataPtr, uint64_t>> all;
+  uint64_t total = 0;
+};
+
+Buried& buried() {
+  static auto* b = new Buried;
+  return *b;
+}
+
+void shorten(uint64_t room, size_t most) {
   std::vector<at::DataPtr> end;
-  std::lock_guard<std::mutex> hold(lock);
-  buried->emplace_back(std::move(bytes), nbytes);
-  total += nbytes;
-  const uint64_t room = std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32);
-  while (total > room || buried->size() > 16) {
-    end.push_back(std::move(buried->front().first));
-    total -= buried->front().second;
-    buried->pop_front();
+  Buried& b = buried();
+  std::lock_guard<std::mutex> lock(b.lock);
+  while (!b.all.empty() && (b.total > room || b.all.size() > most)) {
+    end.push_back(std::move(b.all.front().first));
+    b.total -= b.all.front().second;
+    b.all.pop_front();
   }
+}
+
+void bury(at::DataPtr bytes, uint64_t nbytes) {
+  std::memset(bytes.get(), 0xCD, nbytes);
+  Buried& b = buried();
+  {
+    std::lock_guard<std::mutex> lock(b.lock);
+    b.all.emplace_back(std::move(bytes), nbytes);
+    b.total += nbytes;
+  }
+  shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32), 16);
 }
 
 // The caller has set kBusy. Returns the bytes released.
@@ -264,6 +280,8 @@ uint64_t leave(Cell* c, Way way) {
 }
 
 }  // namespace
+
+void exhume() { shorten(0, 0); }
 
 bool claim_locked(Cell* c) { return !c->small && frozen.load() == 0 && begin_move(c); }
 

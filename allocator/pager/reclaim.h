@@ -18,6 +18,7 @@ uint64_t let_go(Cell* c, Way way = Way::kCheaper);
 // The same in two steps: nobody else moves a cell that was claimed.
 bool claim_locked(Cell* c);
 uint64_t leave_claimed(Cell* c, Way way);
+void exhume();  // what torture has buried, at the end of a budget
 // Throws if the bytes are not those that left, where a checksum was kept. The caller has the cell busy.
 void check_sum(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.

@@ -16,6 +16,7 @@ namespace memmgr::pager {
 
 thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
+thread_local int tl_readers = 0;
 
 namespace {
 
@@ -37,19 +38,10 @@ std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
   return held;
 }
 
-// Threads on which a backend runs its works: what it makes there is its own (rule 5).
-bool is_backends_thread() {
-  char name[16] = {};
-  return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
-         (!strncmp(name, "pt_gloo", 7) || !strncmp(name, "pt_nccl", 7) || !strncmp(name, "pt_ucc", 6) ||
-          !strncmp(name, "pt_mpi", 6));
-}
-
 std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&) {
   if (C10_LIKELY(thread_is_seen()) || tl_depth > 0 || tl_running_recipes > 0 || !budget.open.load()) return nullptr;
   if (at::in_parallel_region()) return nullptr;  // a piece of an op that is under way elsewhere
-  static thread_local const bool backends = is_backends_thread();
-  if (backends) return nullptr;
+  if (is_backends_thread()) return nullptr;
   see_this_thread(true);
   counters.unseen_ops++;
   Depth inside;
@@ -75,6 +67,16 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
 at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
 
 }  // namespace
+
+bool is_backends_thread() {
+  static thread_local const bool is = [] {
+    char name[16] = {};
+    return pthread_getname_np(pthread_self(), name, sizeof name) == 0 &&
+           (!strncmp(name, "pt_gloo", 7) || !strncmp(name, "pt_nccl", 7) || !strncmp(name, "pt_ucc", 6) ||
+            !strncmp(name, "pt_mpi", 6));
+  }();
+  return is;
+}
 
 void see_this_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kKey, on); }
 

@@ -1,6 +1,12 @@
 #include "works.h"
 
+#include <algorithm>
 #include <list>
+
+#if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#define MEMMGR_HAS_WORKS
+#endif
 
 namespace memmgr::pager {
 
@@ -8,8 +14,10 @@ std::atomic<uint64_t> in_flight_bytes{0};
 
 namespace {
 
+using Target = c10::intrusive_ptr_target;
+
 struct InFlight {
-  c10::weak_intrusive_ptr<c10::intrusive_ptr_target> work;
+  c10::weak_intrusive_ptr<Target> work;
   std::vector<Cell*> pinned;
 };
 
@@ -24,23 +32,25 @@ Works& works() {
   return *w;
 }
 
-}  // namespace
-
-void keep_until_done(const c10::intrusive_ptr<c10::intrusive_ptr_target>& work, std::vector<Cell*> pinned) {
-  Works& w = works();
-  std::lock_guard<std::mutex> lock(w.lock);
-  for (const Cell* c : pinned) in_flight_bytes += c->nbytes;
-  w.all.push_back({c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(work), std::move(pinned)});
-  w.count = w.all.size();
+// Some backends say so in wait() only, and some never.
+bool completed(Target* work) {
+#ifdef MEMMGR_HAS_WORKS
+  auto* w = dynamic_cast<c10d::Work*>(work);
+  return w && w->isCompleted();
+#else
+  return false;
+#endif
 }
 
-static void end_works(bool all) {
+// Takes out those for which `ended` and gives back what they had pinned.
+template <class Ended>
+void end_works(Ended&& ended) {
   std::vector<Cell*> done;
   {
     Works& w = works();
     std::lock_guard<std::mutex> lock(w.lock);
     for (auto it = w.all.begin(); it != w.all.end();) {
-      if (!all && !it->work.expired()) {
+      if (!ended(it->work)) {
         ++it;
         continue;
       }
@@ -55,8 +65,36 @@ static void end_works(bool all) {
   }
 }
 
-void poll_works() { end_works(false); }
-void forget_works() { end_works(true); }
+}  // namespace
+
+void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> pinned) {
+  Works& w = works();
+  std::lock_guard<std::mutex> lock(w.lock);
+  for (const Cell* c : pinned) in_flight_bytes += c->nbytes;
+  w.all.push_back({c10::weak_intrusive_ptr<Target>(work), std::move(pinned)});
+  w.count = w.all.size();
+}
+
+void poll_works() {
+  // Asked without the lock: a Work that is written in Python takes the GIL.
+  std::vector<c10::intrusive_ptr<Target>> living;
+  {
+    Works& w = works();
+    std::lock_guard<std::mutex> lock(w.lock);
+    for (const InFlight& flight : w.all)
+      if (auto work = flight.work.lock()) living.push_back(std::move(work));
+  }
+  std::vector<const Target*> done;
+  for (const auto& work : living)
+    if (completed(work.get())) done.push_back(work.get());
+  end_works([&](const auto& weak) {
+    return weak.expired() || std::find(done.begin(), done.end(), weak._unsafe_get_target()) != done.end();
+  });
+}
+
+void forget_works() {
+  end_works([](const auto&) { return true; });
+}
 
 size_t works_in_flight() { return works().count.load(); }
 

@@ -11,6 +11,8 @@ import torch
 
 from memmgr.native.pager import Pager
 
+from .distributed import Reducers
+from .extensions import Extensions
 from .patches import Patches
 from .raw import RawReaders
 
@@ -24,6 +26,8 @@ class Readers:
         self._inside = threading.local()
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
+        self._reducers = Reducers(pager, self._patches)
+        self._extensions = Extensions(pager, self._patches)
         self._open = False
         self.backwards = 0
 
@@ -32,11 +36,14 @@ class Readers:
         self._open = True
         _let_higher_order_ops_through()
         self._raw.install()
+        self._reducers.install()
+        self._extensions.install()
         wrap = self._patches.wrap
         wrap(threading.Thread, "_bootstrap_inner", self._thread)
         # Their callbacks run in threads of C++, where nothing else would see the ops.
         for name in ("then", "add_done_callback"):
             wrap(torch.futures.Future, name, self._callback)
+        wrap(torch.futures.Future, "set_result", self._result)
         import torch.autograd.graph as graph
 
         wrap(graph, "_engine_run_backward", self._backward)
@@ -46,6 +53,7 @@ class Readers:
         """Undoes them."""
         self._open = False
         self._patches.undo()
+        self._extensions.remove()
 
     def escaped(self) -> dict[str, int]:
         """Where addresses were handed out for good: `module:line`, and how often."""
@@ -66,7 +74,9 @@ class Readers:
             def run(done: Any) -> Any:
                 seen = self._pager.see_this_thread(True)
                 try:
-                    return callback(done)
+                    result = callback(done)
+                    self._reducers.keep_result(result)
+                    return result
                 finally:
                     if self._open:
                         self._pager.see_this_thread(seen)
@@ -75,15 +85,25 @@ class Readers:
 
         return register
 
+    def _result(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def set_result(future: Any, result: Any) -> None:
+            self._reducers.keep_result(result)
+            original(future, result)
+
+        return set_result
+
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "backward", False):  # of checkpointing, inside another
-                return original(*args, **kwargs)
+                with self._reducers.backward():
+                    return original(*args, **kwargs)
             self.backwards += 1
             self._inside.backward = True
             try:
-                return original(*args, **kwargs)
+                with self._reducers.backward():
+                    return original(*args, **kwargs)
             finally:
                 self._inside.backward = False
                 if self._open:

@@ -54,7 +54,7 @@ STORAGE_METHODS = {
 SHARING = ("share_memory_", "_share_memory_", "_share_filename_cpu_", "_share_fd_cpu_")
 
 
-def _storages(values: Iterable[Any]) -> list[Addressed]:
+def storages(values: Iterable[Any]) -> list[Addressed]:
     found: list[Addressed] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -64,9 +64,9 @@ def _storages(values: Iterable[Any]) -> list[Addressed]:
         elif isinstance(value, torch.storage.TypedStorage):
             found.append(value._untyped_storage._cdata)
         elif isinstance(value, list | tuple):
-            found += _storages(value)
+            found += storages(value)
         elif isinstance(value, dict):
-            found += _storages(value.values())
+            found += storages(value.values())
     return found
 
 
@@ -113,7 +113,7 @@ class RawReaders:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            pin = self._pager.pin(_storages([*args, *kwargs.values()]), writes)
+            pin = self._pager.pin(storages([*args, *kwargs.values()]), writes)
             try:
                 return original(*args, **kwargs)
             finally:
@@ -175,8 +175,8 @@ class RawReaders:
         def call(graph: Any, inputs: Any) -> Any:
             written = [inputs[i] for i in getattr(graph, "mutated_input_idxs", None) or () if i < len(inputs)]
             constants = getattr(graph, "constants", None) or {}
-            writes = pager.pin(_storages(written), True)
-            region = pager.pin(_storages([*inputs, *constants.values()]), False, True)
+            writes = pager.pin(storages(written), True)
+            region = pager.pin(storages([*inputs, *constants.values()]), False, True)
             try:
                 return original(graph, inputs)
             finally:
@@ -208,7 +208,7 @@ class RawReaders:
     def _escaping(self, why: Escape, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            for addressed in _storages([owner]):
+            for addressed in storages([owner]):
                 if self._pager.escape(addressed, why):
                     self._note(sys._getframe(1))
             return original(owner, *args, **kwargs)

@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def start(module: str, *args: str, timeout: float, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """``python -m exactness.<module> args…`` in its own session, dumping every stack shortly before ``timeout``."""
+    """``python -m exactness.<module> args…`` (or a module named in full) in its own session, dumping every stack shortly before ``timeout``."""
     full = {
         **os.environ,
         "PYTHONFAULTHANDLER": "1",
@@ -21,7 +21,7 @@ def start(module: str, *args: str, timeout: float, env: dict[str, str] | None = 
         **(env or {}),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", f"exactness.{module}", *args],
+        [sys.executable, "-m", module if "." in module else f"exactness.{module}", *args],
         cwd=TESTS,
         env=full,
         text=True,

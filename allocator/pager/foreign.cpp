@@ -1,0 +1,285 @@
+#include "foreign.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <link.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <unordered_map>
+
+#include "budget.h"
+#include "ops.h"
+#include "private_member.h"
+#include "recipe.h"
+#include "reclaim.h"
+#include "threads.h"
+
+namespace memmgr::pager {
+
+thread_local ForeignScope* tl_foreign = nullptr;
+
+ForeignScope::ForeignScope() : outer_(tl_foreign) { tl_foreign = this; }
+
+ForeignScope::~ForeignScope() {
+  tl_foreign = outer_;
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (const WeakStorage& weak : kept_) {
+    // One that has ended has no cell, and a cell of a later budget has a serial of its own.
+    Cell* c = cell_of(weak._unsafe_get_target());
+    if (!c || !serials_.count(c->serial) || c->standing_pins == 0) continue;
+    stand_unpinned_locked(c);
+    if (outer_ || !c->newborn) continue;
+    // Whoever could write to it without telling has returned.
+    new_version_locked(c, &trash);
+    c->newborn = false;
+    stand_unpinned_locked(c);
+  }
+}
+
+void ForeignScope::keep(Cell* c) {
+  if (c->small || serials_.count(c->serial)) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if ((c->state.load() & kDead) || !c->storage._unsafe_get_target()) return;
+  serials_.insert(c->serial);
+  kept_.push_back(c->storage);
+  stand_pinned_locked(c);
+}
+
+void ForeignScope::keep(const Frame& frame) {
+  for (const Touched& t : frame.cells()) keep(t.cell);
+}
+
+void ForeignScope::keep(const c10::IValue& view) {
+  c10::TensorImpl* t = view.isTensor() ? view.unsafeToTensorImpl() : nullptr;
+  Cell* c = t && t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+  if (!c || c->small) return;
+  pin(c, ticks());
+  try {
+    bring_back(c);
+    keep(c);
+  } catch (...) {
+    unpin(c);
+    throw;
+  }
+  unpin(c);
+}
+
+// ---- functions of extension modules ----
+
+namespace {
+
+struct Guarded {
+  PyObject* function;  // counted
+  PyCFunction original;
+};
+
+// By what pybind11 binds to each function as its self: the record of its overloads. Guarded by the GIL.
+std::unordered_map<PyObject*, Guarded>& guarded_functions() {
+  static auto* g = new std::unordered_map<PyObject*, Guarded>;
+  return *g;
+}
+
+void collect(PyObject* o, int depth, std::vector<StoragePtr>* found) {
+  if (StoragePtr s = THPVariable_Check(o) ? storage_of(o) : StoragePtr()) {
+    found->push_back(std::move(s));
+  } else if (depth < 8 && (PyTuple_Check(o) || PyList_Check(o))) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i)
+      collect(PySequence_Fast_GET_ITEM(o, i), depth + 1, found);
+  } else if (depth < 8 && PyDict_Check(o)) {
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(o, &at, &key, &value);) collect(value, depth + 1, found);
+  }
+}
+
+// `visit` shows the arguments, `call` calls the original with them.
+template <class Visit, class Call>
+PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
+  const auto found = guarded_functions().find(self);
+  if (found == guarded_functions().end()) {
+    PyErr_SetString(PyExc_RuntimeError, "memmgr: a guarded function has lost its original");
+    return nullptr;
+  }
+  void* original = reinterpret_cast<void*>(found->second.original);
+  if (!budget.open.load()) return call(original);
+  std::vector<StoragePtr> storages;
+  visit(&storages);
+  PyObject* pin = pin_arguments(std::move(storages));
+  if (!pin) return nullptr;
+  PyObject* result;
+  {
+    ForeignScope scope;
+    result = call(original);
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Py_DECREF(pin);
+  PyErr_Restore(type, value, trace);
+  return result;
+}
+
+// pybind11's two conventions: before and from 3.0 on.
+PyObject* call_with_tuple(PyObject* self, PyObject* args, PyObject* kwargs) {
+  return call_guarded(
+      self,
+      [&](auto* found) {
+        collect(args, 0, found);
+        if (kwargs) collect(kwargs, 0, found);
+      },
+      [&](void* original) { return reinterpret_cast<PyCFunctionWithKeywords>(original)(self, args, kwargs); });
+}
+
+PyObject* call_with_array(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+  return call_guarded(
+      self,
+      [&](auto* found) {
+        const Py_ssize_t all = n + (names ? PyTuple_GET_SIZE(names) : 0);
+        for (Py_ssize_t i = 0; i < all; ++i) collect(args[i], 0, found);
+      },
+      [&](void* original) {
+        using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+        return reinterpret_cast<Function>(original)(self, args, n, names);
+      });
+}
+
+template <class F>
+PyCFunction erased(F* f) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+}  // namespace
+
+bool guard_function(PyObject* function) {
+  if (!PyCFunction_CheckExact(function)) return false;
+  PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+  PyObject* self = PyCFunction_GET_SELF(function);
+  // Each function of pybind11 has a self of its own, the record of its overloads.
+  if (!self || !(PyCapsule_CheckExact(self) || std::strstr(Py_TYPE(self)->tp_name, "function_record"))) return false;
+  PyCFunction guarded;
+  if (def->ml_flags == (METH_VARARGS | METH_KEYWORDS))
+    guarded = erased(&call_with_tuple);
+  else if (def->ml_flags == (METH_FASTCALL | METH_KEYWORDS))
+    guarded = erased(&call_with_array);
+  else
+    return false;
+  if (def->ml_meth == guarded) return false;
+  Py_INCREF(function);
+  guarded_functions()[self] = {function, def->ml_meth};
+  def->ml_meth = guarded;
+  return true;
+}
+
+void unguard_functions() {
+  std::unordered_map<PyObject*, Guarded> all;
+  all.swap(guarded_functions());
+  for (auto& [self, g] : all) reinterpret_cast<PyCFunctionObject*>(g.function)->m_ml->ml_meth = g.original;
+  for (auto& [self, g] : all) Py_DECREF(g.function);
+}
+
+// ---- what runs above the kernel ----
+
+MEMMGR_PRIVATE_MEMBER(SavedOfContext, torch::autograd::AutogradContext, saved_variables_,
+                      std::vector<torch::autograd::SavedVariable>)
+MEMMGR_PRIVATE_MEMBER(DataOfSaved, torch::autograd::SavedVariable, data_, at::Tensor)
+
+namespace {
+
+// How every CppNode<T> begins.
+struct CustomNode : torch::autograd::Node {
+  torch::autograd::AutogradContext context;
+};
+
+struct ForeignCall final : at::ObserverContext {
+  ForeignCall() { ++tl_readers; }
+  ~ForeignCall() override { --tl_readers; }
+  Frame frame;
+  ForeignScope scope;
+};
+
+std::unordered_set<c10::OperatorName>& shown_ops() {
+  static auto* s = new std::unordered_set<c10::OperatorName>;
+  return *s;
+}
+
+std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunction& fn) {
+  if (!budget.open.load() || tl_running_recipes > 0 || !thread_is_seen()) return nullptr;
+  std::vector<torch::autograd::SavedVariable>* saved = nullptr;
+  if (fn.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || std::strncmp(fn.name(), "torch::autograd::CppNode<", 25) != 0) return nullptr;
+    saved = &(static_cast<CustomNode*>(node.get())->context.*private_member(SavedOfContext()));
+  } else {
+    const auto name = fn.operator_name();
+    if (!name || !shown_ops().count(*name)) return nullptr;
+  }
+  auto call = std::make_unique<ForeignCall>();
+  for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
+  if (saved)
+    for (auto& v : *saved) {
+      const at::Tensor& t = v.*private_member(DataOfSaved());
+      if (t.defined()) call->frame.tensor(t.unsafeGetTensorImpl(), true);
+    }
+  call->frame.pin_all();
+  call->frame.begin_writes();
+  return call;
+}
+
+at::CallbackHandle ops_watch = at::INVALID_CALLBACK_HANDLE, nodes_watch = at::INVALID_CALLBACK_HANDLE;
+
+at::CallbackHandle watch(at::RecordScope scope) {
+  return at::addGlobalCallback(at::RecordFunctionCallback(&foreign_call_begins).needsInputs(true).scopes({scope}));
+}
+
+}  // namespace
+
+void watch_foreign_calls() {
+  // Filled before the callback that reads it is there; an op that is registered later needs a new one.
+  std::unordered_set<c10::OperatorName> found;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (op && runs_above_the_kernel(*op)) found.insert(name);
+  }
+  if (nodes_watch == at::INVALID_CALLBACK_HANDLE) nodes_watch = watch(at::RecordScope::BACKWARD_FUNCTION);
+  if (found.size() == shown_ops().size()) return;
+  if (ops_watch != at::INVALID_CALLBACK_HANDLE) at::removeCallback(ops_watch);
+  shown_ops() = std::move(found);
+  ops_watch = watch(at::RecordScope::FUNCTION);
+}
+
+void forget_foreign_calls() {
+  for (at::CallbackHandle* h : {&ops_watch, &nodes_watch}) {
+    if (*h != at::INVALID_CALLBACK_HANDLE) at::removeCallback(*h);
+    *h = at::INVALID_CALLBACK_HANDLE;
+  }
+  shown_ops().clear();
+}
+
+// ---- who links libtorch ----
+
+std::vector<std::string> libraries_that_use_torch() {
+  std::vector<std::string> found;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* out) {
+        const char* names = nullptr;
+        size_t length = 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          if (info->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
+          const auto* d = reinterpret_cast<const ElfW(Dyn)*>(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+          for (; d->d_tag != DT_NULL; ++d) {
+            if (d->d_tag == DT_STRTAB) names = reinterpret_cast<const char*>(d->d_un.d_ptr);
+            if (d->d_tag == DT_STRSZ) length = d->d_un.d_val;
+          }
+        }
+        // glibc has relocated the address; where it has not (vdso), it is an offset.
+        if (names && reinterpret_cast<uintptr_t>(names) > info->dlpi_addr && info->dlpi_name[0] &&
+            memmem(names, length, "3c10", 4))
+          static_cast<std::vector<std::string>*>(out)->push_back(info->dlpi_name);
+        return 0;
+      },
+      &found);
+  return found;
+}
+
+}  // namespace memmgr::pager

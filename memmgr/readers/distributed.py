@@ -1,0 +1,76 @@
+"""What DDP's reducer looks at outside of ops, pinned for the backwards in which it waits for gradients (rule 3)."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memmgr.native.pager import Pager, Pin
+
+from .patches import Patches
+from .raw import storages
+
+
+class Reducers:
+    """The reducers that have been met. Their buckets page like anything else between their backwards."""
+
+    def __init__(self, pager: Pager, patches: Patches) -> None:
+        self._pager = pager
+        self._patches = patches
+        self._met: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._results: list[Pin] = []  # of the collectives of the backward that runs
+        self._backwards = 0
+
+    def install(self) -> None:
+        reducer = getattr(torch.distributed, "Reducer", None)
+        if reducer is None:
+            return
+        self._patches.wrap(reducer, "prepare_for_backward", self._meet)
+        self._patches.wrap(reducer, "_delay_all_reduce", self._with_gradients)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around one backward."""
+        pins = [pin for pin in (self._pager.pin_reducer(reducer, False) for reducer in self._met) if pin is not None]
+        if not pins:
+            yield
+            return
+        self._pager.reducers_listen(True)
+        self._backwards += 1
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+            if not self._backwards:
+                self._results.clear()
+            self._pager.reducers_listen(False)
+
+    def keep_result(self, result: Any) -> None:
+        """A communication hook's: the reducer asks whether it aliases the bucket."""
+        if self._backwards:
+            self._results.append(self._pager.pin(storages([result]), False, False, True))
+
+    def _meet(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_for_backward(reducer: Any, *args: Any) -> Any:
+            self._met.add(reducer)
+            return original(reducer, *args)
+
+        return prepare_for_backward
+
+    def _with_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # A static graph's first backward reduces at its end, all gradients in one go.
+        @functools.wraps(original)
+        def delay_all_reduce(reducer: Any) -> Any:
+            pin = self._pager.pin_reducer(reducer, True)
+            try:
+                return original(reducer)
+            finally:
+                del pin
+
+        return delay_all_reduce

@@ -1,0 +1,245 @@
+"""Rules 3, 4 and 9 for C++ extensions: pybind11 functions, custom ops, autograd functions, unannounced writes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memmgr
+from memmgr._shim import cxx_standard
+from memmgr.native import pager as native
+
+N = 1 << 18  # a megabyte
+LIMIT = "3600kB"  # for three such tensors
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("extension") / "memmgr_test_extension.so"
+    root = Path(torch.__file__).parent
+    include = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    command = [
+        *("g++", f"-std={cxx_standard()}", "-O1", "-DNDEBUG", "-fPIC", "-shared", "-o", str(target)),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        str(Path(__file__).with_name("extension.cpp")),
+        *(f"-I{path}" for path in include),
+        f"-L{root / 'lib'}",
+        *("-lc10", "-ltorch_cpu", "-ltorch_python"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return target
+
+
+@pytest.fixture(scope="module")
+def extension(library: Path) -> Any:
+    """Imported before any budget, and a reference of its functions is taken then."""
+    spec = importlib.util.spec_from_file_location("memmgr_test_extension", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    import sys
+
+    sys.modules["memmgr_test_extension"] = module
+    return module
+
+
+@pytest.fixture
+def pager(extension: Any, large_only: None) -> Iterator[native.Pager]:
+    with memmgr.budget(LIMIT, quiet=True, verify=True):
+        yield native.load()
+
+
+def _number() -> torch.Tensor:
+    """Whose bytes are the first to leave: it was touched longest ago. Two others fill the budget."""
+    t = torch.ones(N) + 0
+    for _ in range(2):
+        others.append(torch.zeros(N) + 1)
+        others[-1].add_(1)
+    return t
+
+
+others: list[torch.Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _others() -> Iterator[None]:
+    yield
+    others.clear()
+
+
+def _in_thread(call: Callable[[], Any]) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(call()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+READS: dict[str, Callable[[Any, torch.Tensor], float]] = {
+    "const": lambda e, t: e.sum_const(t),
+    "mutable": lambda e, t: e.sum_mutable(t),
+    "without the GIL": lambda e, t: e.sum_released(t),
+    "in containers": lambda e, t: e.sum_list([], named={"t": t}),
+    "in a thread": lambda e, t: _in_thread(lambda: e.sum_const(t)),
+    "held by an object": lambda e, t: e.Holder(t).total(),
+    "custom op": lambda e, t: torch.ops.memmgr_test.sum(t).item(),
+    "composite custom op": lambda e, t: torch.ops.memmgr_test.composite(t).item(),
+    "autograd function": lambda e, t: torch.ops.memmgr_test.square(t).sum().item(),
+}
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["there", "away"])
+@pytest.mark.parametrize("name", READS)
+def test_what_it_reads_stays_while_it_allocates(extension: Any, pager: native.Pager, name: str, away: bool) -> None:
+    t = _number()
+    if away:
+        pager.take_away(t, 1)
+        info = pager.describe(t)
+        assert info is not None
+        assert info["residency"] != "resident"
+    assert READS[name](extension, t) == N
+    info = pager.describe(t)
+    assert info is not None
+    assert info["pins"] == 0
+    assert not info["escaped"]
+    assert pager.stats()["offloads"] + pager.stats()["evictions"] > 0, "nobody had to leave, so nothing was tested"
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "function": lambda e, t: e.fill(t, value=7.0),
+    "custom op": lambda e, t: torch.ops.memmgr_test.fill(t, 7.0),
+    "in a thread": lambda e, t: _in_thread(lambda: e.fill(t, 7.0)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_counts(extension: Any, pager: native.Pager, name: str) -> None:
+    """Clean zeros that are away: they come back, the copy below is void, and what was made from them is kept."""
+    t = torch.zeros(N)
+    y = t * nn.Parameter(torch.ones(1))
+    pager.take_away(y, 0)
+    pager.take_away(t, 1)
+    WRITES[name](extension, t)
+    pager.take_away(t, 1)
+    assert torch.equal(t, torch.full((N,), 7.0))
+    assert not y.any()
+
+
+def test_a_write_between_two_ops_inside(extension: Any, pager: native.Pager) -> None:
+    """No recipe is noted inside: its input changes without an op."""
+    t = _number().requires_grad_()
+    before = extension.write_between(t)
+    pager.take_away(before, 0)
+    assert torch.equal(before.detach(), torch.full((N,), 2.0))
+    assert torch.equal(t.detach(), torch.full((N,), 5.0))
+
+
+def test_what_it_makes_stays_until_it_returns(extension: Any, pager: native.Pager) -> None:
+    others.append(torch.ones(N) + 0)
+    made = extension.own_zeros(N)
+    assert torch.equal(made, torch.full((N,), 3.0))
+    assert pager.take_away(made, 1) > 0
+    assert torch.equal(made, torch.full((N,), 3.0))
+
+
+def test_a_backward_that_is_written_in_cpp(extension: Any, large_only: None) -> None:
+    pager = native.load()
+    with memmgr.budget("4600kB", quiet=True, verify=True):
+        _backward(pager)
+
+
+def _backward(pager: native.Pager) -> None:
+    x = torch.full((N,), 3.0, requires_grad=True)
+    y = torch.ops.memmgr_test.square(x)
+    gradient = torch.full((N,), 0.5)
+    pager.take_away(x, 1)
+    pager.take_away(gradient, 1)
+    y.backward(gradient)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((N,), 3.0))
+
+
+def test_its_errors_are_its_own(extension: Any, pager: native.Pager) -> None:
+    t = _number()
+    with pytest.raises(RuntimeError, match="as it should"):
+        extension.fails(t)
+    info = pager.describe(t)
+    assert info is not None
+    assert info["pins"] == 0
+
+
+def test_an_extension_that_is_imported_later(library: Path, pager: native.Pager) -> None:
+    spec = importlib.util.spec_from_file_location("memmgr_test_extension", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    t = _number()
+    assert module.sum_const(t) == N
+
+
+def test_functions_are_as_they_were(extension: Any) -> None:
+    t = torch.ones(N)
+    for _ in range(2):
+        with memmgr.budget("1GB", quiet=True):
+            assert extension.sum_const(t) == N
+        assert extension.sum_const(t) == N
+        assert not native.load().describe(t)
+
+
+# ---- writes that nobody announces ------------------------------------------------------------------------------------
+
+watched = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_cdata") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="torch tells of such writes from 2.13 on",
+)
+
+
+@pytest.fixture
+def poke(library: Path) -> Callable[[torch.Tensor, int, float], None]:
+    function = ctypes.CDLL(str(library)).memmgr_test_poke
+    function.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_float]
+    return lambda t, index, value: function(t.untyped_storage()._cdata, index, value)
+
+
+@watched
+def test_a_write_while_somebody_else_has_a_pin(pager: native.Pager, poke: Callable[..., None]) -> None:
+    x = torch.ones(N) + 0
+    y = x * nn.Parameter(torch.ones(1))
+    pager.take_away(y, 0)
+    pin = pager.pin([x], False, False, True)  # as a collective in flight has it
+    poke(x, 3, 9.0)
+    assert torch.equal(y.detach(), torch.ones(N))
+    assert pager.stats()["foreign_writes"] == 1
+    del pin
+    info = pager.describe(x)
+    assert info is not None
+    assert info["escaped"]
+
+
+@watched
+def test_a_write_to_a_small_cell_after_an_op(pager: native.Pager, poke: Callable[..., None]) -> None:
+    """Small cells are watched again after an op has used up the watch."""
+    small, large = torch.ones(64), torch.ones(N // 64, 64) + 0
+    w = nn.Parameter(torch.ones(1))
+    y = large * w * small  # names it: a cell from here on
+    small.add_(1)  # an op that writes: the watch fires inside it
+    z = large * w + small
+    assert pager.take_away(z, 0) > 0
+    info = pager.describe(z)
+    assert info is not None
+    assert info["residency"] == "evicted"
+    poke(small, 5, 100.0)
+    assert z[0, 5].item() == 3.0
+    assert y[0, 5].item() == 1.0
+    assert small[5].item() == 100.0
