@@ -1,6 +1,5 @@
 // The Python module: opening and closing, what the readers ask for, figures. Nothing here is on the way of an op.
 #include <Python.h>
-#include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,6 +10,7 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "fork.h"
 #include "kernel.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -90,6 +90,9 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                                    &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify, &order))
     return nullptr;
   return guarded([&]() -> PyObject* {
+    TORCH_CHECK(!budget.forked,
+                "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
+                "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
     TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
     seconds_of_ticks(0);
     char why[200] = {};
@@ -561,19 +564,6 @@ PyObject* py_check_arena(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// ---- fork: the child keeps its tensors and has no pager (what is absent meets the trap) ----
-
-void before_fork() { graph_lock().lock(); }
-void after_fork_in_parent() { graph_lock().unlock(); }
-void after_fork_in_child() {
-  new (&graph_lock()) std::mutex;
-  new (&residency_changed()) std::condition_variable;
-  forget_dropper_in_child();
-  if (!budget.open) return;
-  budget.open = false;
-  forget_pool_in_child();
-}
-
 PyMethodDef methods[] = {
     {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
      "opens a budget"},
@@ -615,6 +605,6 @@ void raise_budget_error(const c10::OutOfMemoryError& e) {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  watch_forks();
   return PyModule_Create(&definition);
 }
