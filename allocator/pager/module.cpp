@@ -165,6 +165,13 @@ std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
   return held;
 }
 
+// Storages that were cells of an earlier budget, for those that nobody but a graph of autograd holds. Used with the
+// GIL.
+std::vector<WeakStorage>& former_cells() {
+  static auto* f = new std::vector<WeakStorage>;
+  return *f;
+}
+
 // close(): brings everything back, takes the cells off their storages, closes the tier.
 PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -195,7 +202,10 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     cut_recipes(true);
     for (auto& [c, s] : cells)
-      if (cell_of(s.get()) == c && c->resident()) unadopt(c);
+      if (cell_of(s.get()) == c && c->resident()) {
+        if (!c->small) former_cells().emplace_back(s);
+        unadopt(c);
+      }
     cells.clear();
     {
       // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
@@ -235,8 +245,9 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// adopt_all() -> bytes: the tensors that Python's garbage collector knows, and their gradients. The list of its objects
-// comes and goes without a bytecode in between, so nobody meets a reference that is not his.
+// adopt_all() -> bytes: what earlier budgets had, the tensors that Python's garbage collector knows, and their
+// gradients. The list of its objects comes and goes without a bytecode in between, so nobody meets a reference that is
+// not his.
 PyObject* py_adopt_all(PyObject*, PyObject*) {
   PyObject* gc = PyImport_ImportModule("gc");
   PyObject* all = gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr;
@@ -256,6 +267,10 @@ PyObject* py_adopt_all(PyObject*, PyObject*) {
     if (t.defined() && t.is_leaf()) add(t.grad());
   }
   Py_DECREF(all);
+  for (WeakStorage& w : former_cells())
+    if (StoragePtr s = w.lock())
+      if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) found.push_back(std::move(s));
+  former_cells().clear();
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;

@@ -13,6 +13,10 @@ import memmgr
 from memmgr import _budget, _replay, _shim
 from memmgr.policies import Action
 
+from .ways import recorder_only
+
+pytestmark = recorder_only
+
 try:
     _shim.load()
 except _shim.NoShim as why:
