@@ -10,6 +10,7 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "exports.h"
 #include "fork.h"
 #include "kernel.h"
 #include "pools/pool.h"
@@ -142,6 +143,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.cut_recipes})
       n->store(0);
     catch_unseen_threads(true);
+    watch_exports(true);
     budget.open.store(true, std::memory_order_release);
     see_this_thread(true);
     Py_RETURN_NONE;
@@ -196,6 +198,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
+    watch_exports(false);
     // Ops of other threads that began under the budget have pins on cells that end now.
     Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; i < 6000 && others_are_running(); ++i) wait_for_others(0.01);

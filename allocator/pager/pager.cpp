@@ -2,6 +2,7 @@
 #include "admission.cpp"
 #include "cell.cpp"
 #include "escape.cpp"
+#include "exports.cpp"
 #include "fork.cpp"
 #include "frame.cpp"
 #include "kernel.cpp"
