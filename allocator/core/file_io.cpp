@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -46,9 +45,9 @@ ScratchFile::~ScratchFile() {
   if (fd_ >= 0) close(fd_);
 }
 
-void ScratchFile::CloseInChild() {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
+bool ScratchFile::Inherited() const {
+  struct stat now{};
+  return fstat(fd_, &now) == 0 && now.st_dev == identity_.st_dev && now.st_ino == identity_.st_ino;
 }
 
 bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string* wrong) {
@@ -64,6 +63,10 @@ bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string*
   }
   if (fd_ < 0) {
     *wrong = "cannot make a file in " + folder + ": " + strerror(errno);
+    return false;
+  }
+  if (fstat(fd_, &identity_) != 0) {
+    *wrong = "cannot look at the file in " + folder + ": " + strerror(errno);
     return false;
   }
   fchmod(fd_, 0600);  // whatever the umask took away

@@ -8,6 +8,8 @@
 //   bounce   a page-aligned buffer, for memory that is not
 #pragma once
 
+#include <sys/stat.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -45,8 +47,8 @@ class ScratchFile {
   int Write(const char* from, uint64_t bytes, uint64_t offset);
   int Read(char* to, uint64_t bytes, uint64_t offset);
   bool direct() const { return direct_; }
-  // In a forked child: the parent's disk space must not outlive the parent's use of it.
-  void CloseInChild();
+  // In a forked child, which may have closed what it did not know and opened something else: is it still this file?
+  bool Inherited() const;
 
  private:
   // A transfer of at most two pieces of memory that lie behind each other in the file.
@@ -59,6 +61,7 @@ class ScratchFile {
   void ProbeDirect();
 
   int fd_ = -1;
+  struct stat identity_{};
   bool direct_ = false;
   BouncePool bounces_;
 };

@@ -83,9 +83,29 @@ void FileTier::Close() {
   delete this;
 }
 
+// No transfer is under way while the process forks: a direct read into memory that is being copied on write may end in
+// the child's copy (open(2), notes on O_DIRECT). And what the child inherits is whole.
+void FileTier::BeforeFork() {
+  if (forked_.load()) return;
+  Hold hold(mutex_);
+  forking_ = true;
+  while (in_flight_ > 0) settled_.wait(hold);
+  heirs_.BeforeFork(stats_.used_bytes > 0);
+  hold.release();
+}
+
+void FileTier::AfterForkInParent() {
+  if (forked_.load()) return;
+  Hold hold(mutex_, std::adopt_lock);
+  heirs_.AfterForkInParent();
+  forking_ = false;
+  work_.notify_all();
+  settled_.notify_all();
+}
+
 void FileTier::AfterForkInChild() {
-  forked_.store(true);
-  file_.CloseInChild();
+  if (forked_.exchange(true)) return;
+  heirs_.AfterForkInChild();
 }
 
 // ---- queues ----------------------------------------------------------------------------------------------------
@@ -134,7 +154,7 @@ void FileTier::Work() {
   Hold hold(mutex_);
   while (!closing_) {
     Slot* slot = urgent_.head != nullptr ? urgent_.head : normal_.head;
-    if (slot != nullptr) {
+    if (slot != nullptr && !forking_) {
       RunPiece(slot, &hold);
     } else {
       work_.wait(hold);
@@ -152,6 +172,7 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
   slot->begun_bytes += bytes;
   if (slot->begun_bytes == slot->bytes) slot->queue->Remove(slot);
   ++slot->in_flight;
+  ++in_flight_;
   const Clock::time_point until = Pace(direction, bytes);
   char* const memory = slot->memory + at;
   const uint64_t offset = slot->offset + at;
@@ -164,6 +185,7 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
 
   hold->lock();
   --slot->in_flight;
+  if (--in_flight_ == 0 && forking_) settled_.notify_all();
   (direction == kWrite ? stats_.write_nanoseconds : stats_.read_nanoseconds) += spent;
   if (error == 0) {
     slot->done_bytes += bytes;
@@ -220,8 +242,26 @@ FileTier::Slot* FileTier::Find(mm_slot id) {
   return slot->held && IdOf(slot) == id ? slot : nullptr;
 }
 
+// Room that children may read comes free with the last of them; with `revoke` now. True: some did.
+bool FileTier::GiveBackInherited(bool revoke) {
+  if (inherited_.empty() || (revoke && !heirs_.Revoke())) return false;
+  const size_t before = inherited_.size();
+  std::erase_if(inherited_, [&](const Inherited& room) {
+    if (heirs_.Any(room.since, room.until)) return false;
+    space_.Give(room.offset, room.room_bytes);
+    return true;
+  });
+  return inherited_.size() < before;
+}
+
 // An offset in the file, or a negative errno with nothing taken.
 int64_t FileTier::TakeRoom(uint64_t bytes) {
+  GiveBackInherited(false);
+  const int64_t offset = TakeFreshRoom(bytes);
+  return offset == -ENOSPC && GiveBackInherited(true) ? TakeFreshRoom(bytes) : offset;
+}
+
+int64_t FileTier::TakeFreshRoom(uint64_t bytes) {
   uint64_t offset = space_.Take(bytes);
   if (offset == SlotSpace::kNone) {
     const uint64_t file = stats_.file_bytes;
@@ -264,6 +304,7 @@ mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
     slot->offset = static_cast<uint64_t>(offset);
     slot->room_bytes = room;
     slot->bytes = bytes;
+    slot->forks = heirs_.forks();
     slot->result = 0;
     stats_.used_bytes += room;
     stats_.used_peak_bytes = std::max(stats_.used_peak_bytes, stats_.used_bytes);
@@ -278,9 +319,19 @@ mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   return error;
 }
 
+// Nothing of this object changes in a child, so its threads need no lock.
+int FileTier::ReadInChild(mm_slot id, char* to) {
+  const Slot* slot = Find(id);
+  if (slot == nullptr) return -EBADF;
+  if (!slot->written) return slot->result != 0 ? slot->result : -EIO;
+  if (!file_.Inherited()) return -ESTALE;
+  const int error = file_.Read(to, slot->bytes, slot->offset);
+  return heirs_.MayRead() ? error : -ESTALE;
+}
+
 int FileTier::Read(mm_slot id, void* to, Urgency urgency) {
-  if (forked_.load()) return -ECANCELED;
   if (to == nullptr) return -EINVAL;
+  if (forked_.load()) return urgency == Urgency::kNow ? ReadInChild(id, static_cast<char*>(to)) : -ECANCELED;
   {
     Hold hold(mutex_);
     Slot* slot = Find(id);
@@ -315,7 +366,7 @@ int FileTier::Wait(mm_slot id) {
     Slot* slot = Find(id);
     if (slot == nullptr) return found ? -ECANCELED : -EBADF;  // freed by another thread meanwhile, or never there
     if (!slot->busy) return slot->result;
-    if (slot->queue == nullptr) {
+    if (slot->queue == nullptr || forking_) {
       settled_.wait(hold);
       continue;
     }
@@ -339,7 +390,11 @@ void FileTier::Free(mm_slot id) {
   while (slot->busy) settled_.wait(hold);
   stats_.used_bytes -= slot->room_bytes;
   unused_.push_back(slot);
-  space_.Give(slot->offset, slot->room_bytes);
+  if (heirs_.Any(slot->forks, heirs_.forks())) {
+    inherited_.push_back({slot->offset, slot->room_bytes, slot->forks, heirs_.forks()});
+  } else {
+    space_.Give(slot->offset, slot->room_bytes);
+  }
   settled_.notify_all();
 }
 

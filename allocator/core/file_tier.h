@@ -8,6 +8,9 @@
 //   pace     the throttle: a clock per direction that runs ahead by what each piece may take
 // A thread that waits for an operation does its pieces itself, so that waiting can never depend on a worker that is
 // busy elsewhere, and works with no worker at all.
+//
+// A forked child reads what had been written before the fork, and does nothing else. Room that it may read is not used
+// again while it lives (heirs.h), unless there is no other; then what it reads is an error, never other bytes.
 #pragma once
 
 #include <array>
@@ -22,6 +25,7 @@
 
 #include "file_io.h"
 #include "fork.h"
+#include "heirs.h"
 #include "memmgr/core.h"
 #include "slot_space.h"
 #include "tier.h"
@@ -43,6 +47,8 @@ class FileTier final : public Tier, private ForkAware {
   void Stats(mm_tier_stats* out) override;
   void Inject(int write_errno, int after_writes, int read_errno, int after_reads) override;
 
+  void BeforeFork() override;
+  void AfterForkInParent() override;
   void AfterForkInChild() override;
 
  private:
@@ -59,7 +65,8 @@ class FileTier final : public Tier, private ForkAware {
     uint64_t offset = 0;
     uint64_t room_bytes = 0;
     uint64_t bytes = 0;
-    int result = 0;  // of the last operation
+    uint64_t forks = 0;  // there had been so many when it was taken
+    int result = 0;      // of the last operation
 
     // The operation under way, if any.
     bool busy = false;
@@ -83,6 +90,13 @@ class FileTier final : public Tier, private ForkAware {
     void Remove(Slot* slot);
   };
 
+  // Room that nobody holds here, but a child may read.
+  struct Inherited {
+    uint64_t offset;
+    uint64_t room_bytes;
+    uint64_t since, until;  // forks: before it was taken, and before it was given back
+  };
+
   struct Injection {
     int error = 0;
     int after = 0;
@@ -96,6 +110,9 @@ class FileTier final : public Tier, private ForkAware {
   Slot* Find(mm_slot id);
   mm_slot IdOf(const Slot* slot) const;
   int64_t TakeRoom(uint64_t bytes);
+  int64_t TakeFreshRoom(uint64_t bytes);
+  bool GiveBackInherited(bool revoke);
+  int ReadInChild(mm_slot id, char* to);
   void Start(Slot* slot, Direction direction, char* memory, Queue* queue, bool front);
   void MoveToFront(Slot* slot);
   void RunPiece(Slot* slot, Hold* hold);
@@ -115,11 +132,15 @@ class FileTier final : public Tier, private ForkAware {
   std::condition_variable work_;
   std::condition_variable settled_;
   bool closing_ = false;
+  bool forking_ = false;  // no piece begins
+  int in_flight_ = 0;     // pieces of all slots
   Queue urgent_;
   Queue normal_;
   SlotSpace space_;
   std::deque<Slot> slots_;  // addresses stay valid
   std::vector<Slot*> unused_;
+  Heirs heirs_;
+  std::vector<Inherited> inherited_;
   std::array<Injection, 2> injections_;
   std::array<Clock::time_point, 2> paces_{};
   mm_tier_stats stats_{};

@@ -16,10 +16,20 @@ struct ForkRegistry {
   static ForkRegistry& Get() {
     static ForkRegistry* registry = [] {
       auto* made = new ForkRegistry;
-      pthread_atfork([] { Get().lock.lock(); }, [] { Get().lock.unlock(); }, [] { Get().InChild(); });
+      pthread_atfork([] { Get().Before(); }, [] { Get().InParent(); }, [] { Get().InChild(); });
       return made;
     }();
     return *registry;
+  }
+
+  void Before() {
+    lock.lock();
+    for (ForkAware* at = head; at != nullptr; at = at->next_) at->BeforeFork();
+  }
+
+  void InParent() {
+    for (ForkAware* at = head; at != nullptr; at = at->next_) at->AfterForkInParent();
+    lock.unlock();
   }
 
   void InChild() {

@@ -1,11 +1,15 @@
-// What has to happen to the core's objects in a forked child. Only the forking thread exists there, so that any lock
-// may be held by nobody, any count half written; a child therefore stops using what it inherited.
+// What has to happen to the core's objects around a fork. Only the forking thread exists in a child, so that any lock
+// may be held by nobody, any count half written: an object either comes to rest before the fork, or the child stops
+// using it.
 #pragma once
 
 namespace memmgr {
 
 class ForkAware {
  public:
+  // In the forking thread. What is locked here is unlocked by the other two.
+  virtual void BeforeFork() {}
+  virtual void AfterForkInParent() {}
   // Runs in the child, before fork() returns there. Must not allocate or lock.
   virtual void AfterForkInChild() = 0;
 

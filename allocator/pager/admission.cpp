@@ -71,6 +71,13 @@ Admitted::~Admitted() {
   }
 }
 
+void forget_admission_in_child() {
+  Admission& a = admission();
+  new (&a.lock) std::mutex;
+  new (&a.changed) std::condition_variable;
+  a.waiting = 0;
+}
+
 bool others_are_running() { return admission().ops.load() > (tl_depth > 0 ? 1 : 0); }
 
 void wait_for_others(double seconds) {

@@ -20,5 +20,6 @@ class Admitted {
 
 bool others_are_running();
 void wait_for_others(double seconds);
+void forget_admission_in_child();
 
 }  // namespace memmgr::pager

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 
+#include "fork.h"
 #include "memmgr/core.h"
 
 namespace memmgr::pager {
@@ -25,11 +26,12 @@ struct Options {
 
 struct Budget {
   std::atomic<bool> open{false};
-  mm_arena* arena = nullptr;  // one a process; budgets follow one another on it
+  std::atomic<bool> forked{false};  // the process is a forked child; if `open`, what its parent had away comes back
+  mm_arena* arena = nullptr;        // one a process; budgets follow one another on it
   mm_tier* tier = nullptr;
   Options options;
 
-  std::mutex error_lock;
+  std::mutex& error_lock = taken_by_forks(new std::mutex);
   std::string tier_error;  // the last one
 };
 

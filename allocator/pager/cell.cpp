@@ -21,8 +21,8 @@ std::atomic<int64_t> absent_cells{0};
 
 // Never destroyed: storages outlive statics.
 std::mutex& graph_lock() {
-  static auto* m = new std::mutex;
-  return *m;
+  static auto& m = taken_by_forks(new std::mutex);
+  return m;
 }
 
 std::condition_variable& residency_changed() {
@@ -71,7 +71,7 @@ static void set_data(at::DataPtr& p, void* data) {
 
 bool adoptable(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  if (!p.get() || !p.device().is_cpu()) return false;
+  if (!p.get() || !p.device().is_cpu() || budget.forked) return false;
   const auto deleter = p.get_deleter();
   if (deleter != pool_deleter() && deleter != c10::GetDefaultCPUAllocator()->raw_deleter()) return false;
   return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
@@ -251,7 +251,7 @@ namespace {
 
 // Drops references where the GIL may be taken: a thread that has none of our locks and that nobody waits for.
 struct Dropper {
-  std::mutex lock;
+  std::mutex& lock = taken_by_forks(new std::mutex);
   std::condition_variable changed;
   std::vector<StoragePtr> waiting;
   bool busy = false;
@@ -284,6 +284,8 @@ void drop_for_ever() {
 }  // namespace
 
 void drop_later(StoragePtr storage) {
+  if (C10_UNLIKELY(budget.forked))
+    return;  // no thread to give it to: nobody here is inside malloc, and no lock is held
   Dropper& d = dropper();
   std::lock_guard<std::mutex> lock(d.lock);
   if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
@@ -310,7 +312,6 @@ void stop_dropper() {
 
 void forget_dropper_in_child() {
   Dropper& d = dropper();
-  new (&d.lock) std::mutex;
   new (&d.changed) std::condition_variable;
   new (&d.thread) std::thread;
   d.busy = false;

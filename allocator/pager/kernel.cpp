@@ -123,7 +123,7 @@ class Call {
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
-    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() &&
+    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() && !budget.forked &&
         (frame.bytes() > 0 || may_make_large(info_, args, n)))
       record(frame, args, n);
     if (frame.writes()) {
@@ -364,7 +364,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
     try {
-      if (tl_depth == 1) admitted.emplace(need, alone);
+      if (tl_depth == 1 && !budget.forked) admitted.emplace(need, alone);
       call.run(frame);
       if (C10_UNLIKELY(place != nullptr))
         place->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
@@ -422,7 +422,8 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (C10_UNLIKELY(!budget.open.load(std::memory_order_acquire) || tl_regions > 0)) {
+  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  if (C10_UNLIKELY(!budget.open.load(std::memory_order_acquire) || tl_regions > 0 || done_in_child)) {
     call_below(op, below, stack);
     return;
   }

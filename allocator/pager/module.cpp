@@ -1,6 +1,5 @@
 // The Python module: opening and closing, what the readers ask for, figures. Nothing here is on the way of an op.
 #include <Python.h>
-#include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,7 +10,9 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "exports.h"
 #include "foreign.h"
+#include "fork.h"
 #include "frame.h"
 #include "kernel.h"
 #include "module_plans.h"
@@ -99,6 +100,9 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                                    &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify, &order))
     return nullptr;
   return guarded([&]() -> PyObject* {
+    TORCH_CHECK(!budget.forked,
+                "memmgr: this process was forked from one that has had a budget, and its memory is that one's: it can "
+                "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
     TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
     seconds_of_ticks(0);
     char why[200] = {};
@@ -152,6 +156,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.short_periods})
       n->store(0);
     catch_unseen_threads(true);
+    watch_exports(true);
     budget.open.store(true, std::memory_order_release);
     see_this_thread(true);
     Py_RETURN_NONE;
@@ -173,6 +178,13 @@ std::vector<std::pair<Cell*, StoragePtr>> all_cells() {
       if (cell_of(s.get()) == c) held.emplace_back(c, std::move(s));
     }
   return held;
+}
+
+// Storages that were cells of an earlier budget, for those that nobody but a graph of autograd holds. Used with the
+// GIL.
+std::vector<WeakStorage>& former_cells() {
+  static auto* f = new std::vector<WeakStorage>;
+  return *f;
 }
 
 // close(): brings everything back, takes the cells off their storages, closes the tier.
@@ -206,13 +218,17 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
+    watch_exports(false);
     // Ops of other threads that began under the budget have pins on cells that end now.
     Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; i < 6000 && others_are_running(); ++i) wait_for_others(0.01);
     Py_END_ALLOW_THREADS;
     cut_recipes(true);
     for (auto& [c, s] : cells)
-      if (cell_of(s.get()) == c && c->resident()) unadopt(c);
+      if (cell_of(s.get()) == c && c->resident()) {
+        if (!c->small) former_cells().emplace_back(s);
+        unadopt(c);
+      }
     cells.clear();
     {
       // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
@@ -252,8 +268,9 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// adopt_all() -> bytes: the tensors that Python's garbage collector knows, and their gradients. The list of its objects
-// comes and goes without a bytecode in between, so nobody meets a reference that is not his.
+// adopt_all() -> bytes: what earlier budgets had, the tensors that Python's garbage collector knows, and their
+// gradients. The list of its objects comes and goes without a bytecode in between, so nobody meets a reference that is
+// not his.
 PyObject* py_adopt_all(PyObject*, PyObject*) {
   PyObject* gc = PyImport_ImportModule("gc");
   PyObject* all = gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr;
@@ -273,6 +290,10 @@ PyObject* py_adopt_all(PyObject*, PyObject*) {
     if (t.defined() && t.is_leaf()) add(t.grad());
   }
   Py_DECREF(all);
+  for (WeakStorage& w : former_cells())
+    if (StoragePtr s = w.lock())
+      if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) found.push_back(std::move(s));
+  former_cells().clear();
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
@@ -634,25 +655,6 @@ PyObject* py_check_arena(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// ---- fork: the child keeps its tensors and has no pager (what is absent meets the trap) ----
-
-void before_fork() {
-  try {
-    finish_transfers();
-  } catch (const std::exception&) {
-  }
-  graph_lock().lock();
-}
-void after_fork_in_parent() { graph_lock().unlock(); }
-void after_fork_in_child() {
-  new (&graph_lock()) std::mutex;
-  new (&residency_changed()) std::condition_variable;
-  forget_dropper_in_child();
-  if (!budget.open) return;
-  budget.open = false;
-  forget_pool_in_child();
-}
-
 PyMethodDef methods[] = {
     {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
      "opens a budget"},
@@ -702,7 +704,7 @@ void raise_budget_error(const c10::OutOfMemoryError& e) {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  watch_forks();
   PyObject* module = PyModule_Create(&definition);
   if (module && !add_plan_functions(module)) Py_CLEAR(module);
   return module;

@@ -84,7 +84,7 @@ void write_switches(const Switches& now, const Switches& then) {
 }
 
 struct Interned {
-  std::mutex lock;
+  std::mutex& lock = taken_by_forks(new std::mutex);
   std::deque<Switches> all;  // addresses stay valid
 };
 

@@ -247,9 +247,9 @@ OpInfo* info_of(const c10::OperatorHandle& op) {
   const size_t hash = std::hash<c10::OperatorHandle>()(op);
   Entry& e = recent[(hash >> 6) % 1024];
   if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op)) return e.info;
-  static auto* lock = new std::mutex;
+  static auto& lock = taken_by_forks(new std::mutex);
   static auto* all = new std::unordered_map<c10::OperatorHandle, OpInfo*>;
-  std::lock_guard<std::mutex> held(*lock);
+  std::lock_guard<std::mutex> held(lock);
   OpInfo*& info = (*all)[op];
   if (!info) info = new OpInfo(op);
   e = {hash, info};

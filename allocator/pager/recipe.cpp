@@ -37,7 +37,7 @@ bool is_plain(const c10::TensorImpl* t) {
 namespace {
 
 struct Kinds {
-  std::mutex lock;
+  std::mutex& lock = taken_by_forks(new std::mutex);
   std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
 };
 

@@ -41,6 +41,11 @@ void nothing_leaves(bool begin) {
   frozen.fetch_add(begin ? 1 : -1);
 }
 
+void stay_in_child() {
+  frozen.fetch_add(1);
+  budget.options.torture = false;
+}
+
 namespace {
 
 struct Victims {
@@ -385,7 +390,8 @@ void bring_back(Cell* c) {
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
           note_tier_error(-wrong);
-          TORCH_CHECK(false, "memmgr: reading ", c->nbytes, " offloaded bytes back failed: ", std::strerror(-wrong));
+          TORCH_CHECK(false, "memmgr: reading ", c->nbytes, " offloaded bytes back failed: ", std::strerror(-wrong),
+                      budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
         }
         note_transfer(false, c->nbytes, now_ns() - reading);
         counters.reloads++;

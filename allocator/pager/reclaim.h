@@ -23,6 +23,7 @@ void exhume();  // what torture has buried, at the end of a budget
 void check_sum(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);
+void stay_in_child();  // the same in a forked child, for ever
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
 void bring_back(Cell* c);
 

@@ -22,7 +22,7 @@ struct InFlight {
 };
 
 struct Works {
-  std::mutex lock;
+  std::mutex& lock = taken_by_forks(new std::mutex);
   std::list<InFlight> all;
   std::atomic<size_t> count{0};
 };

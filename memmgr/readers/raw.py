@@ -100,6 +100,8 @@ class RawReaders:
         for name, writes in STORAGE_METHODS.items():
             wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
         wrap(torch.Tensor, "tolist", self.scoped)
+        for module in (torch, torch.random):
+            wrap(module, "set_rng_state", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
         wrap(torch._C, "_is_alias_of", self.scoped)
         self._patches.when_imported("safetensors.torch", self._safetensors)

@@ -117,8 +117,10 @@ class PagerRuntime:
             print(self.summary())
 
     def disable_in_child(self) -> None:
-        """In a forked child: tensors stay as they are, nothing is managed."""
-        self._readers.remove()
+        """In a forked child: what its parent had away comes back when it is read; nothing else is managed.
+
+        The readers stay, since they are what brings it back where no op reads.
+        """
         self._final = self._final or {}
 
     def stats(self) -> dict[str, Any]:

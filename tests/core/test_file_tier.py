@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import stat
+import textwrap
 import threading
 import time
 
@@ -356,7 +357,7 @@ def test_close_leaves_no_thread_and_no_file(make_tier):
     assert set(os.listdir("/proc/self/fd")) <= files
 
 
-def test_a_forked_child_neither_uses_nor_hangs_on_the_tier(core, tmp_path):
+def test_a_forked_child_reads_and_does_nothing_else(core, tmp_path):
     ended = run_child(
         f"""
         import ctypes, errno, os
@@ -365,6 +366,7 @@ def test_a_forked_child_neither_uses_nor_hangs_on_the_tier(core, tmp_path):
         tier = core_abi.Tier(core, {str(tmp_path)!r}, bytes_per_second=30 * 2**20)
         assert len(scratch_files()) == before + 1
         memory = ctypes.create_string_buffer(4 * 2**20)
+        page = memory[:4096] = os.urandom(4096)
         ready = tier.write_now(memory, 4096)
         slots = [tier.write(memory, len(memory)) for _ in range(3)]
         for _ in range(5):
@@ -372,9 +374,12 @@ def test_a_forked_child_neither_uses_nor_hangs_on_the_tier(core, tmp_path):
             if child == 0:
                 away = -errno.ECANCELED
                 good = tier.write_now(memory, 4096) == tier.poll(ready) == tier.wait(slots[2]) == away
-                good &= tier.read_now(ready, memory) == away and tier.stats.used_bytes == 0
-                good &= len(scratch_files()) == before  # the parent's disk space does not hang on the child
+                good &= tier.read(ready, memory) == away and tier.stats.used_bytes == 0
+                memory[:4096] = bytes(4096)
+                good &= tier.read_now(ready, memory) == 0 and memory[:4096] == page
+                good &= tier.read_now(1 << 40, memory) == -errno.EBADF
                 tier.free(ready)
+                good &= tier.read_now(ready, memory) == 0
                 tier.close()
                 os._exit(0 if good else 1)
             assert os.waitpid(child, 0)[1] == 0
@@ -384,3 +389,92 @@ def test_a_forked_child_neither_uses_nor_hangs_on_the_tier(core, tmp_path):
         """
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, "fine"), ended.stderr
+
+
+INHERITED = """
+    import contextlib, ctypes, errno, os
+    size = 64 * 4096
+    tier = core_abi.Tier(core, {folder!r}, capacity={capacity})
+    memory = ctypes.create_string_buffer(size)
+
+    def write(value):
+        ctypes.memset(memory, value, size)
+        return tier.write_now(memory, size)
+
+    def child(slot, spoil=lambda: None):
+        go, ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ready)
+            spoil()
+            os.read(go, 1)
+            ctypes.memset(memory, 0, size)
+            code = -tier.read_now(slot, memory)
+            os._exit(code if code else 0 if memory.raw == b"1" * size else 255)
+        os.close(go)
+        return pid, ready
+
+    def answer(pid, ready):
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ready, b"!")
+        os.close(ready)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("capacity", "spoil", "expected"),
+    [
+        pytest.param(0, "lambda: None", "0", id="there is other room"),
+        pytest.param(3 * 64 * 4096, "lambda: None", "errno.ESTALE", id="there is none"),
+        pytest.param(
+            0,
+            "lambda: (os.closerange(3, 64), [os.open('/dev/zero', 0) for _ in range(30)])",
+            "errno.ESTALE",
+            id="it closed what it did not know",
+        ),
+    ],
+)
+def test_room_that_a_child_may_read_is_written_anew_only_in_need(
+    core, tmp_path, capacity: int, spoil: str, expected: str
+) -> None:
+    """And then the child is told: it never reads other bytes than there were at the fork."""
+    ended = run_child(
+        textwrap.dedent(INHERITED.format(folder=str(tmp_path), capacity=capacity))
+        + textwrap.dedent(f"""
+        first = write(ord("1"))
+        pid, ready = child(first, {spoil})
+        tier.free(first)
+        late = [write(ord("2")) for _ in range(3)]
+        assert all(slot >= 0 for slot in late), late
+        got = answer(pid, ready)
+        assert got == {expected}, got
+        again = child(late[0])  # what is written after a revocation is its children's as ever
+        tier.free(late[0])
+        assert write(ord("3")) >= 0
+        assert answer(*again) in (255, errno.ESTALE)
+        print("fine")
+        """)
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "fine"), ended.stderr
+
+
+def test_room_comes_back_when_the_children_have_ended(core, tmp_path) -> None:
+    ended = run_child(
+        textwrap.dedent(INHERITED.format(folder=str(tmp_path), capacity=4 * 64 * 4096))
+        + textwrap.dedent("""
+        for _ in range(20):
+            slot = write(ord("1"))
+            children = [child(slot) for _ in range(3)]
+            tier.free(slot)
+            other = write(ord("2"))
+            assert other >= 0
+            assert [answer(*c) for c in children] == [0, 0, 0]
+            tier.free(other)
+        slots = [write(ord("3")) for _ in range(4)]
+        assert min(slots) >= 0, slots  # all the room that there is
+        print("fine", len(os.listdir("/proc/self/fd")) < 20)
+        """)
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "fine True"), ended.stderr

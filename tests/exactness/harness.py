@@ -250,7 +250,8 @@ def managed(
 
     @contextlib.contextmanager
     def budget() -> Iterator[Any]:
-        with memmgr.budget(limit, policy=policy, quiet=True, **options) as mm:
+        size = f"{limit}B" if isinstance(limit, int) else limit  # a bare small number is taken for a slip
+        with memmgr.budget(size, policy=policy, quiet=True, **options) as mm:
             managers.append(mm)
             yield mm
             found = _budget.current()

@@ -22,10 +22,12 @@ from memmgr._sleep import CALM_PASSES
 
 from . import cases, exposed, test_hostile
 from .harness import HUGE_BYTES, CaseFunction, Record, Scope, assert_same, managed, outcome, reference, unmanaged
+from .ways import recorder_only
 
 EVICT, OFFLOAD = 1, 2
 
 pytestmark = [
+    recorder_only,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),

@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memmgr
 from memmgr import _budget
 from memmgr._sleep import hooks_on_top
+from memmgr.native import pager
 
 from .harness import Record, differences, global_state
+from .ways import pager_only, recorder_only
 
 POINTS = 100  # of a pass's lines: these are what CI has time for
 GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one that is being dropped
@@ -131,6 +133,23 @@ def numbers() -> bytes:
     return hashlib.sha1(torch.get_rng_state().numpy().tobytes()).digest()
 
 
+def random_states(training: Training) -> set[bytes]:
+    """The generator's states that an unmanaged run passes through."""
+    legitimate = {numbers()}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            legitimate.add(numbers())
+            return out
+
+    training.restore()
+    with Watch():
+        training.passes()
+    return legitimate
+
+
+@recorder_only
 @pytest.mark.parametrize(
     ("policy", "share", "planned", "measured"),
     [
@@ -144,17 +163,7 @@ def numbers() -> bytes:
 )
 def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned: bool, measured: bool) -> None:
     training, limit = limited(share)
-    legitimate = {numbers()}
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            legitimate.add(numbers())
-            return out
-
-    training.restore()
-    with Watch():
-        training.passes()
+    legitimate = random_states(training)
     want = training.run()
     before = global_state()
     faults: list[str] = []
@@ -208,6 +217,63 @@ def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned
     nothing_stays(training, before)
 
 
+@pager_only
+@pytest.mark.parametrize(("policy", "share"), [("evict", 0.7), ("auto", 0.6), ("offload", 0.5), ("torture", 1.0)])
+def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> None:
+    """The pager has Python only where bytes are read without an op, and around backward."""
+    training, limit = limited(share)
+    legitimate = random_states(training)
+
+    def passes() -> None:
+        training.passes()
+        for p in training.model.parameters():
+            assert p.grad is not None
+            p.grad.tolist()
+            p.grad.untyped_storage()[0]
+            training.data[0].sum().item()
+        torch.set_rng_state(torch.get_rng_state())
+
+    want = training.run()
+    before = global_state()
+    faults: list[str] = []
+    with memmgr.budget(limit, policy=policy, quiet=True) as mm:
+        native = pager.load()
+        for _ in range(3):
+            training.run()
+        training.restore()
+        native.drain()
+        pinned = native.stats()["pinned_cells"]
+        at, reached = 0, True
+        while reached:
+            at += 1
+            training.restore()
+            with Interrupt(at) as interrupt:
+                try:
+                    passes()
+                except KeyboardInterrupt:
+                    pass
+                except Exception as error:
+                    faults.append(f"{interrupt.where}: {type(error).__name__}: {error}")
+            reached, where = interrupt.where != "", interrupt.where
+            if numbers() not in legitimate:
+                faults.append(f"{where}: the generator is in a state that no unmanaged run passes through")
+            if any(not torch.equal(v, training.start[k]) for k, v in training.model.named_parameters()):
+                faults.append(f"{where}: a parameter changed")
+            faults += [f"{where}: {line}" for line in differences(want, training.run())]
+            training.restore()
+            native.drain()
+            native.check()
+            if native.stats()["pinned_cells"] != pinned:
+                faults.append(f"{where}: {native.stats()['pinned_cells']} cells are pinned, {pinned} before")
+            assert len(faults) < 5, faults
+        assert at > 30, "nothing was interrupted"
+    assert not faults
+    assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
+    assert mm.stats()["resident_bytes.peak"] <= limit
+    nothing_stays(training, before)
+
+
+@recorder_only
 @pytest.mark.parametrize(
     ("policy", "share", "turns"),
     [

@@ -14,6 +14,10 @@ from memmgr import _budget, _replay
 from memmgr.policies import Action
 
 
+from .ways import recorder_only
+
+pytestmark = recorder_only
+
 @pytest.fixture
 def native() -> Iterator[Any]:
     with memmgr.budget(8 << 30, policy="evict", quiet=True, _sleep=False, _plan=False):

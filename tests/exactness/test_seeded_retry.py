@@ -1,4 +1,4 @@
-"""An op that found no room after it had drawn may run again only from where it began to draw (rule 4)."""
+"""An op that found no room after it had drawn may run again only from where it began to draw (rule 6)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from budget.there import bytes_already_there
 
 import memmgr
 from memmgr._manager import Manager
+
+from .ways import PAGER, recorder_only
 
 ROWS, COLUMNS = 256, 256
 SIZE = ROWS * COLUMNS * 4
@@ -46,6 +48,7 @@ def _run(op: Callable[[torch.Tensor], torch.Tensor], scope: Any, grad: bool) -> 
         return out.detach(), torch.get_rng_state()
 
 
+@recorder_only
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", OPS)
 def test_the_second_run_draws_the_same(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +69,23 @@ def test_the_second_run_draws_the_same(name: str, grad: bool, monkeypatch: pytes
         assert torch.equal(got, want), f"other numbers at a budget of {limit}"
         assert torch.equal(after, state), f"the generator is elsewhere at a budget of {limit}"
     assert finished, "no op was run a second time, so nothing was tested"
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", OPS)
+def test_it_draws_once_or_is_refused(name: str, grad: bool) -> None:
+    """Whatever room there is: the bits of one run, or an error; never those of a second draw."""
+    op = OPS[name]
+    want, state = _run(op, nullcontext(), grad)
+    finished = refused = 0
+    for share in range(2, 66, 2):
+        limit = bytes_already_there() + SIZE + GARBAGE + SIZE * share // 16
+        try:
+            got, after = _run(op, memmgr.budget(limit, policy="evict", disk=False, quiet=True), grad)
+        except memmgr.BudgetError:
+            refused += 1
+            continue
+        finished += 1
+        assert torch.equal(got, want), f"other numbers at a budget of {limit}"
+        assert torch.equal(after, state), f"the generator is elsewhere at a budget of {limit}"
+    assert finished and (refused or not PAGER), "no budget was too small, or none was large enough"

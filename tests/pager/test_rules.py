@@ -7,7 +7,6 @@ import copy
 import ctypes
 import gc
 import io
-import os
 import pickle
 import threading
 import time
@@ -453,21 +452,3 @@ def test_the_end_of_a_storage_is_told(opened: native.Pager) -> None:
         opened.drain()
     assert opened.stats()["cells"] <= before + 2
     assert opened.stats()["absent_cells"] == 0
-
-
-def test_a_forked_child_is_told_what_is_not_there(opened: native.Pager) -> None:
-    """Known limitation: what is away at the fork stays away in the child, which says so."""
-    here, away = _numbers() + 0, _away(opened, _numbers() + 0)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            assert here.sum().item() == _numbers().sum().item()
-            try:
-                away.sum()
-            except RuntimeError as error:
-                code = 0 if "not in memory" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert torch.equal(away, _numbers())

@@ -200,7 +200,9 @@ void mm_bits_free(mm_bits*);
 
 // ---- file tier -------------------------------------------------------------------------------------------------
 
-// In a forked child the file is closed, every call returns -ECANCELED (or does nothing), and close does not wait.
+// In a forked child mm_tier_read_now reads what had been written before the fork (-ESTALE: the parent has needed the
+// room, or the child has closed files that it did not open); every other call returns -ECANCELED or does nothing, and
+// close does not wait. Room that a living child may read is used again only when there is no other.
 typedef struct mm_tier mm_tier;
 typedef int64_t mm_slot;  // >= 0, or a negative errno
 

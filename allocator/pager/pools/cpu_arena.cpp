@@ -58,7 +58,8 @@ ArenaAllocator& the_allocator() {
 
 }  // namespace
 
-c10::DeleterFnPtr pool_deleter() { return &free_block; }
+// A forked child makes nothing in the arena.
+c10::DeleterFnPtr pool_deleter() { return budget.forked ? the_allocator().previous->raw_deleter() : &free_block; }
 
 at::DataPtr pool_allocate(uint64_t nbytes) { return the_allocator().allocate(nbytes); }
 
