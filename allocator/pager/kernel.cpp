@@ -113,7 +113,7 @@ class Call {
       began_writes = true;
     }
     began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
-    const uint64_t stalled = counters.stall_ns.load(std::memory_order_relaxed);
+    const uint64_t stalled = waited_ns();
     const uint64_t begun = ticks();
     if (tl_depth == 1) begin_scratch();
     if (info_->seeded) drew = true;
@@ -126,7 +126,7 @@ class Call {
       call_below(op_, below_, stack_);
     if (drawing_.owns_lock()) drawing_.unlock();
     double seconds = seconds_of_ticks(ticks() - begun);
-    const uint64_t stall = counters.stall_ns.load(std::memory_order_relaxed) - stalled;
+    const uint64_t stall = waited_ns() - stalled;
     if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
     if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
       note_scratch(scratch_peak());
@@ -151,8 +151,9 @@ class Call {
 
   // The floor: what this op had pinned, its own memory, and what can never leave.
   static void note_floor_now(const Frame& frame) {
-    const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
-    const uint64_t fixed = all - std::min(all, paged) + escaped_bytes.load(std::memory_order_relaxed) +
+    const uint64_t all = mm_arena_resident(budget.arena);
+    const uint64_t elsewhere = resident_cell_bytes.load(std::memory_order_relaxed) + scratch_now();  // outputs, mostly
+    const uint64_t fixed = all - std::min(all, elsewhere) + escaped_bytes.load(std::memory_order_relaxed) +
                            in_flight_bytes.load(std::memory_order_relaxed);
     uint64_t pinned = 0;
     for (size_t i = 0; i < frame.cells().size(); ++i) {

@@ -12,6 +12,7 @@
 #include "cell.h"
 #include "escape.h"
 #include "kernel.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -47,6 +48,7 @@ namespace {
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
 
 void set_out_of_memory(const char* text) {
+  note_refused();
   PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
   if (error)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
@@ -95,7 +97,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     char why[200] = {};
     if (folder && may_offload) {
       budget.tier = mm_tier_open(folder, disk_bytes, throttle, 2, why, sizeof why);
-      TORCH_CHECK(budget.tier, "memmgr: the disk tier cannot be opened in ", folder, ": ", why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
     }
     Options o;
     o.small_bytes = small_bytes;
@@ -518,18 +520,23 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(remat_ns)
   COUNTER(stall_ns)
 #undef COUNTER
-  uint64_t cells, pinned = 0, orphans = 0;
+  uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     cells = count_cells_locked();
     for_each_cell_locked([&](Cell* c) {
       pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
       orphans += c->storage._unsafe_get_target() ? 0 : 1;
+      largest = std::max(largest, c->nbytes);
+      if (c->state.load() & kAbsent) (c->absence == Absence::kEvicted ? evicted : offloaded) += c->nbytes;
     });
   }
   put(d, "cells", cells);
   put(d, "pinned_cells", pinned);
   put(d, "orphans", orphans);
+  put(d, "evicted_now_bytes", evicted);
+  put(d, "offloaded_now_bytes", offloaded);
+  put(d, "largest_cell_bytes", largest);
   return d;
 }
 
@@ -569,6 +576,7 @@ void after_fork_in_child() {
   new (&graph_lock()) std::mutex;
   new (&residency_changed()) std::condition_variable;
   forget_dropper_in_child();
+  forget_watch_in_child();
   if (!budget.open) return;
   budget.open = false;
   forget_pool_in_child();
@@ -616,5 +624,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  return PyModule_Create(&definition);
+  PyObject* module = PyModule_Create(&definition);
+  if (module && PyModule_AddFunctions(module, observe_methods) < 0) Py_CLEAR(module);
+  return module;
 }

@@ -6,6 +6,7 @@
 #include "kernel.cpp"
 #include "module.cpp"
 #include "numerics.cpp"
+#include "observe.cpp"
 #include "ops.cpp"
 #include "pools/cpu_arena.cpp"
 #include "recipe.cpp"

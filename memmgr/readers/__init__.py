@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,15 +14,21 @@ from .patches import Patches
 from .raw import RawReaders
 
 
+class Passes(Protocol):
+    """Who wants to know where passes begin and end."""
+
+    def install(self, patches: Patches) -> None: ...
+
+
 class Readers:
     """All patches of one budget; none survives `remove`."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Pager, passes: Passes) -> None:
         self._pager = pager
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
+        self._passes = passes
         self._open = False
-        self.backwards = 0
 
     def install(self) -> None:
         """Puts the patches in place."""
@@ -34,10 +40,7 @@ class Readers:
         # Their callbacks run in threads of C++, where nothing else would see the ops.
         for name in ("then", "add_done_callback"):
             wrap(torch.futures.Future, name, self._callback)
-        import torch.autograd.graph as graph
-
-        wrap(graph, "_engine_run_backward", self._backward)
-        wrap(torch.autograd, "_engine_run_backward", lambda _: graph._engine_run_backward)
+        self._passes.install(self._patches)
 
     def remove(self) -> None:
         """Undoes them."""
@@ -71,14 +74,6 @@ class Readers:
             return original(future, run)
 
         return register
-
-    def _backward(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self.backwards += 1
-            return original(*args, **kwargs)
-
-        return run_backward
 
 
 def _let_higher_order_ops_through() -> None:
