@@ -344,6 +344,17 @@ void check_sum(const Cell* c, const void* data) {
               "). The run must not go on with them; please report this.");
 }
 
+// What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
+static bool make_instead(Cell* c) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (!may_be_dropped_locked(c)) return false;
+  set_evicted_locked(c->version, true, &trash);
+  c->absence = Absence::kEvicted;
+  trash.slots.push_back(std::exchange(c->slot, -1));
+  return true;
+}
+
 void bring_back(Cell* c) {
   Absence absence;
   {
@@ -386,11 +397,16 @@ void bring_back(Cell* c) {
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
           note_tier_error(-wrong);
-          TORCH_CHECK(false, "memmgr: reading ", c->nbytes, " offloaded bytes back failed: ", std::strerror(-wrong));
+          TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+                      " bytes back: ", std::strerror(-wrong));
+          absence = Absence::kEvicted;
+          bytes.clear();
+          bytes = rematerialize(c);
+        } else {
+          note_transfer(c->nbytes, now_ns() - reading);
+          counters.reloads++;
+          counters.reload_bytes += c->nbytes;
         }
-        note_transfer(c->nbytes, now_ns() - reading);
-        counters.reloads++;
-        counters.reload_bytes += c->nbytes;
       }
     }
     check_sum(c, bytes.get());
