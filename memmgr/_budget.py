@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -23,26 +23,27 @@ from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
 from .native.pager import SMALL_BYTES
+from .runtime.pager import PagerConfig, PagerRuntime
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Runtime = Manager | PagerRuntime
+"""What keeps an open budget."""
 
 _lock = threading.Lock()
-_current: Manager | None = None
-_last: Manager | None = None
+_current: Runtime | None = None
+_last: Runtime | None = None
 
 
-def current() -> Manager | None:
-    """The open budget's manager, if one is open."""
+def current() -> Runtime | None:
+    """Who keeps the open budget, if one is open."""
     return _current
 
 
-def _manager_of(config: Config) -> Manager:
+def _manager_of(config: Config) -> Runtime:
     # An internal switch while the pager is built beside the recorder (allocator/pager): its exactness is tested with it.
     if os.environ.get("MEMMGR_PAGER") == "1" and config.device.type == "cpu":
-        from .runtime.pager import PagerConfig, PagerRuntime
-
-        runtime = PagerRuntime(
+        return PagerRuntime(
             PagerConfig(
                 limit_bytes=config.limit_bytes,
                 folder=config.folder,
@@ -53,9 +54,11 @@ def _manager_of(config: Config) -> Manager:
                 throttle=config.throttle,
                 plan=config.plan,
                 small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
+                device=config.device,
+                binary=config.binary,
+                log=config.log,
             )
         )
-        return cast(Manager, runtime)  # the part of a manager that is used here
     return Manager(config, _shim.load())
 
 
@@ -185,7 +188,7 @@ class budget:
             trace_pass=_pass(trace_pass),
             binary=binary,
         )
-        self._manager: Manager | None = None
+        self._manager: Runtime | None = None
 
     def __enter__(self) -> budget:
         global _current, _last
@@ -261,8 +264,8 @@ def _warn_if_nothing_will_leave(config: Config) -> None:
         )
 
 
-def last() -> Manager | None:
-    """The manager of the open budget, or of the last one."""
+def last() -> Runtime | None:
+    """Who keeps the open budget, or kept the last one."""
     return _current or _last
 
 

@@ -94,6 +94,7 @@ def budget_error(
     below_bytes: int = 0,
     seen: bool = False,
     binary: bool = False,
+    states_stay: bool = True,
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
 
@@ -107,17 +108,18 @@ def budget_error(
         below_bytes: what was in it.
         seen: most of a step has been seen: it ended in a backward, or later.
         binary: sizes in powers of two, as the user wrote the budget.
+        states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
     """
 
     def size(count: int) -> str:
         return show_size(count, binary=binary)
 
-    states = held.states_bytes + held.missing_bytes
-    floor = max(floor_bytes, there_bytes + held.missing_bytes, states)
-    extra = max(floor_bytes, there_bytes) - held.states_bytes
+    states = held.states_bytes + held.missing_bytes if states_stay else 0
+    floor = max(floor_bytes, there_bytes + (held.missing_bytes if states_stay else 0), states)
+    extra = max(floor_bytes, there_bytes) - (held.states_bytes if states_stay else 0)
     kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
     work = max(held.step_bytes, kept + int((SEEN if seen else UNSEEN) * (extra - kept)), states // MARGIN)
-    saved = held.kinds.get("saved for backward", 0)
+    saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     tier, why = failed or ("", "")
     short = why == _FULL and saved > 0
     # With room below, what is saved would not be here: then nothing is known of a step that has it all in memory.
@@ -147,9 +149,10 @@ def budget_error(
     tier_bytes = below_bytes + saved if short else 0
     so_far = f"mallest budget that would have worked so far: {size(floor)} ({floor} bytes)"
     if short:
+        movable = "are saved for backward" if states_stay else "could leave"
         option = "disk=(folder, size), --disk-size" if tier == "disk" else "host=, --host"
         lines.append(
-            f"More {tier}, not more budget: {size(saved)} that are saved for backward had no room below. A {tier} tier of "
+            f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
         lines.append(f"Without that the s{so_far}.")

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from . import _budget
+from .runtime.pager import PagerRuntime
 
 
 class ManagedTensor(torch.Tensor):
@@ -56,6 +57,10 @@ class ManagedTensor(torch.Tensor):
         """Hands the bytes over to the manager, if a budget is open."""
         manager = _budget.current()
         if manager is None:
+            return
+        if isinstance(manager, PagerRuntime):
+            if self._plain is not None:
+                manager.put_below(self._plain)
             return
         if self._plain is None:
             if manager.native is self._native:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import math
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,6 @@ from memmgr.policies.rules.writeback import WATERMARKS
 from memmgr.policies.trace import TierLink
 
 from . import _device
-from ._advice import own_checkpointing
 from ._captures import Captures, is_capturing
 from ._daemon import Daemon
 from ._errors import BudgetError, Holdings, RecomputeError, budget_error, failed_tier, torchs_own_words
@@ -35,10 +33,13 @@ from ._placement import REMAP, Placement
 from ._plans import Plans
 from ._recorder import Plain, Recorder, make_mode
 from ._replay import Replayer
-from ._sizes import UNLIMITED, show_size
+from ._sizes import UNLIMITED
 from ._sleep import Sleeper, adopt_graph, hooks_on_top
 from ._stock import Stock, holders, missing_states, step_bytes
 from ._telemetry import Telemetry
+from .observe.recorder import RecorderFigures
+from .observe.summary import fragmentation, summary
+from .observe.summary import report as report_end
 
 # What the mode costs in backward, where it only watches writes: about two ops a saved tensor, at what an empty mode costs an
 # op (benchmarks/step_cost.py, section ops).
@@ -111,7 +112,7 @@ class Manager:
         self.guards = Guards(self)
         self.captures = Captures(self)
         self.daemon: Daemon | None = None
-        self.telemetry = Telemetry(self, config.log)
+        self.telemetry = Telemetry(native, RecorderFigures(self), config.log)
         self.passes = 0
         self.last = Pass()
         self._mode_class = make_mode(native)
@@ -268,12 +269,7 @@ class Manager:
             if self._stock is not None:
                 self._stock.close()
         if report and was_open and not self.config.quiet:
-            print(
-                self.summary(),
-                *("memmgr: " + line for line in own_checkpointing(self.stats())),
-                sep="\n",
-                file=sys.stderr,
-            )
+            report_end(self.stats())
         for text in complaints:  # last: a warning may be an exception here, and everything is closed
             warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
@@ -846,27 +842,7 @@ class Manager:
 
     def summary(self) -> str:
         """One line."""
-        s = self.stats()
-        wall = max(s["wall_seconds"], 1e-9)
-        limit = s["budget_bytes"]
-        of = (
-            f" of {show_size(limit)} ({show_size(s['unmanaged_peak_bytes'])} unmanaged)"
-            if limit < UNLIMITED
-            else " without a limit"
-        )
-        planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
-        return (
-            f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes{planned}; evicted {s['evictions']} "
-            f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
-            f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
-            f"of {wall:.1f} s"
-        )
-
-
-def fragmentation(arena: dict[str, Any]) -> float:
-    """1 - longest run / free bytes, over the addresses that are used without remap; 0 when nothing is free."""
-    free, longest = arena.get("placeable_bytes", 0), arena.get("longest_run_bytes", 0)
-    return max(0.0, 1.0 - longest / free) if free else 0.0
+        return summary(self.stats())
 
 
 def default_folder() -> str:

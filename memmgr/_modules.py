@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,10 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 LEARNED_PASSES = 4  # at a time: programs alternate
 
 
+class Native(Protocol):
+    """What is asked of the native half."""
+
+    def set_learning(self, on: bool) -> None: ...
+    def set_module(self, number: int) -> None: ...
+    def ops_astray(self) -> int: ...
+
+
 class Modules:
     """Numbers for module paths, kept for the life of a budget; number 0 is "unknown"."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Native) -> None:
         self._native = native
         self.names: list[str] = ["?"]
         self._numbers: dict[str, int] = {}

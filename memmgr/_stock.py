@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
 
-def live_tensors(native: Any, device: torch.device | str) -> list[torch.Tensor]:
+class Inventory(Protocol):
+    """What is asked of the native half."""
+
+    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
+
+    def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
+        """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
+
+
+def live_tensors(native: Inventory, device: torch.device | str) -> list[torch.Tensor]:
     """The plain tensors on the device (with its number) that Python can see, gradients included.
 
     Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
@@ -30,7 +40,7 @@ def live_tensors(native: Any, device: torch.device | str) -> list[torch.Tensor]:
     return found
 
 
-def live_nodes(native: Any) -> list[Any]:
+def live_nodes(native: Inventory) -> list[Any]:
     """The nodes of every autograd graph that a tensor which Python can see belongs to."""
     seen: set[int] = set()
     found: list[Any] = []  # ids are compared, so the wrappers must live
@@ -64,7 +74,7 @@ def raw_saved(node: Any) -> list[tuple[str, list[Any]]]:
     return found
 
 
-def saved_without_hooks(native: Any, device: torch.device | str) -> list[torch.Tensor]:
+def saved_without_hooks(native: Inventory, device: torch.device | str) -> list[torch.Tensor]:
     """What living graphs hold on the device, most of which Python does not see otherwise.
 
     Known limitation: nodes that are written in C++ outside torch do not show what they save.
@@ -119,12 +129,18 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def holders(
-    native: Any, device: torch.device | str, top: int = 5, graphs: bool = False
+    native: Any,
+    device: torch.device | str,
+    top: int = 5,
+    graphs: bool = False,
+    rest: Iterable[tuple[int, int]] | None = None,
 ) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Who holds the resident bytes: by kind, and the largest modules by class name.
 
     Args:
         graphs: also what graphs hold without our hooks; only while no backward can be under way.
+        rest: (storage's address, bytes) of all that is there: what Python does not see of it, autograd has saved. None:
+            the recorder's handles say what that is.
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
@@ -161,7 +177,7 @@ def holders(
     for thing in native.objects_of((torch.Tensor,)):
         if type(thing) in (torch.Tensor, torch.nn.Parameter):
             take(_gradient(thing), "gradients")
-    for cell in native.handled():
+    for cell in native.handled() if rest is None else ():
         if cell.present:
             lease = native.lease(cell)
             if lease is not None:
@@ -170,8 +186,10 @@ def holders(
         take(tensor, "saved for backward")
     for tensor in live_tensors(native, device):
         take(tensor, "other tensors")
+    kinds["saved for backward"] += sum(size for key, size in rest or () if key not in seen)
+    kinds = {kind: size for kind, size in kinds.items() if size}
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
-    return dict(kinds), ranked[:top]
+    return kinds, ranked[:top]
 
 
 # What a parameter's state takes in units of the parameter, for optimizers that have not made it yet.
@@ -189,7 +207,7 @@ _MOMENTS = {
 }
 
 
-def missing_states(native: Any, device: torch.device | str) -> int:
+def missing_states(native: Inventory, device: torch.device | str) -> int:
     """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
 
     An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
@@ -220,7 +238,7 @@ def missing_states(native: Any, device: torch.device | str) -> int:
     return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)
 
 
-def step_bytes(native: Any, device: torch.device | str) -> int:
+def step_bytes(native: Inventory, device: torch.device | str) -> int:
     """What an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it works
     on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
     device = torch.device(device)

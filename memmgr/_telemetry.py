@@ -15,16 +15,14 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from . import _modules as modules_
 from . import _stream
 from ._consumers import Consumer, Log, Reader, dumps, log_path
 from ._modules import Modules
-
-if TYPE_CHECKING:
-    from ._manager import Manager
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
 """Of the run's time, at most that much is processor time of the telemetry's thread. What takes longer is done less often."""
@@ -37,6 +35,28 @@ GONE = ("present", "evicted", "offloaded")
 MOST_READERS = 8
 CLOSING_SECONDS = 0.2  # for readers to take the last lines
 _CELL = "bytes state copy held handles op_seconds age_seconds recomputable op module arriving".split()
+
+
+class About(Protocol):
+    """What a run says of itself."""
+
+    device_type: str
+
+    def hello(self) -> dict[str, Any]:
+        """What does not change."""
+
+    def sample(self) -> dict[str, Any]:
+        """What does."""
+
+
+class Native(modules_.Native, Protocol):
+    """What is asked of the native half."""
+
+    def set_detail(self, on: bool) -> None: ...
+    def drain_events(self) -> tuple[list[tuple[int, str | None, int, int, int, float]], int]: ...
+    def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
+    def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
+
 
 _open: set[Telemetry] = set()
 
@@ -51,10 +71,10 @@ def _tidy() -> None:
 class Telemetry:
     """The stream of one open budget."""
 
-    def __init__(self, manager: Manager, log: str | None) -> None:
-        self._manager = manager
-        self._native = manager.native
-        self.modules = Modules(manager.native)
+    def __init__(self, native: Native, about: About, log: str | None) -> None:
+        self._native = native
+        self._about = about
+        self.modules = Modules(native)
         self.detail = False  # somebody looks: the training threads note per-op detail
         self._log_wanted = log_path(log) if log is not None else None
         self._log: Log | None = None
@@ -318,7 +338,6 @@ class Telemetry:
     # -- lines --
 
     def _hello(self) -> dict[str, Any]:
-        config = self._manager.config
         rank = os.environ.get("RANK")
         return {
             "type": "hello",
@@ -331,34 +350,12 @@ class Telemetry:
             "command": list(getattr(sys, "orig_argv", sys.argv)),
             "time": time.time(),
             "seconds": self._now(),
-            "device": str(config.device),
-            "budget_bytes": config.limit_bytes,
-            "policy": config.policy.name,
-            "disk_folder": config.folder,
-            "tier": self._manager.tier_name(),
+            **self._about.hello(),
             "map_states": list(MAP_STATES),
         }
 
     def _sample(self) -> dict[str, Any]:
-        manager, native = self._manager, self._native
-        resident, budget, saved, _, _, largest, _ = native.pressure()
-        counters, tier = native.counters(), native.tier_stats()
-        gone, offloaded = counters["gone_bytes"], counters["offloaded_bytes"]
-        sleeping = manager.sleeper.asleep
-        return {
-            "type": "sample",
-            "seconds": self._now(),
-            "phase": "asleep" if sleeping else "backward" if manager.last.in_backward else "forward",
-            "budget_bytes": budget,
-            "resident_bytes": resident,
-            "saved_bytes": min(saved, resident),
-            "evicted_bytes": max(0, gone - offloaded),
-            "offloaded_bytes": offloaded,
-            "unmanaged_bytes": resident + gone,
-            "tier_bytes": tier.get("used_bytes", 0),
-            "largest_request_bytes": largest,
-            "total": self._manager.stats(),
-        }
+        return {"type": "sample", "seconds": self._now(), **self._about.sample()}
 
     def _cells(self, wanting: list[Consumer]) -> dict[str, Any]:
         rows, modules = self._native.watch_cells(max(consumer.cells for consumer in wanting))
@@ -389,6 +386,6 @@ class Telemetry:
         return {"type": "map", "seconds": self._now(), "span_bytes": span, "columns": columns}
 
     def _holders(self, wanting: list[Consumer]) -> dict[str, Any]:
-        kinds, modules = self.modules.holdings(self._manager.device.type)
+        kinds, modules = self.modules.holdings(self._about.device_type)
         ranked = sorted(modules.items(), key=lambda item: -item[1])[:100]
         return {"type": "holders", "seconds": self._now(), "kinds": kinds, "modules": dict(ranked)}

@@ -25,7 +25,7 @@ from memmgr.tools import run as run_verb
 from memmgr.tools._wrong import Wrong
 
 if TYPE_CHECKING:
-    from memmgr._manager import Manager
+    from memmgr._budget import Runtime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,12 @@ def _close(pid: int, args: argparse.Namespace) -> None:
         print("memmgr: " + line, file=sys.stderr, flush=True)
 
 
-def outcome(args: argparse.Namespace, manager: Manager | None) -> list[str]:
+def outcome(args: argparse.Namespace, manager: Runtime | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
-    measured = manager.measuring.last if manager is not None else None
+    measuring = getattr(manager, "measuring", None)  # the pager has none
+    measured = measuring.last if measuring is not None else None
     if measured is None:
-        passes = manager.passes if manager is not None else 0
+        passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     trace = measured.trace
     peak, _ = trace.unmanaged_peak

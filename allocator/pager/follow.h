@@ -38,7 +38,7 @@ void drop_plans();
 // A plan leads in this period, as far as it has come.
 bool plan_leads();
 
-// What is due. Called by Place.
+// What is due. Called by Moment.
 void follow_before(uint32_t position);
 void follow_position_locked(uint32_t position, uint64_t hash);
 void follow_after(uint32_t position);

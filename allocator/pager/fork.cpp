@@ -8,6 +8,7 @@
 #include "admission.h"
 #include "budget.h"
 #include "cell.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "rng.h"
@@ -62,6 +63,7 @@ void after_fork_in_child() {
   new (&drawing_lock()) std::mutex;  // held while an op draws, and guards nothing of ours
   forget_admission_in_child();
   forget_dropper_in_child();
+  forget_watch_in_child();
   if (!budget.arena) return;
   budget.forked = true;
   if (!budget.open) return;

@@ -131,7 +131,7 @@ class Call {
       began_writes = true;
     }
     began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
-    const uint64_t stalled = counters.stall_ns.load(std::memory_order_relaxed);
+    const uint64_t stalled = waited_ns();
     const uint64_t begun = ticks();
     if (tl_depth == 1) begin_scratch();
     if (info_->seeded) drew = true;
@@ -147,7 +147,7 @@ class Call {
     }
     if (drawing_.owns_lock()) drawing_.unlock();
     seconds = seconds_of_ticks(ticks() - begun);
-    const uint64_t stall = counters.stall_ns.load(std::memory_order_relaxed) - stalled;
+    const uint64_t stall = waited_ns() - stalled;
     if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
     if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
       note_scratch(scratch_peak());
@@ -174,8 +174,9 @@ class Call {
 
   // The floor: what this op had pinned, its own memory, and what can never leave.
   static void note_floor_now(const Frame& frame) {
-    const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
-    const uint64_t fixed = all - std::min(all, paged) + escaped_bytes.load(std::memory_order_relaxed) +
+    const uint64_t all = mm_arena_resident(budget.arena);
+    const uint64_t elsewhere = resident_cell_bytes.load(std::memory_order_relaxed) + scratch_now();  // outputs, mostly
+    const uint64_t fixed = all - std::min(all, elsewhere) + escaped_bytes.load(std::memory_order_relaxed) +
                            in_flight_bytes.load(std::memory_order_relaxed);
     uint64_t pinned = 0;
     for (size_t i = 0; i < frame.cells().size(); ++i) {
@@ -335,7 +336,7 @@ bool bring_back_trapped(const char* what, Frame* frame) {
 }
 
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
-          Place* place) {
+          Moment* moment) {
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame, extra;
@@ -350,11 +351,11 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     call_below(op, below, stack);
     c10::SmallVector<Cell*, 4> made;
     adopt_outputs(info, *stack, returns, &made);
-    if (C10_UNLIKELY(place && !made.empty())) place->ended(info, made.data(), made.size(), 0, 0);
+    if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
     if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
     return;
   }
-  if (C10_UNLIKELY(place && !frame.empty())) place->begins(info, frame);
+  if (C10_UNLIKELY(moment && !frame.empty())) moment->begins(info, frame);
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
   // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
@@ -366,8 +367,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     try {
       if (tl_depth == 1 && !budget.forked) admitted.emplace(need, alone);
       call.run(frame);
-      if (C10_UNLIKELY(place != nullptr))
-        place->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
+      if (C10_UNLIKELY(moment != nullptr))
+        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
@@ -415,9 +416,9 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
     page(op, info, below, stack, nullptr);
     return;
   }
-  Place place;
-  page(op, info, below, stack, &place);
-  place.left();
+  Moment moment;
+  page(op, info, below, stack, &moment);
+  moment.left();
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -16,6 +16,7 @@
 #include "frame.h"
 #include "kernel.h"
 #include "module_plans.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -53,6 +54,7 @@ namespace {
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
 
 void set_out_of_memory(const char* text) {
+  note_refused();
   PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
   if (error)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
@@ -108,7 +110,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     char why[200] = {};
     if (folder && may_offload) {
       budget.tier = mm_tier_open(folder, disk_bytes, throttle, 2, why, sizeof why);
-      TORCH_CHECK(budget.tier, "memmgr: the disk tier cannot be opened in ", folder, ": ", why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
     }
     Options o;
     o.small_bytes = small_bytes;
@@ -151,6 +153,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.unseen_ops,
                     &counters.cut_recipes,
                     &counters.reads_ahead,
+                    &counters.writes_ahead,
                     &counters.late_reads,
                     &counters.planned_periods,
                     &counters.short_periods})
@@ -606,24 +609,30 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(unseen_ops)
   COUNTER(cut_recipes)
   COUNTER(reads_ahead)
+  COUNTER(writes_ahead)
   COUNTER(late_reads)
   COUNTER(planned_periods)
   COUNTER(short_periods)
   COUNTER(remat_ns)
   COUNTER(stall_ns)
 #undef COUNTER
-  uint64_t cells, pinned = 0, orphans = 0;
+  uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     cells = count_cells_locked();
     for_each_cell_locked([&](Cell* c) {
       pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
       orphans += c->storage._unsafe_get_target() ? 0 : 1;
+      largest = std::max(largest, c->nbytes);
+      if (c->state.load() & kAbsent) (c->absence == Absence::kEvicted ? evicted : offloaded) += c->nbytes;
     });
   }
   put(d, "cells", cells);
   put(d, "pinned_cells", pinned);
   put(d, "orphans", orphans);
+  put(d, "evicted_now_bytes", evicted);
+  put(d, "offloaded_now_bytes", offloaded);
+  put(d, "largest_cell_bytes", largest);
   return d;
 }
 
@@ -706,6 +715,6 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   if (PyType_Ready(&pin_type) < 0) return nullptr;
   watch_forks();
   PyObject* module = PyModule_Create(&definition);
-  if (module && !add_plan_functions(module)) Py_CLEAR(module);
+  if (module && (!add_plan_functions(module) || PyModule_AddFunctions(module, observe_methods) < 0)) Py_CLEAR(module);
   return module;
 }

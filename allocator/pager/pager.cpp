@@ -11,6 +11,7 @@
 #include "module.cpp"
 #include "module_plans.cpp"
 #include "numerics.cpp"
+#include "observe.cpp"
 #include "ops.cpp"
 #include "pools/cpu_arena.cpp"
 #include "recipe.cpp"

@@ -8,6 +8,7 @@
 
 #include "budget.h"
 #include "numerics.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "rng.h"
 
@@ -285,6 +286,7 @@ void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs
     Recipe* r = recipe.release();
     r->refs = 1;
     r->outputs = outputs;
+    r->module = module_of(r->info);
     for (const TensorArg& a : r->tensors) {
       if (!a.version) continue;
       a.version->readers.push_back(r);

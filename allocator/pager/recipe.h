@@ -59,6 +59,7 @@ struct Recipe {
   std::vector<Version*> outputs;  // not counted; null: nobody wants it
   at::Generator rng;              // a copy, in the state before the op drew; undefined: it draws nothing
   int numerics = 0;
+  uint32_t module = 0;  // that was running, while somebody looks (observe.h)
   uint16_t depth = 1;
   bool broken = false;  // something that it reads is lost
   uint64_t bytes = 0;   // that it costs by itself

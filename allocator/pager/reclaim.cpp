@@ -13,6 +13,7 @@
 #include "budget.h"
 #include "checksum.h"
 #include "follow.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "rematerialize.h"
@@ -28,6 +29,18 @@ WithoutGil::WithoutGil() {
 }
 WithoutGil::~WithoutGil() {
   if (saved_) PyEval_RestoreThread(static_cast<PyThreadState*>(saved_));
+}
+
+// ---- time ----
+
+static thread_local uint64_t tl_waited_ns = 0;
+
+uint64_t waited_ns() { return tl_waited_ns; }
+Wait::Wait() : begun_(now_ns()), before_(tl_waited_ns) {}
+uint64_t Wait::end() {
+  const uint64_t all = now_ns() - begun_, inner = tl_waited_ns - before_;
+  tl_waited_ns = before_ + all;
+  return all - std::min(all, inner);
 }
 
 // ---- victims ----
@@ -262,6 +275,7 @@ uint64_t leave(Cell* c, Way way) {
       c->absence = Absence::kOffloaded;
     }
     if (drop) cancel_write_locked(c, &cancelled);
+    note_event(drop ? Event::kEvict : Event::kOffload, c->version ? c->version->recipe : nullptr, c->nbytes, 0);
     if (storage) show_bytes(storage.get(), nullptr, c);
     bytes = std::move(c->bytes);
     c->bytes.clear();
@@ -306,7 +320,7 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
     if (tl_froze || i == 2000) return 0;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const uint64_t begun = now_ns();
+  Wait wait;
   counters.reclaims++;
   const uint64_t want = need ? need : request;
   poll_transfers();
@@ -335,7 +349,9 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (refill_locked()) released = 1;
   }
-  counters.stall_ns += now_ns() - begun;
+  const uint64_t waited = wait.end();
+  counters.stall_ns += waited;
+  note_event(Event::kStall, nullptr, released, waited);
   return released;
 }
 
@@ -346,6 +362,17 @@ void check_sum(const Cell* c, const void* data) {
   TORCH_CHECK(false, "memmgr: ", c->nbytes, " bytes came back other than they left (",
               c->absence == Absence::kEvicted ? "rematerialized" : "read back",
               "). The run must not go on with them; please report this.");
+}
+
+// What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
+static bool make_instead(Cell* c) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (!may_be_dropped_locked(c)) return false;
+  set_evicted_locked(c->version, true, &trash);
+  c->absence = Absence::kEvicted;
+  trash.slots.push_back(std::exchange(c->slot, -1));
+  return true;
 }
 
 void bring_back(Cell* c) {
@@ -375,12 +402,17 @@ void bring_back(Cell* c) {
     }
     absence = c->absence;
   }
-  const uint64_t begun = now_ns();
+  Wait wait;
   at::DataPtr bytes;
   try {
     if (absence == Absence::kEvicted) {
-      bytes = rematerialize(c);
-    } else {
+      try {
+        bytes = rematerialize(c);
+      } catch (const c10::OutOfMemoryError&) {
+        if (c->slot < 0) throw;  // else the copy below takes no room beside its own
+      }
+    }
+    if (!bytes) {
       bytes = pool_allocate(c->nbytes);
       if (absence == Absence::kFill) {
         std::memset(bytes.get(), 0, c->nbytes);
@@ -390,12 +422,17 @@ void bring_back(Cell* c) {
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
           note_tier_error(-wrong);
-          TORCH_CHECK(false, "memmgr: reading ", c->nbytes, " offloaded bytes back failed: ", std::strerror(-wrong),
+          TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+                      " bytes back: ", std::strerror(-wrong),
                       budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+          absence = Absence::kEvicted;
+          bytes.clear();
+          bytes = rematerialize(c);
+        } else {
+          note_transfer(false, c->nbytes, now_ns() - reading);
+          counters.reloads++;
+          counters.reload_bytes += c->nbytes;
         }
-        note_transfer(false, c->nbytes, now_ns() - reading);
-        counters.reloads++;
-        counters.reload_bytes += c->nbytes;
       }
     }
     check_sum(c, bytes.get());
@@ -404,12 +441,15 @@ void bring_back(Cell* c) {
     throw;
   }
   bool last;
+  const uint64_t waited = wait.end();
+  (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
+    if (absence != Absence::kEvicted)
+      note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
     last = come_back_locked(c, std::move(bytes), &trash);
   }
-  counters.stall_ns += now_ns() - begun;
   if (last) last_user_is_gone(c);
 }
 
@@ -422,20 +462,31 @@ void note_floor(uint64_t bytes) {
   while (seen < bytes && !floor_mark.compare_exchange_weak(seen, bytes)) {
   }
 }
+static thread_local uint64_t tl_refused_bytes = 0;
+void note_refused() { note_floor(std::exchange(tl_refused_bytes, 0)); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 void reset_floor() { floor_mark.store(0); }
 
+// The arena asks nobody to leave for what could never fit.
+static uint64_t may_leave_bytes() {
+  uint64_t bytes = 0;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](const Cell* c) {
+    bool drop;
+    if (!c->small && c->state.load() == 0 && cost_of_leaving_locked(c, &drop) >= 0) bytes += c->nbytes;
+  });
+  return bytes;
+}
+
 void throw_out_of_memory(uint64_t request) {
   const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
-  note_floor(resident + request);
-  const auto mb = [](uint64_t n) { return std::to_string(static_cast<double>(n / 1000) / 1000).substr(0, 8) + " MB"; };
-  std::string text = "DefaultCPUAllocator: not enough memory: you tried to allocate " + std::to_string(request) +
-                     " bytes. memmgr: the budget is " + mb(limit) + ", " + mb(resident) +
-                     " are in use and nothing more can leave; this op needs " + mb(resident + request) + ".";
+  tl_refused_bytes = request + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
+  std::string text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(request) +
+                     " bytes. memmgr: the budget of " + std::to_string(limit) +
+                     " bytes is spent: " + std::to_string(resident) + " bytes are in use and nothing more can leave.";
   {
     std::lock_guard<std::mutex> lock(budget.error_lock);
     if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
-    if (budget.tier_error == std::strerror(ENOSPC)) text += " More disk, not more budget.";
   }
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }

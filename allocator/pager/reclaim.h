@@ -10,6 +10,17 @@ namespace memmgr::pager {
 // What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
+// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once.
+uint64_t waited_ns();
+class Wait {
+ public:
+  Wait();
+  // The part of it that no inner wait has counted.
+  uint64_t end();
+
+ private:
+  uint64_t begun_, before_;
+};
 
 // How a cell leaves, where both ways are open; else the way that is.
 enum class Way : uint8_t { kCheaper, kEvict, kOffload };
@@ -29,6 +40,8 @@ void bring_back(Cell* c);
 
 // The most that has been pinned and could not leave, with the request that came to it.
 void note_floor(uint64_t bytes);
+// What this thread was refused last, once that is an error and not a try that was made again.
+void note_refused();
 uint64_t floor_bytes();
 void reset_floor();
 

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "budget.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 
@@ -206,11 +207,15 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
       inputs.push_back(std::make_unique<Input>());
       if (!inputs.back()->fetch(v, &sources[i])) return false;
     }
-    const uint64_t begun = now_ns();
+    Wait wait;
     made = run(*r, std::move(sources));
-    const uint64_t took = now_ns() - begun;
+    const uint64_t took = wait.end();
     counters.rematerialized_ops++;
     counters.remat_ns += took;
+    uint64_t bytes = 0;
+    for (const StoragePtr& s : made)
+      if (s) bytes += s->nbytes();
+    note_event(Event::kRematerialize, r, bytes, took);
   }
   {
     Trash trash;

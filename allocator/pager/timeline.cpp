@@ -66,7 +66,7 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
 
 }  // namespace
 
-void Place::begins(OpInfo* info, const Frame& frame) {
+void Moment::begins(OpInfo* info, const Frame& frame) {
   const uint64_t now = ticks();
   uint32_t at;
   {
@@ -86,7 +86,7 @@ void Place::begins(OpInfo* info, const Frame& frame) {
   follow_before(at);
 }
 
-void Place::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch) {
+void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch) {
   if (position_ < 0) {
     if (n == 0) return;
     begins(info, Frame());
@@ -119,7 +119,7 @@ void Place::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uin
   ended_ = true;
 }
 
-void Place::left() {
+void Moment::left() {
   if (ended_) follow_after(static_cast<uint32_t>(position_));
 }
 

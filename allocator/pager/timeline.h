@@ -50,7 +50,7 @@ struct Timeline {
 extern std::atomic<bool> timeline_on;
 
 // One op's place in the timeline; made by the kernel for ops that touch cells, outermost ones only.
-class Place {
+class Moment {
  public:
   // Before the op's cells are pinned: what a plan wants before it is begun.
   void begins(OpInfo* info, const Frame& frame);

@@ -15,7 +15,6 @@ struct Read {
   Cell* cell;
   StoragePtr storage;  // so that the pointer to be shown lives
   at::DataPtr bytes;
-  uint64_t begun;
 };
 
 // Guarded by the graph's lock.
@@ -55,7 +54,6 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 // The bytes are there, or the read has failed: then the cell is as absent as it was, and whoever touches it is told
 // why.
 void end_read(Read r, int result) {
-  const uint64_t begun = now_ns();
   bool last;
   if (result < 0) {
     note_tier_error(-result);
@@ -77,7 +75,6 @@ void end_read(Read r, int result) {
     }
     if (last) last_user_is_gone(r.cell);
   }
-  counters.stall_ns += now_ns() - begun;
   drop_later(std::move(r.storage));
 }
 
@@ -109,6 +106,7 @@ bool begin_write_locked(Cell* c) {
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
   if (slot >= 0) {
     c->writing = slot;
+    counters.writes_ahead++;
     transfers().writes.push_back(c);
     under_way++;
   } else {
@@ -138,7 +136,7 @@ void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
 }
 
 bool begin_read(Cell* c) {
-  Read r{c, {}, {}, now_ns()};
+  Read r{c, {}, {}};
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     uint32_t expected = kAbsent;
@@ -180,9 +178,9 @@ bool finish_read(Cell* c) {
     }
   }
   if (!mine) return false;
-  const uint64_t begun = now_ns();
+  Wait wait;
   const int result = mm_tier_wait(budget.tier, c->slot);
-  const uint64_t waited = now_ns() - begun;
+  const uint64_t waited = wait.end();
   counters.stall_ns += waited;
   if (waited > 20000) counters.late_reads++;
   end_read(std::move(*mine), result);

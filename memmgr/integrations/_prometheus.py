@@ -41,6 +41,8 @@ class MemmgrCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family a figure; none before the first budget."""
         for key, value in stats().items():
+            if key.startswith("escapes."):
+                continue  # places in a program are no metrics
             stem, dot, last = key.rpartition(".")
             name = f"memmgr_{_with_peak(stem)}" if last == "peak" else f"memmgr_{stem if dot else key}"
             text = f"memmgr.stats()[{key!r}]"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,19 +16,23 @@ from .patches import Patches
 from .raw import RawReaders
 
 
+class Passes(Protocol):
+    """Who wants to know where passes begin and end."""
+
+    def install(self, patches: Patches) -> None: ...
+
+
 class Readers:
     """All patches of one budget; none survives `remove`."""
 
-    def __init__(self, pager: Pager, after_backward: Callable[[], None]) -> None:
+    def __init__(self, pager: Pager, passes: Passes) -> None:
         self._pager = pager
-        self._after_backward = after_backward
-        self._inside = threading.local()
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
         self._extensions = Extensions(pager, self._patches)
+        self._passes = passes
         self._open = False
-        self.backwards = 0
 
     def install(self) -> None:
         """Puts the patches in place."""
@@ -47,7 +50,7 @@ class Readers:
         import torch.autograd.graph as graph
 
         wrap(graph, "_engine_run_backward", self._backward)
-        wrap(torch.autograd, "_engine_run_backward", lambda _: graph._engine_run_backward)
+        self._passes.install(self._patches)
 
     def remove(self) -> None:
         """Undoes them."""
@@ -96,18 +99,8 @@ class Readers:
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "backward", False):  # of checkpointing, inside another
-                with self._reducers.backward():
-                    return original(*args, **kwargs)
-            self.backwards += 1
-            self._inside.backward = True
-            try:
-                with self._reducers.backward():
-                    return original(*args, **kwargs)
-            finally:
-                self._inside.backward = False
-                if self._open:
-                    self._after_backward()
+            with self._reducers.backward():
+                return original(*args, **kwargs)
 
         return run_backward
 

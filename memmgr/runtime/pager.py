@@ -1,18 +1,29 @@
-"""One open budget over the pager: opening, leaving, figures, errors."""
+"""One open budget over the pager: opening, leaving, and who is asked for what."""
 
 from __future__ import annotations
 
-import time
+import gc
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._errors import BudgetError
-from memmgr._sizes import UNLIMITED, show_size
+import torch
+
+from memmgr._sizes import UNLIMITED
+from memmgr._stock import Stock, saved_without_hooks
+from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
 from memmgr.native.pager import SMALL_BYTES, Order, Pager
+from memmgr.observe.errors import Explainer
+from memmgr.observe.pager import PagerFigures
+from memmgr.observe.passes import Pass, Passes
+from memmgr.observe.summary import report as report_end
+from memmgr.observe.summary import summary
 from memmgr.policies import Policy
 from memmgr.policies.rules.filters import FILTERS
 from memmgr.readers import Readers
+
+from .plans import Plans
 
 from .plans import Plans
 
@@ -24,6 +35,7 @@ class PagerConfig:
     """What a budget was asked for, as the pager takes it."""
 
     limit_bytes: int
+    device: torch.device
     folder: str | None
     disk_bytes: int
     policy: Policy
@@ -32,9 +44,8 @@ class PagerConfig:
     throttle: int = 0
     small_bytes: int = SMALL_BYTES
     plan: bool = True
-
-
-def _nothing() -> None: ...
+    binary: bool = False  # errors speak in powers of two, as the limit did
+    log: str | None = None
 
 
 def _order(policy: Policy) -> Order:
@@ -51,28 +62,36 @@ class PagerRuntime:
     def __init__(self, config: PagerConfig) -> None:
         self.config = config
         self.native: Pager = native.load()
+        planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
         self.plans = Plans(
             self.native,
             config.limit_bytes,
             recompute=config.policy.recomputes,
             offload=config.policy.offloads and config.folder is not None,
             disk_bytes=config.disk_bytes,
+            allowed=planned,
         )
-        planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
-        self._readers = Readers(self.native, self.plans.end_of_period if planned else _nothing)
+        self.passes = Passes(self.native, self._ended_pass)
+        self._readers = Readers(self.native, self.passes)
+        self.figures = PagerFigures(config, self.native, self.passes, self.plans, self._readers.escaped)
+        self.telemetry = Telemetry(self.native, self.figures, config.log)
+        self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
+        self._stock: Stock | None = None
+        self._open = False
         self._final: dict[str, Any] | None = None
-        self._begun = 0.0
+        self.ended_well = False  # at the end of a process: it is closed as after an exception, without one
 
     def start(self) -> None:
         """Opens the budget: what is there becomes pageable, and what is beyond the limit leaves.
 
         Raises:
             BudgetError: more is held than the limit, and it cannot leave.
+            OSError: the log cannot be written, or the tier cannot be opened.
         """
-        config = self.config
-        self._begun = time.perf_counter()
-        self.native.set_budget_error(self._budget_error)
-        self.native.open(
+        config, pager = self.config, self.native
+        gc.collect()  # what is garbage already shall not count against the budget
+        pager.set_budget_error(self._explain.spent)
+        pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
             folder=config.folder if config.policy.offloads else None,
             disk_bytes=config.disk_bytes,
@@ -85,74 +104,74 @@ class PagerRuntime:
             order=int(_order(config.policy)),
         )
         try:
+            self._measure_link()
+            self._take_stock()
             self._readers.install()
-            self.native.adopt_all()
-            beyond = self.native.settle()
-            if beyond:
-                need = self.native.stats()["resident_bytes.current"]
-                raise self._budget_error(
-                    f"memmgr: the budget is {show_size(config.limit_bytes)}, but {show_size(need)} are in use when it opens "
-                    "and nothing more of that can leave."
-                )
+            if pager.settle():
+                raise self._explain.too_big(pager.resident())
+            self.telemetry.start()
+            self._open = True
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _budget_error(self, text: str) -> BudgetError:
-        error = BudgetError(text)
-        error.budget_bytes = self.config.limit_bytes
-        error.floor_bytes = self.native.stats().get("floor_bytes", 0)
-        return error
+    def _take_stock(self) -> None:
+        """What is there can leave, or is counted: small tensors, and memory that is not torch's."""
+        self.native.adopt_all()
+        for tensor in saved_without_hooks(self.native, self.config.device):
+            self.native.adopt(tensor)
+        self._stock = Stock(self.native, self.config.device)
+        self.native.add_outside(self._stock.bytes)
 
-    def close(self, *, failed: bool) -> None:
+    def _ended_pass(self, ended: Pass) -> None:
+        self.telemetry.ended_pass(
+            ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
+        )
+        self.plans.end_of_period()
+
+    def close(self, *, report: bool = True, failed: bool) -> None:
         """Everything comes back, and nothing of ours is left."""
         if self._final is not None:
             return
-        final = self._collect()
-        self._readers.remove()
-        self.plans.close()
-        self.native.close()
-        self._final = final
-        if not self.config.quiet and not failed:
-            print(self.summary())
+        self._final = self.figures.stats()
+        try:
+            self._readers.remove()
+            self.plans.close()
+            self.native.close()
+        finally:
+            self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
+            if self._stock is not None:
+                self._stock.close()
+        if report and self._open and not self.config.quiet:
+            report_end(self._final)
+        for text in self.telemetry.complaints():  # last: a warning may be an exception here, and everything is closed
+            warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
     def disable_in_child(self) -> None:
         """In a forked child: what its parent had away comes back when it is read; nothing else is managed.
 
         The readers stay, since they are what brings it back where no op reads.
         """
+        self.telemetry.in_child()
         self._final = self._final or {}
 
     def stats(self) -> dict[str, Any]:
         """The flat dict that `memmgr.stats()` returns."""
-        return dict(self._final) if self._final is not None else self._collect()
+        return dict(self._final) if self._final is not None else self.figures.stats()
 
-    def _collect(self) -> dict[str, Any]:
-        figures: dict[str, Any] = dict(self.native.stats())
-        figures["recomputes"] = figures["rematerialized_ops"]
-        figures["recompute_seconds"] = figures.pop("remat_ns") * 1e-9
-        figures["stall_seconds"] = figures.pop("stall_ns") * 1e-9
-        figures["wall_seconds"] = time.perf_counter() - self._begun
-        figures["plans"] = self.plans.made
-        figures["plan_seconds"] = self.plans.seconds
-        figures["planned_passes"] = figures["planned_periods"]
-        figures["passes"] = self._readers.backwards
-        figures["escaped"] = self._readers.escaped()
-        return figures
+    def put_below(self, tensor: torch.Tensor) -> None:
+        """The bytes leave now, and come back at the next use (`memmgr.manage`)."""
+        if self.native.adopt(tensor):
+            self.native.take_away(tensor)
+
+    def _measure_link(self) -> None:
+        """Writes and reads some megabytes: what a byte takes to the tier."""
+        for size in (8 << 20, 1 << 20, 64 << 10):
+            times = self.native.tier_probe(size)
+            if times is not None:
+                self.native.set_link(sum(times) / (2 * size))
+                return
 
     def summary(self) -> str:
         """One line."""
-        s = self.stats()
-        wall = max(s["wall_seconds"], 1e-9)
-        limit = s["budget_bytes"]
-        of = (
-            f" of {show_size(limit)} ({show_size(s['unmanaged_peak_bytes'])} unmanaged)"
-            if limit < UNLIMITED
-            else " without a limit"
-        )
-        return (
-            f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes; evicted {s['evictions']} "
-            f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
-            f"rematerializing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
-            f"of {wall:.1f} s"
-        )
+        return summary(self.stats())

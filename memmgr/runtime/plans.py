@@ -48,14 +48,18 @@ class Plans:
         recompute: whether ops may run again.
         offload: whether there is a tier.
         disk_bytes: its room; 0: the file system's.
+        allowed: False: nothing is ever measured, and so nothing planned.
     """
 
-    def __init__(self, pager: Pager, limit_bytes: int, *, recompute: bool, offload: bool, disk_bytes: int = 0) -> None:
+    def __init__(
+        self, pager: Pager, limit_bytes: int, *, recompute: bool, offload: bool, disk_bytes: int = 0, allowed: bool = True
+    ) -> None:
         self._pager = pager
         self._limit = limit_bytes
         self._recompute = recompute
         self._offload = offload
         self._disk_bytes = disk_bytes
+        self._allowed = allowed
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -66,6 +70,8 @@ class Plans:
 
     def end_of_period(self) -> None:
         """An outermost backward has ended."""
+        if not self._allowed:
+            return
         with self._lock:
             pressed = self._pager.stats()["reclaims"] > 0
             ended = self._pager.next_period(pressed)

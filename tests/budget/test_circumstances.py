@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ways import recorder_only
 
 import memmgr
 from memmgr import _circumstances as circumstances
@@ -82,6 +83,7 @@ def test_the_older_way_to_ask_for_a_precision_still_answers() -> None:
     assert native.environment() == plain and torch.get_float32_matmul_precision() == before
 
 
+@recorder_only
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward under the switch, backward without; what runs again runs under it."""

@@ -69,7 +69,7 @@ def test_what_is_there_already_does_not_fit() -> None:
     model = wide()
     limit = bytes_of(model) // 2
     with pytest.raises(memmgr.BudgetError) as caught:
-        memmgr.budget(limit, quiet=True).__enter__()
+        memmgr.budget(limit, disk=False, quiet=True).__enter__()
     check_error(caught.value, limit)
     assert "parameters" in str(caught.value) and "Linear" in str(caught.value)
     assert caught.value.floor_bytes >= bytes_of(model)
@@ -80,7 +80,8 @@ def test_what_is_there_already_does_not_fit() -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["model inside", "model outside"])
 @pytest.mark.parametrize("share", [1.5, 2.5, 3.5])
 def test_model_states_alone_do_not_fit(share: float, inside: bool) -> None:
-    """Parameters, gradients and two moments are 4x the parameters: any less fails at the first optimizer step."""
+    """Parameters, gradients and two moments are 4x the parameters: where they have nowhere to go, any less fails at the first
+    optimizer step."""
     model = None if inside else wide()
     there = bytes_already_there() - (0 if model is None else bytes_of(model))
     limit = int(bytes_of(wide()) * share) + there
@@ -96,7 +97,7 @@ def test_model_states_alone_do_not_fit(share: float, inside: bool) -> None:
             step(model, optimizer)
             done.append("stepped")
 
-    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(limit, quiet=True):
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(limit, disk=False, quiet=True):
         train(50)
     assert done == ["begun"], f"failed after {done.count('stepped')} optimizer steps"
     error = caught.value
@@ -113,7 +114,7 @@ def test_model_states_alone_do_not_fit(share: float, inside: bool) -> None:
     gc.collect()
     model = None if inside else wide()
     # The smallest budget that it names works, with a tenth to spare.
-    with memmgr.budget(int(1.10 * floor), quiet=True) as mm:
+    with memmgr.budget(int(1.10 * floor), disk=False, quiet=True) as mm:
         train(2)
     assert mm.stats()["resident_bytes.peak"] <= 1.10 * floor
 
@@ -156,15 +157,19 @@ def test_without_grad_mode_too() -> None:
 
 
 def test_held_tensors_are_named() -> None:
-    """What the program keeps in a list cannot leave, and the error says that it is there."""
+    """What the program keeps in a list and nobody can make again cannot leave, and the error says that it is there."""
     kept = []
-    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(20 * MB, quiet=True):
+    with (
+        pytest.raises(memmgr.BudgetError) as caught,
+        memmgr.budget(20 * MB, disk=False, quiet=True),
+        torch.no_grad(),
+    ):
         x = torch.ones(500_000, requires_grad=True)
         for _ in range(100):
             x = x.sin()
             kept.append(x)
     check_error(caught.value, 20 * MB)
-    assert "saved for backward" in str(caught.value) or "other tensors" in str(caught.value)
+    assert "other tensors" in str(caught.value)
     assert 6 <= len(kept) <= 10
 
 
@@ -208,7 +213,7 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
         return bool(whole.__get__(tensor))
 
     limit = bytes_already_there() + 4 * MB
-    with memmgr.budget(limit, quiet=True), monkeypatch.context() as patch:
+    with memmgr.budget(limit, disk=False, quiet=True), monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(torch.Tensor, "is_leaf", property(is_leaf), raising=False)
         with pytest.raises(memmgr.BudgetError, match="Held now"):
             held = [torch.randn(MB // 4) for _ in range(8)]
@@ -269,7 +274,7 @@ def test_it_says_what_a_whole_step_takes_once_there_is_an_optimizer() -> None:
 
 def _opened_too_small(limit: Any, model: nn.Module) -> str:
     with pytest.raises(memmgr.BudgetError) as caught:
-        memmgr.budget(limit, quiet=True).__enter__()
+        memmgr.budget(limit, disk=False, quiet=True).__enter__()
     del model
     return str(caught.value)
 

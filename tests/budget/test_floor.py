@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ways import recorder_only
 
 import memmgr
 
@@ -144,6 +145,7 @@ def test_the_ideal_manager_keeps_the_bits() -> None:
 # ---- floor_bytes ---------------------------------------------------------------------------------------------------------
 
 
+@recorder_only  # the pager's floor is lower: tests/pager/test_floor.py
 @pytest.mark.parametrize("name", MODELS)
 def test_floor_of_an_unlimited_run(name: str) -> None:
     stats = managed(name, None)
@@ -151,6 +153,7 @@ def test_floor_of_an_unlimited_run(name: str) -> None:
     assert stats["floor_bytes"] == pytest.approx(truth(name).floor_bytes, rel=0.10)
 
 
+@recorder_only
 @pytest.mark.parametrize("name", MODELS)
 def test_floor_of_a_tight_run(name: str) -> None:
     """The floor is a property of the run, so a run near it says the same."""
@@ -168,6 +171,7 @@ def test_a_tenth_over_the_floor_works(name: str) -> None:
     assert stats["resident_bytes.peak"] <= limit
 
 
+@recorder_only
 @pytest.mark.parametrize("name", MODELS)
 def test_a_twentieth_under_the_floor_fails_and_names_it(name: str) -> None:
     floor = managed(name, None)["floor_bytes"]
@@ -185,6 +189,7 @@ def test_a_twentieth_under_the_floor_fails_and_names_it(name: str) -> None:
         assert run(name) == list(truth(name).losses)
 
 
+@recorder_only
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints what the README's table says, and checks that models that hold much are seen to."""
     rows, shares = [], {}

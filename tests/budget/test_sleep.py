@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from ways import recorder_only
 
 import memmgr
 from memmgr import _budget
 from memmgr._sleep import CALM_PASSES, TIGHT_PASSES, hooks_on_top
+
+pytestmark = recorder_only
 
 SMALL, LARGE = 64, 1024
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
+from ways import recorder_only
 
 import memmgr
 from memmgr import _stream
@@ -384,6 +385,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
 # -- what goes wrong behind the scenes is seen once --
 
 
+@recorder_only
 def test_an_error_in_the_daemon_is_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "run.jsonl"
     failed = threading.Event()

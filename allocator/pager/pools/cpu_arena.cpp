@@ -100,6 +100,7 @@ void forget_pool_in_child() {
 }
 
 void begin_scratch() { tl_scratch = tl_scratch_peak = 0; }
+uint64_t scratch_now() { return static_cast<uint64_t>(std::max<int64_t>(0, tl_scratch)); }
 uint64_t scratch_peak() { return static_cast<uint64_t>(tl_scratch_peak); }
 
 }  // namespace memmgr::pager

@@ -21,6 +21,7 @@ void forget_pool_in_child();
 
 // What this thread's allocations came to since `begin_scratch`: their high-water mark.
 void begin_scratch();
+uint64_t scratch_now();  // of it, what is there still
 uint64_t scratch_peak();
 
 }  // namespace memmgr::pager

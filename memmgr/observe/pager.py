@@ -1,0 +1,170 @@
+"""What a run over the pager says of itself: its figures, to `memmgr.stats()` and to the telemetry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from memmgr.policies import Policy
+
+from .passes import Passes
+from .summary import fragmentation
+
+
+class Asked(Protocol):
+    """What the budget was asked for."""
+
+    @property
+    def limit_bytes(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def folder(self) -> str | None: ...
+
+
+class Native(Protocol):
+    """What is used of the pager."""
+
+    def stats(self) -> dict[str, int]: ...
+    def arena_stats(self) -> dict[str, int]: ...
+    def tier_stats(self) -> dict[str, int]: ...
+
+
+class Planned(Protocol):
+    """What is used of the plans."""
+
+    @property
+    def made(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+# Of what the pager counts, under the names that it has there.
+_COUNTED = (
+    "resident_bytes.current",
+    "evictions",
+    "evicted_bytes",
+    "offloads",
+    "offload_bytes",
+    "reloads",
+    "reload_bytes",
+    "clean_drops",
+    "ops",
+    "recorded_ops",
+    "rematerializations",
+    "trials",
+    "refused_kinds",
+    "adopted",
+    "adopted_bytes",
+    "escapes",
+    "escaped_bytes",
+    "copies_before_write",
+    "foreign_writes",
+    "unseen_ops",
+    "retries",
+    "trap_retries",
+    "admission_waits",
+    "cut_recipes",
+    "cells",
+    "pinned_cells",
+    "absent_cells",
+    "orphans",
+    "recipe_bytes",
+    "works_in_flight",
+    "tier_errors",
+    "reads_ahead",
+    "late_reads",
+    "short_periods",
+)
+
+
+class PagerFigures:
+    """A `memmgr._telemetry.About`, and the figures of `memmgr.stats()`.
+
+    Args:
+        escaped: says where addresses were handed out for good, and how often (rule 9).
+    """
+
+    def __init__(self, asked: Asked, native: Native, passes: Passes, plans: Planned, escaped: Callable[[], dict[str, int]]) -> None:
+        self._asked = asked
+        self._native = native
+        self._passes = passes
+        self._plans = plans
+        self._escaped = escaped
+        self._begun = time.perf_counter()
+        self._held_peak = 0
+        self.device_type = asked.device.type
+
+    def held_bytes(self, now: dict[str, int]) -> int:
+        """What cannot leave whatever happens: what is smaller than a cell, and what has escaped."""
+        return max(0, now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"])
+
+    def stats(self) -> dict[str, Any]:
+        """The flat dict that `memmgr.stats()` returns."""
+        now, arena, tier = self._native.stats(), self._native.arena_stats(), self._native.tier_stats()
+        passes = self._passes
+        self._held_peak = max(self._held_peak, self.held_bytes(now))
+        return {
+            "budget_bytes": self._asked.limit_bytes,
+            "resident_bytes.peak": max(arena["resident_peak_bytes"], passes.resident_peak),
+            "held_bytes.peak": self._held_peak,
+            "floor_bytes": max(now["floor_bytes"], self._held_peak),
+            "unmanaged_peak_bytes": max(arena["unmanaged_peak_bytes"], passes.unmanaged_peak),
+            "outside_bytes": arena["outside_bytes"],
+            "recomputes": now["rematerialized_ops"],
+            "recompute_seconds": now["remat_ns"] * 1e-9,
+            "prefetch_hits": now["reads_ahead"] - now["late_reads"],
+            "stall_seconds": now["stall_ns"] * 1e-9,
+            "wall_seconds": time.perf_counter() - self._begun,
+            "checkpoint_seconds": passes.checkpoint_seconds,
+            "watched_seconds": passes.seconds,
+            "passes": passes.count,
+            "planned_passes": now["planned_periods"],
+            "plans": self._plans.made,
+            "plan_seconds": self._plans.seconds,
+            "write_backs": now["writes_ahead"],
+            "reclaims": arena["reclaims"],
+            "search_seconds": arena["search_nanoseconds"] * 1e-9,
+            "fragmentation": fragmentation(arena),
+            "committed_bytes.peak": arena["committed_peak_bytes"],
+            "tier_bytes.peak": tier.get("used_peak_bytes", 0),
+            **{name: now[name] for name in _COUNTED},
+            **{f"escapes.{site}": count for site, count in self._escaped().items()},
+        }
+
+    def hello(self) -> dict[str, Any]:
+        """What does not change."""
+        asked = self._asked
+        return {
+            "device": str(asked.device),
+            "budget_bytes": asked.limit_bytes,
+            "policy": asked.policy.name,
+            "disk_folder": asked.folder,
+            "tier": "disk" if self._native.tier_stats() else None,
+        }
+
+    def sample(self) -> dict[str, Any]:
+        """What does."""
+        now = self._native.stats()
+        resident, evicted, offloaded = (
+            now["resident_bytes.current"],
+            now["evicted_now_bytes"],
+            now["offloaded_now_bytes"],
+        )
+        return {
+            "phase": "backward" if self._passes.in_backward else "forward",
+            "budget_bytes": self._asked.limit_bytes,
+            "resident_bytes": resident,
+            "saved_bytes": max(0, min(resident, now["resident_cell_bytes"] - now["escaped_bytes"])),
+            "evicted_bytes": evicted,
+            "offloaded_bytes": offloaded,
+            "unmanaged_bytes": resident + evicted + offloaded,
+            "tier_bytes": self._native.tier_stats().get("used_bytes", 0),
+            "largest_request_bytes": now["largest_cell_bytes"],
+            "total": self.stats(),
+        }

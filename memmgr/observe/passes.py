@@ -1,0 +1,124 @@
+"""Passes: where one ends, and how long its halves took."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memmgr.readers.patches import Patches
+
+
+class Native(Protocol):
+    """What is used of the pager."""
+
+    def end_pass(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass: from the end of an outermost backward to the end of the next.
+
+    Attributes:
+        resident_peak: the most that was on the device, in bytes.
+        unmanaged_peak: the most that would have been, in bytes.
+    """
+
+    resident_peak: int
+    unmanaged_peak: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+class Passes:
+    """Counts the passes of one budget.
+
+    `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
+    switched on there, as activation checkpointing does.
+    """
+
+    def __init__(self, native: Native, ended: Callable[[Pass], None]) -> None:
+        self._native = native
+        self._ended = ended
+        self._here = threading.local()  # how deep a thread is in backward, and since when it recomputes
+        self._lock = threading.Lock()
+        self._begun = time.perf_counter()
+        self._under_way = 0
+        self.count = 0
+        self.seconds = 0.0
+        self.checkpoint_seconds = 0.0
+        self.resident_peak = 0
+        self.unmanaged_peak = 0
+
+    @property
+    def in_backward(self) -> bool:
+        """A backward is under way in some thread."""
+        return self._under_way > 0
+
+    def install(self, patches: Patches) -> None:
+        """Patches what begins and ends a pass."""
+        import torch.autograd.graph as graph
+
+        patches.wrap(graph, "_engine_run_backward", self._backward)
+        patches.wrap(torch.autograd, "_engine_run_backward", lambda _: graph._engine_run_backward)
+        patches.wrap(torch.enable_grad, "__enter__", self._grad_mode_on)
+        patches.wrap(torch.enable_grad, "__exit__", self._grad_mode_as_it_was)
+
+    def _backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            here = self._here.__dict__
+            if here.get("depth", 0) or torch._C._current_graph_task_id() != -1:
+                return original(*args, **kwargs)  # inside another one
+            here["depth"] = 1
+            with self._lock:
+                self._under_way += 1
+            begun = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                here["depth"] = 0
+                self._end(begun)
+
+        return run_backward
+
+    def _end(self, turned: float) -> None:
+        now = time.perf_counter()
+        with self._lock:
+            self._under_way -= 1
+            resident, unmanaged = self._native.end_pass()
+            self.resident_peak = max(self.resident_peak, resident)
+            self.unmanaged_peak = max(self.unmanaged_peak, unmanaged)
+            ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned)
+            self._begun = now
+            self.count += 1
+            self.seconds += ended.forward_seconds + ended.backward_seconds
+        self._ended(ended)
+
+    def _grad_mode_on(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def enter(mode: Any) -> Any:
+            result = original(mode)
+            here = self._here.__dict__
+            if "mode" not in here and torch._C._current_graph_task_id() != -1:
+                here["mode"], here["since"] = mode, time.perf_counter()
+            return result
+
+        return enter
+
+    def _grad_mode_as_it_was(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def leave(mode: Any, *exception: Any) -> Any:
+            here = self._here.__dict__
+            if here.get("mode") is mode:
+                del here["mode"]
+                with self._lock:
+                    self.checkpoint_seconds += time.perf_counter() - here["since"]
+            return original(mode, *exception)
+
+        return leave

@@ -1,0 +1,42 @@
+"""The one line at the end of a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from memmgr._advice import own_checkpointing
+from memmgr._sizes import UNLIMITED, show_size
+
+
+def summary(s: dict[str, Any]) -> str:
+    """One line.
+
+    Args:
+        s: `memmgr.stats()`.
+    """
+    wall = max(s["wall_seconds"], 1e-9)
+    limit = s["budget_bytes"]
+    of = (
+        f" of {show_size(limit)} ({show_size(s['unmanaged_peak_bytes'])} unmanaged)"
+        if limit < UNLIMITED
+        else " without a limit"
+    )
+    planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
+    return (
+        f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes{planned}; evicted {s['evictions']} "
+        f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
+        f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
+        f"of {wall:.1f} s"
+    )
+
+
+def report(s: dict[str, Any]) -> None:
+    """Prints it, and what else is worth saying."""
+    print(summary(s), *("memmgr: " + line for line in own_checkpointing(s)), sep="\n", file=sys.stderr)
+
+
+def fragmentation(arena: dict[str, Any]) -> float:
+    """1 - longest run / free bytes, over the addresses that are used without remap; 0 when nothing is free."""
+    free, longest = arena.get("placeable_bytes", 0), arena.get("longest_run_bytes", 0)
+    return max(0.0, 1.0 - longest / free) if free else 0.0

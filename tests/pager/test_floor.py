@@ -1,0 +1,49 @@
+"""`floor_bytes` is the smallest budget that works: a twentieth more runs, a twentieth less raises and says so."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from budget.models import MODELS
+
+import memmgr
+
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """All runs are to be alike."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    yield
+    gc.collect()
+    torch.set_num_threads(threads)
+
+
+def train(name: str, limit: int | None) -> tuple[list[float], dict[str, Any]]:
+    torch.manual_seed(0)
+    gc.collect()
+    with memmgr.budget(limit, quiet=True) as mm:
+        training = MODELS[name]()
+        losses = [training.step() for _ in range(STEPS)]
+    return losses, mm.stats()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_twentieth_decides(name: str) -> None:
+    losses, measured = train(name, None)
+    floor = measured["floor_bytes"]
+    assert floor < 0.8 * measured["unmanaged_peak_bytes"], "nothing could leave: this tests nothing"
+    limit = int(1.05 * floor)
+    again, stats = train(name, limit)
+    assert again == losses and stats["resident_bytes.peak"] <= limit
+    assert stats["floor_bytes"] <= limit, "names a floor above a budget that worked"
+    with pytest.raises(memmgr.BudgetError) as caught:
+        train(name, int(0.95 * floor))
+    assert 0.95 * floor < caught.value.floor_bytes <= 1.05 * floor

@@ -1,0 +1,132 @@
+"""What the pager tells: figures that are counted once, passes, errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import memmgr
+
+MB = 1_000_000
+
+
+def _deep(layers: int = 12, rows: int = 2048) -> torch.Tensor:
+    x = torch.ones(rows, 256, requires_grad=True)
+    y = x
+    for _ in range(layers):
+        y = y.sin().exp()
+    return y.sum()
+
+
+@pytest.mark.parametrize("policy", ["evict", "offload", "auto"])
+def test_a_wait_is_counted_once(policy: str) -> None:
+    """Reading back waits for room, and making again does: the sum of all waits is no more than the time there was."""
+    with memmgr.budget(16 * MB, policy=policy, quiet=True) as mm:
+        begun = time.perf_counter()
+        _deep(rows=2048).backward()
+        wall = time.perf_counter() - begun
+    stats = mm.stats()
+    assert stats["evictions"] + stats["offloads"] > 0
+    assert 0 < stats["stall_seconds"] + stats["recompute_seconds"] < wall
+    assert (stats["recompute_seconds"] > 0) == (stats["recomputes"] > 0)
+
+
+def test_a_pass_is_an_outermost_backward() -> None:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = torch.ones_like(grad, requires_grad=True)
+                x.sin().sum().backward()
+            return grad
+
+    with memmgr.budget(None, quiet=True) as mm:
+        for _ in range(3):
+            Inner.apply(torch.ones(1000, requires_grad=True)).sum().backward()
+    assert mm.stats()["passes"] == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ones_own_checkpointing_is_timed(reentrant: bool) -> None:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp().tanh()
+
+    with memmgr.budget(None, quiet=True) as mm:
+        x = torch.ones(300_000, requires_grad=True)
+        part(x).sum().backward()
+        assert mm.stats()["checkpoint_seconds"] == 0
+        torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant).sum().backward()
+    stats = mm.stats()
+    assert 0 < stats["checkpoint_seconds"] < stats["watched_seconds"]
+    entered = torch.enable_grad.__enter__
+    assert "memmgr" not in entered.__code__.co_filename, "the patch outlives the budget"
+
+
+def test_what_was_refused_and_then_fitted_is_no_floor() -> None:
+    """An op that is new runs a second time if there is room: that there was none says nothing about the smallest budget."""
+    limit = 10 * MB
+    with memmgr.budget(limit, quiet=True) as mm:
+        torch.ones(MB, requires_grad=True).exp()
+    assert 8 * MB <= mm.stats()["floor_bytes"] <= limit
+
+
+def test_outputs_are_counted_once_in_the_floor() -> None:
+    with memmgr.budget(None, quiet=True) as mm, torch.no_grad():
+        x = torch.ones(1_000_000)
+        x.exp()
+    assert 8 * MB <= mm.stats()["floor_bytes"] < 8.4 * MB
+
+
+def test_with_a_tier_states_are_no_part_of_the_floor() -> None:
+    """They can leave, so a budget that they do not fit into may do."""
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(12 * MB, quiet=True):
+        kept = torch.nn.ModuleList(torch.nn.Linear(1000, 1000) for _ in range(6))
+        torch.ones(5 * MB)
+    assert kept is not None
+    error = caught.value
+    assert 20 * MB <= error.floor_bytes < 22 * MB and "parameters" in str(error)
+
+
+def test_a_failed_opening_can_be_followed_by_another(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot open a tier file"):
+        memmgr.budget("1GB", disk="/proc", quiet=True).__enter__()
+    held = [torch.ones(MB) for _ in range(4)]
+    with pytest.raises(memmgr.BudgetError, match="on the device already"):
+        memmgr.budget(4 * MB, disk=False, quiet=True, log=tmp_path / "run.jsonl").__enter__()
+    with memmgr.budget(None, quiet=True) as mm:
+        held[0].add_(1)
+    assert mm.stats()["outside_bytes"] >= 16 * MB
+
+
+def test_small_tensors_that_were_there_count(tmp_path: Path) -> None:
+    before = [torch.ones(100) for _ in range(50)]
+    with memmgr.budget(None, quiet=True) as mm:
+        there = mm.stats()["outside_bytes"]
+        assert there >= 50 * 400
+        before.clear()
+        assert mm.stats()["outside_bytes"] <= there - 50 * 400
+
+
+@pytest.mark.usefixtures("large_only")
+def test_escapes_are_flat_and_named(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with memmgr.budget(None, quiet=True, log=log) as mm:
+        t = torch.ones(MB)
+        array = t.numpy()
+        stats = mm.stats()
+        assert stats["escapes"] == 1 and stats["escaped_bytes"] >= 4 * MB
+        assert any(name.startswith("escapes.") and "test_observe" in name for name in stats), stats.keys()
+    assert array[0] == 1
+    assert all(type(value) in (int, float) for value in mm.stats().values())
+    end = json.loads(log.read_text().splitlines()[-1])
+    assert end["type"] == "end" and end["stats"] == mm.stats()
