@@ -421,6 +421,13 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   moment.left();
 }
 
+// A sparse tensor's `t` reads and swaps its indices.
+bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t n = op.schema().arguments().size();
+  const c10::IValue* first = n > 0 ? &stack[stack.size() - n] : nullptr;
+  return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
@@ -432,11 +439,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   counters.ops.fetch_add(1, std::memory_order_relaxed);
   switch (info->kind) {
     case OpClass::kView:
-      call_below(op, below, stack);
-      if (C10_UNLIKELY(tl_foreign && !stack->empty())) tl_foreign->keep(stack->back());
-      if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed)) && !stack->empty())
-        keep_accumulated(stack->back());
-      return;
+      if (is_view_of_storage(op, *stack)) {
+        call_below(op, below, stack);
+        if (C10_UNLIKELY(tl_foreign && !stack->empty())) tl_foreign->keep(stack->back());
+        if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed)) && !stack->empty())
+          keep_accumulated(stack->back());
+        return;
+      }
+      break;
     case OpClass::kComposite:
       op.redispatchBoxed(below, stack);
       return;

@@ -90,7 +90,9 @@ class PagerFigures:
         escaped: says where addresses were handed out for good, and how often (rule 9).
     """
 
-    def __init__(self, asked: Asked, native: Native, passes: Passes, plans: Planned, escaped: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, asked: Asked, native: Native, passes: Passes, plans: Planned, escaped: Callable[[], dict[str, int]]
+    ) -> None:
         self._asked = asked
         self._native = native
         self._passes = passes

@@ -25,8 +25,6 @@ from memmgr.readers import Readers
 
 from .plans import Plans
 
-from .plans import Plans
-
 _ORDERS = {"lru": Order.LRU, "largest": Order.LARGEST, "delta": Order.DELTA}  # other filters: DTR's
 
 

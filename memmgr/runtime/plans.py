@@ -52,7 +52,14 @@ class Plans:
     """
 
     def __init__(
-        self, pager: Pager, limit_bytes: int, *, recompute: bool, offload: bool, disk_bytes: int = 0, allowed: bool = True
+        self,
+        pager: Pager,
+        limit_bytes: int,
+        *,
+        recompute: bool,
+        offload: bool,
+        disk_bytes: int = 0,
+        allowed: bool = True,
     ) -> None:
         self._pager = pager
         self._limit = limit_bytes

@@ -13,10 +13,10 @@ import memmgr
 from memmgr import _budget, _replay
 from memmgr.policies import Action
 
-
 from .ways import recorder_only
 
 pytestmark = recorder_only
+
 
 @pytest.fixture
 def native() -> Iterator[Any]:

@@ -452,3 +452,12 @@ def test_the_end_of_a_storage_is_told(opened: native.Pager) -> None:
         opened.drain()
     assert opened.stats()["cells"] <= before + 2
     assert opened.stats()["absent_cells"] == 0
+
+
+def test_a_view_of_a_sparse_tensor_reads_it(opened: native.Pager) -> None:
+    dense = torch.arange(4096, dtype=torch.float32).reshape(64, 64) * (torch.arange(64) % 3 == 0)
+    sparse = dense.to_sparse()
+    for part in (sparse._indices(), sparse._values()):
+        opened.adopt(part)
+        _away(opened, part)
+    assert torch.equal(sparse.t().to_dense(), dense.t())
