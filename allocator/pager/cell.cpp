@@ -121,6 +121,7 @@ static void clear_trap(c10::StorageImpl* s);
 static void forget_bytes_locked(Cell* c, Trash* trash) {
   const bool absent = c->state.load() & kAbsent;
   if (absent) {
+    end_bits_locked(c);
     mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
     absent_cells--;
   } else {
@@ -389,7 +390,26 @@ bool end_move_locked(Cell* c, bool absent) {
   return (now & kDead) && (now & kPinMask) == 0;
 }
 
+// They are malloc's, so the arena is told; paged memory like any other, since a cell that is packed can come back.
+void take_bits_locked(Cell* c, const mm_bits& bits, uint64_t nbytes) {
+  c->bits = bits;
+  c->bits_bytes = nbytes;
+  resident_cell_bytes += nbytes;
+  mm_arena_add_outside(budget.arena, static_cast<int64_t>(nbytes));
+  mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(nbytes));
+}
+
+void end_bits_locked(Cell* c) {
+  if (!c->bits_bytes) return;
+  mm_bits_free(&c->bits);
+  resident_cell_bytes -= c->bits_bytes;
+  mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->bits_bytes));
+  mm_arena_note_virtual(budget.arena, static_cast<int64_t>(c->bits_bytes));
+  c->bits_bytes = 0;
+}
+
 bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash) {
+  end_bits_locked(c);
   if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
   c->bytes = std::move(bytes);
   resident_cell_bytes += c->nbytes;

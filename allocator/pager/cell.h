@@ -38,7 +38,7 @@ struct Recipe;
 struct Version;
 
 // Where the bytes of an absent cell are.
-enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kFill };
+enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kFill, kPacked };
 
 // Why an address may not change any more (rule 9).
 enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite };
@@ -61,6 +61,8 @@ struct Cell {
   mm_slot writing = -1;  // one that is being made (transfer.cpp; under the graph's lock)
   bool reading = false;  // its bytes are on their way back, ahead of need (the same)
   Absence absence = Absence::kNone;
+  mm_bits bits{};           // kPacked: its two values, and where each is
+  uint64_t bits_bytes = 0;  // that they take of the budget; 0: there are none
   uint64_t checksum = 0;
   bool has_checksum = false;
 
@@ -180,6 +182,9 @@ inline bool begin_move(Cell* c) {  // of what nobody has pinned
 // Clears kBusy, sets or clears kAbsent, wakes who waits.
 void end_move(Cell* c, bool absent);
 bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
+// What a packed cell has beside it: counted, or not any more. The caller has it busy.
+void take_bits_locked(Cell* c, const mm_bits& bits, uint64_t nbytes);
+void end_bits_locked(Cell* c);
 // The bytes of a cell that the caller has busy are here; ends the move, too.
 bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash);
 

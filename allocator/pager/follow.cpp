@@ -118,7 +118,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
         continue;
       }
       c = cell_of_ordinal_locked(row.ordinal);
-      if (!room || !c || c->resident() || c->absence != Absence::kEvicted) continue;
+      if (!room || !c || c->resident() || c->absence == Absence::kOffloaded) continue;
       held = hold(c);
     }
     if (!held) continue;

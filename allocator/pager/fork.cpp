@@ -43,7 +43,7 @@ void before_fork() {
   taken().lock.lock();
   for (;;) {
     try {
-      finish_transfers();  // the child has nobody who would
+      if (transfers_under_way()) finish_transfers();  // the child has nobody who would
     } catch (const std::exception&) {
     }
     while (!try_all(taken().all)) sched_yield();

@@ -283,6 +283,11 @@ class Call {
       const uint64_t begun = ticks();
       const bool same = reproduces(*recipe_, left, std::move(before_));
       note_seconds(kind, seconds_of_ticks(ticks() - begun));
+      if (same && left.size() == 1 && left[0]) {
+        mm_bits bits{};
+        kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);
+        if (kind->bits_bytes) mm_bits_free(&bits);
+      }
       kind->trust.store(same ? Trust::kYes : Trust::kNo);
       if (!same) counters.refused_kinds++;
     } catch (const c10::OutOfMemoryError&) {

@@ -128,6 +128,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     for (auto* n : {&counters.evictions,
                     &counters.evicted_bytes,
                     &counters.offloads,
+                    &counters.packed,
                     &counters.offload_bytes,
                     &counters.clean_drops,
                     &counters.reloads,
@@ -508,7 +509,7 @@ struct CellRow {
   bool escaped, recipe, clean, small, orphan;
 
   explicit CellRow(Cell* c) {
-    static const char* names[] = {"resident", "offloaded", "evicted", "fill"};
+    static const char* names[] = {"resident", "offloaded", "evicted", "fill", "packed"};
     const uint32_t state = c->state.load();
     const Version* v = c->version;
     nbytes = c->nbytes;
@@ -587,6 +588,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(evictions)
   COUNTER(evicted_bytes)
   COUNTER(offloads)
+  COUNTER(packed)
   COUNTER(offload_bytes)
   COUNTER(clean_drops)
   COUNTER(reloads)

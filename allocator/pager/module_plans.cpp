@@ -89,11 +89,12 @@ PyObject* py_timeline(PyObject*, PyObject*) {
     scratch.push_back(op.scratch);
     other.push_back(op.other);
   }
-  std::vector<uint32_t> ordinals, deaths;
+  std::vector<uint32_t> ordinals, deaths, bits;
   std::vector<uint8_t> flags;
   for (const TouchNote& n : t.touches) {
     ordinals.push_back(n.ordinal);
     flags.push_back(n.flags);
+    bits.push_back(n.bits);
   }
   for (const auto& [at, ordinal] : t.deaths) {
     deaths.push_back(at);
@@ -108,8 +109,9 @@ PyObject* py_timeline(PyObject*, PyObject*) {
                     set(d, "seconds", bytes_of(seconds)) && set(d, "before", bytes_of(before)) &&
                     set(d, "scratch", bytes_of(scratch)) && set(d, "other", bytes_of(other)) &&
                     set(d, "ordinal", bytes_of(ordinals)) && set(d, "flags", bytes_of(flags)) &&
-                    set(d, "deaths", bytes_of(deaths)) && set(d, "sizes", bytes_of(t.sizes)) &&
-                    set(d, "fixed", bytes_of(t.fixed)) && set(d, "hashes", bytes_of(t.hashes));
+                    set(d, "bits", bytes_of(bits)) && set(d, "deaths", bytes_of(deaths)) &&
+                    set(d, "sizes", bytes_of(t.sizes)) && set(d, "fixed", bytes_of(t.fixed)) &&
+                    set(d, "hashes", bytes_of(t.hashes));
   if (!done) Py_CLEAR(d);
   return d;
 }

@@ -20,8 +20,9 @@ enum class Trust : uint8_t { kNew, kYes, kNo };
 struct Kind {
   OpInfo* info = nullptr;
   std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<uint32_t> trials{0};  // that found no room
-  std::atomic<double> seconds{-1};  // of one run; -1: not measured
+  std::atomic<uint32_t> trials{0};      // that found no room
+  std::atomic<double> seconds{-1};      // of one run; -1: not measured
+  std::atomic<uint64_t> bits_bytes{0};  // of its first result as a bit for each element; 0: it has more than two values
 };
 
 enum class Role : uint8_t {

@@ -85,10 +85,21 @@ double io_seconds(const Cell* c) {
   return each * static_cast<double>(c->nbytes);
 }
 
+constexpr double kPackSecondsPerByte = 1e-10;  // there and back (benchmarks/bits_speed.py)
+
+// Two values, as far as its kind is known: a bit for each element stays, the rest leaves. Not where that takes longer
+// than making them again.
+bool may_be_packed_locked(const Cell* c) {
+  const Version* v = c->version;
+  if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
+  return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
+}
+
 // What it costs to have the bytes again; negative: they cannot leave.
 double cost_of_leaving_locked(const Cell* c, bool* drop) {
   *drop = false;
   double cost = -1;
+  if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
   if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
   if (may_be_dropped_locked(c)) {
     const double again = seconds_to_make_locked(c->version);
@@ -213,6 +224,11 @@ uint64_t leave(Cell* c, Way way) {
   Trash cancelled;
   bool last = false;
   uint64_t released = 0;
+  const uint64_t nbytes = c->nbytes;
+  const auto end_bytes = [&] {
+    if (budget.options.torture && bytes.get() && bytes.get_deleter() == pool_deleter()) bury(std::move(bytes), nbytes);
+    bytes.clear();
+  };
   {
     std::unique_lock<std::mutex> lock(graph_lock());
     const auto give_up = [&] {
@@ -232,8 +248,28 @@ uint64_t leave(Cell* c, Way way) {
     if (cost < 0) return give_up();
     if (way != Way::kCheaper && may_be_dropped_locked(c))
       drop = way == Way::kEvict || !(c->slot >= 0 || may_be_offloaded());
-    if (!drop) await_write(c, &lock);
-    if (!drop && c->slot < 0) {
+    // In torture every other time, so that the recipe has its turn, too.
+    static std::atomic<int> turn{0};
+    const bool pack = may_be_packed_locked(c) && !(budget.options.torture && turn++ % 2);
+    uint64_t packed = 0;
+    mm_bits bits{};
+    if (pack) {
+      const void* from = c->bytes.get();
+      lock.unlock();
+      packed = mm_bits_pack(from, c->nbytes, &bits);
+      lock.lock();
+      if (packed && !budget.options.torture && (c->state.load() & kPinMask)) {
+        mm_bits_free(&bits);
+        return give_up();
+      }
+      if (packed) drop = false;
+    }
+    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {  // it has more values than others of its kind
+      if (!may_be_dropped_locked(c)) return give_up();
+      drop = true;
+    }
+    if (!drop && !packed) await_write(c, &lock);
+    if (!drop && !packed && c->slot < 0) {
       const void* from = c->bytes.get();
       lock.unlock();
       const uint64_t begun = now_ns();
@@ -252,7 +288,7 @@ uint64_t leave(Cell* c, Way way) {
       }
       // Somebody came for it meanwhile: it stays, clean.
       if (!budget.options.torture && (c->state.load() & kPinMask)) return give_up();
-    } else if (!drop) {
+    } else if (!drop && !packed) {
       counters.clean_drops++;
     }
     const uint64_t nth = counters.evictions.load() + counters.offloads.load();
@@ -266,7 +302,10 @@ uint64_t leave(Cell* c, Way way) {
       if (drop && !may_be_dropped_locked(c)) return give_up();
     }
     Trash trash;
-    if (drop) {
+    if (packed) {
+      counters.packed++;
+      c->absence = Absence::kPacked;
+    } else if (drop) {
       counters.evictions++;
       counters.evicted_bytes += c->nbytes;
       c->absence = Absence::kEvicted;
@@ -283,16 +322,19 @@ uint64_t leave(Cell* c, Way way) {
     if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
     mm_arena_note_virtual(budget.arena, static_cast<int64_t>(c->nbytes));
     absent_cells++;
-    released = c->nbytes;
+    if (packed) {  // counted once there is room for them; the cell is busy until then
+      lock.unlock();
+      end_bytes();
+      lock.lock();
+      take_bits_locked(c, bits, packed);
+    }
+    released = nbytes - packed;
     c->outside = false;
     last = end_move_locked(c, true);
     lock.unlock();
   }
   cancelled.end();  // what was being written reads the bytes
-  if (budget.options.torture && bytes.get_deleter() == pool_deleter())
-    bury(std::move(bytes), released);
-  else
-    bytes.clear();
+  end_bytes();
   if (last) last_user_is_gone(c);
   if (storage) drop_later(std::move(storage));
   return released;
@@ -414,7 +456,9 @@ void bring_back(Cell* c) {
     }
     if (!bytes) {
       bytes = pool_allocate(c->nbytes);
-      if (absence == Absence::kFill) {
+      if (absence == Absence::kPacked) {
+        mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
+      } else if (absence == Absence::kFill) {
         std::memset(bytes.get(), 0, c->nbytes);
       } else {
         TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");

@@ -131,10 +131,23 @@ class Input {
  private:
   // Only a Python object has the storage, so its pointer is left alone (rule 11); the copy below is read beside it.
   bool read_aside(Source* source) {
+    if (pinned_->absence == Absence::kPacked) return unpack_aside(source);
     if (pinned_->slot < 0) return false;
     aside_ = pool_allocate(pinned_->nbytes);
     const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
     TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
+    source->data = aside_.get();
+    return true;
+  }
+
+  bool unpack_aside(Source* source) {
+    aside_ = pool_allocate(pinned_->nbytes);
+    uint32_t state = pinned_->state.load();
+    do {
+      if ((state & kBusy) || !(state & kAbsent)) return false;
+    } while (!pinned_->state.compare_exchange_weak(state, state | kBusy));
+    mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
+    end_move(pinned_, true);
     source->data = aside_.get();
     return true;
   }

@@ -98,19 +98,20 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
   if (at + 1 != p.noted.ops.size()) return;  // another thread's op came between, or the period has ended
   OpNote& note = p.noted.ops[at];
   // What nobody has written yet costs nothing to have again.
-  const auto recipe_of = [](const Cell* c) {
+  const auto tell_recipe = [](TouchNote* t, const Cell* c) {
     const Version* v = c->version;
-    return v && (v->recipe || v->uninitialized) ? kTouchRecipe : uint8_t{0};
+    if (v && (v->recipe || v->uninitialized)) t->flags |= kTouchRecipe;
+    if (v && v->recipe) t->bits = static_cast<uint32_t>(v->recipe->kind->bits_bytes.load());
   };
   for (size_t i = note.first_touch; i < p.noted.touches.size(); ++i) {
     TouchNote& t = p.noted.touches[i];
-    if ((t.flags & kTouchWrites) && p.live[t.ordinal]) t.flags |= recipe_of(p.live[t.ordinal]);
+    if ((t.flags & kTouchWrites) && p.live[t.ordinal]) tell_recipe(&t, p.live[t.ordinal]);
   }
   uint64_t bytes = 0;
   for (size_t i = 0; i < n; ++i) {
     if (made[i]->period == p.number) continue;  // the same twice
     touch_locked(p, made[i], false, true);
-    p.noted.touches.back().flags |= recipe_of(made[i]);
+    tell_recipe(&p.noted.touches.back(), made[i]);
     bytes += made[i]->nbytes;
   }
   note.seconds = static_cast<float>(seconds);

@@ -23,6 +23,7 @@ constexpr uint8_t kTouchFirst = 8;   // nothing of it was known in this period
 struct TouchNote {
   uint32_t ordinal;
   uint8_t flags;
+  uint32_t bits = 0;  // bytes of what it makes or writes where that is packed; 0: it is not
 };
 
 struct OpNote {

@@ -81,6 +81,7 @@ class TimelineColumns(TypedDict):
     other: bytes
     ordinal: bytes
     flags: bytes
+    bits: bytes
     deaths: bytes
     sizes: bytes
     fixed: bytes

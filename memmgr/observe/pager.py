@@ -50,6 +50,7 @@ _COUNTED = (
     "evictions",
     "evicted_bytes",
     "offloads",
+    "packed",
     "offload_bytes",
     "reloads",
     "reload_bytes",

@@ -5,6 +5,7 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 - A storage is one version of a cell; small storages are not in it. What was there when the period began is a constant.
 - `c.elsewhere` is the most that was resident and no cell's: small tensors, what C++ holds for itself.
 - `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after.
+- Two-valued bytes can leave all but a bit for each element: their op makes the bits, and another makes the bytes of them.
 - What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
 - `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
 - In-place writes reuse their block (`copy_on_write` is False).
@@ -22,6 +23,8 @@ from memmgr.policies.trace.plan import Plan, carried
 from memmgr.policies.trace.schedule import Do
 
 BETWEEN = "(between ops)"
+UNPACK = "(unpack)"
+_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/reclaim.cpp has it
 _WRITES, _MAKES, _RECIPE, _FIRST = 1, 2, 4, 8  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS = 0, 1, 2
@@ -59,6 +62,7 @@ class _Builder:
         self.other = np.frombuffer(c["other"], dtype=np.uint64)
         self.touched = np.frombuffer(c["ordinal"], dtype=np.uint32).tolist()
         self.flags = list(c["flags"])
+        self.bits = np.frombuffer(c["bits"], dtype=np.uint32).tolist()
         self.sizes = np.frombuffer(c["sizes"], dtype=np.uint64).tolist()
         self.fixed = list(c["fixed"])
         self.deaths: list[list[int]] = [[] for _ in range(len(self.op) + 1)]
@@ -70,6 +74,7 @@ class _Builder:
         self.ordinal: list[int] = []
         self.now: dict[int, int] = {}  # the storage that a cell is
         self.released: dict[int, int] = {}
+        self.packed: dict[int, int] = {}  # of a storage that is made of its bits: these
         self.hashes = c["hashes"]
 
     def storage(self, name: str, size: int, ordinal: int = -1) -> int:
@@ -118,28 +123,39 @@ class _Builder:
         for ordinal in self.deaths[k]:
             storage = self.now.pop(ordinal, None)
             if storage is not None:
-                self.released[storage] = len(self.ops)
+                self.release(storage, len(self.ops))
+
+    def release(self, storage: int, at: int) -> None:
+        self.released[storage] = at
+        if storage in self.packed:
+            self.released[self.packed[storage]] = at
 
     def run(self, k: int, name: str) -> None:
         at = len(self.ops)
         inputs: dict[int, None] = {}
         outputs: list[int] = []
+        made: set[int] = set()
         writes: list[tuple[int, int]] = []
+        unpacked: list[tuple[int, int]] = []  # bits, and the cell that they are
         again = True
         for i in range(self.first_touch[k], self.first_touch[k + 1]):
             ordinal, flags = self.touched[i], self.flags[i]
             old = self.now.get(ordinal)
             if flags & (_MAKES | _WRITES):
-                if any(self.ordinal[s] == ordinal for s in outputs):
+                if ordinal in made:
                     continue  # twice among the arguments
-                new = self.storage(f"{at}.{len(outputs)}", self.sizes[ordinal], ordinal)
+                bits = self.bits[i] if flags & _RECIPE else 0
+                new = self.storage(f"{at}.{len(outputs)}", bits or self.sizes[ordinal], -1 if bits else ordinal)
+                if bits:
+                    unpacked.append((new, ordinal))
                 outputs.append(new)
+                made.add(ordinal)
                 again = again and bool(flags & _RECIPE)
                 if old is not None:
                     inputs[old] = None
                     writes.append((old, new))
-                    self.released[old] = at + 1
-            elif old is not None and old not in outputs:
+                    self.release(old, at + 1)
+            elif old is not None and ordinal not in made:
                 inputs[old] = None
         kind = (OpKind.COMPUTE if again else OpKind.ONCE) if outputs else OpKind.VIEW
         if self.scratch[k]:
@@ -148,6 +164,11 @@ class _Builder:
             self.released[s] = at + 1
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
         self.add(Op(name, self.seconds[k], tuple(inputs), tuple(outputs), kind, tuple(writes)), k)
+        for bits, ordinal in unpacked:
+            size = self.sizes[ordinal]
+            new = self.storage(f"{len(self.ops)}.0", size, ordinal)
+            self.packed[new] = bits
+            self.add(Op(UNPACK, size * _PACK_SECONDS_PER_BYTE, (bits,), (new,)), k)
 
 
 def measured(columns: TimelineColumns, links: tuple[TierLink, ...]) -> Measured:

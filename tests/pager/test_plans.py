@@ -87,7 +87,7 @@ def test_a_plan_is_followed_with_the_same_bits(model: str, policy: str) -> None:
     if policy == "evict":
         assert last["offloads"] == 0
     if policy == "offload":
-        assert last["rematerialized_ops"] == 0
+        assert last["recomputes"] == 0
 
 
 def test_a_plan_makes_less_again_than_malloc_does_for_itself() -> None:
@@ -96,7 +96,7 @@ def test_a_plan_makes_less_again_than_malloc_does_for_itself() -> None:
     _, alone, _ = under(models.MODELS["lstm"], 0.5, "evict", _plan=False)
 
     def of_the_last_step(figures: list[dict[str, Any]]) -> int:
-        return int(figures[STEPS - 1]["rematerialized_ops"] - figures[STEPS - 2]["rematerialized_ops"])
+        return int(figures[STEPS - 1]["recomputes"] - figures[STEPS - 2]["recomputes"])
 
     assert of_the_last_step(planned) < of_the_last_step(alone)
     assert alone[-1]["plans"] == 0

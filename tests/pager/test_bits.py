@@ -1,0 +1,93 @@
+"""Two-valued bytes (masks) leave all but a bit for each element, and come back as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import cases
+from exactness.harness import HUGE_BYTES, assert_same, managed, reference
+from torch import nn
+
+import memmgr
+from memmgr.native import pager as native
+
+N = 1 << 16
+
+
+def residency(tensor: torch.Tensor) -> str:
+    found = native.load().describe(tensor)
+    assert found is not None
+    return found["residency"]
+
+
+def masks(seed: int, scope: Any) -> cases.Record:
+    record = cases.Record()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3)) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scope():
+        for _ in range(4):
+            h = torch.randn(128, 64)
+            for block in model:
+                h = block(h)
+                h = F.dropout(h, 0.5) * (h > 0)
+            loss = h.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            record.losses(loss.detach())
+    record.model(model)
+    record.rng()
+    return record
+
+
+@pytest.mark.parametrize("policy", ["torture", "evict"])
+def test_masks_leave_as_bits(policy: str) -> None:
+    got = managed(masks, HUGE_BYTES if policy == "torture" else 900_000, policy)
+    assert_same(reference(masks), got.record, policy)
+    assert got.stats["packed"] > 0
+
+
+def test_what_stays_of_a_mask_counts_and_ends_with_it() -> None:
+    pager = native.load()
+    with memmgr.budget(None, quiet=True, disk=False) as mm:
+        x = torch.randn(N)
+        for _ in range(2):  # its kind is known from the first on
+            mask = torch.bernoulli(torch.full((N,), 0.5))
+        want = mask.clone()
+        pager.drain()
+        before = mm.stats()["resident_bytes.current"]
+        assert pager.take_away(mask, 0) == N * 4 - N // 8
+        assert residency(mask) == "packed"
+        assert mm.stats()["resident_bytes.current"] == before - N * 4 + N // 8
+        assert torch.equal(mask, want)
+        assert residency(mask) == "resident"
+        assert mm.stats()["resident_bytes.current"] == before
+        pager.take_away(mask, 0)
+        mask.add_(x)  # a write to what is packed
+        assert torch.equal(mask, want + x)
+        mask = torch.bernoulli(torch.full((N,), 0.5))
+        pager.take_away(mask, 0)
+        held = mm.stats()["resident_bytes.current"]
+        del mask
+        assert mm.stats()["resident_bytes.current"] <= held - N // 8
+        kept = torch.bernoulli(torch.full((N,), 0.5))
+        again = kept.clone()
+        pager.take_away(kept, 0)
+    assert torch.equal(kept, again)  # it came back at the end
+
+
+def test_more_values_than_the_first_of_its_kind_had() -> None:
+    """They leave as everything does: made again, since there is no tier."""
+    pager = native.load()
+    with memmgr.budget(None, quiet=True, disk=False):
+        torch.sign(torch.rand(N) - 0.5)
+        three = torch.randn(N)
+        three[::3] = 0
+        signs = torch.sign(three)
+        want = signs.clone()
+        assert pager.take_away(signs, 0) == N * 4
+        assert residency(signs) == "evicted"
+        assert torch.equal(signs, want)
