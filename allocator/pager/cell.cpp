@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "budget.h"
+#include "fork.h"
 #include "pools/pool.h"
 #include "private_member.h"
 #include "recipe.h"
@@ -391,8 +392,7 @@ bool end_move_locked(Cell* c, bool absent) {
 }
 
 // They are malloc's, so the arena is told; paged memory like any other, since a cell that is packed can come back.
-void take_bits_locked(Cell* c, const mm_bits& bits, uint64_t nbytes) {
-  c->bits = bits;
+void count_bits_locked(Cell* c, uint64_t nbytes) {
   c->bits_bytes = nbytes;
   resident_cell_bytes += nbytes;
   mm_arena_add_outside(budget.arena, static_cast<int64_t>(nbytes));

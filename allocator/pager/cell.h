@@ -183,7 +183,7 @@ inline bool begin_move(Cell* c) {  // of what nobody has pinned
 void end_move(Cell* c, bool absent);
 bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() once the lock is free
 // What a packed cell has beside it: counted, or not any more. The caller has it busy.
-void take_bits_locked(Cell* c, const mm_bits& bits, uint64_t nbytes);
+void count_bits_locked(Cell* c, uint64_t nbytes);
 void end_bits_locked(Cell* c);
 // The bytes of a cell that the caller has busy are here; ends the move, too.
 bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash);

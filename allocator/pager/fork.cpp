@@ -83,6 +83,9 @@ std::mutex& taken_by_forks(std::mutex* made) {
   return *made;
 }
 
-void watch_forks() { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+void watch_forks() {
+  static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  (void)once;
+}
 
 }  // namespace memmgr::pager

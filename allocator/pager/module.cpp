@@ -122,6 +122,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     budget.options = o;
     budget.tier_error.clear();
     install_pool(limit);
+    watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
     reset_floor();
@@ -245,6 +246,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     uninstall_pool();
     if (budget.tier) {
+      finish_transfers();
       mm_tier_close(budget.tier);
       budget.tier = nullptr;
     }
@@ -715,7 +717,6 @@ void raise_budget_error(const c10::OutOfMemoryError& e) {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
-  watch_forks();
   PyObject* module = PyModule_Create(&definition);
   if (module && (!add_plan_functions(module) || PyModule_AddFunctions(module, observe_methods) < 0)) Py_CLEAR(module);
   return module;

@@ -13,6 +13,8 @@
 #include <deque>
 #include <mutex>
 
+#include "fork.h"
+
 namespace memmgr::pager {
 
 namespace {

@@ -5,6 +5,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "fork.h"
+
 namespace memmgr::pager {
 
 namespace {

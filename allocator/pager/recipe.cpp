@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "budget.h"
+#include "fork.h"
 #include "numerics.h"
 #include "observe.h"
 #include "pools/pool.h"

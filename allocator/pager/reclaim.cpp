@@ -59,6 +59,8 @@ void stay_in_child() {
   budget.options.torture = false;
 }
 
+bool nothing_leaves_locked() { return frozen.load() > 0; }
+
 namespace {
 
 struct Victims {
@@ -264,7 +266,8 @@ uint64_t leave(Cell* c, Way way) {
       }
       if (packed) drop = false;
     }
-    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {  // it has more values than others of its kind
+    if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe has ended meanwhile
+    if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {    // it has more values than others of its kind
       if (!may_be_dropped_locked(c)) return give_up();
       drop = true;
     }
@@ -273,7 +276,8 @@ uint64_t leave(Cell* c, Way way) {
       const void* from = c->bytes.get();
       lock.unlock();
       const uint64_t begun = now_ns();
-      const mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
+      mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
+      if (slot == -ENOSPC && drop_clean_copies()) slot = mm_tier_write_now(budget.tier, from, c->nbytes);
       const uint64_t took = now_ns() - begun;
       lock.lock();
       if (slot >= 0) {
@@ -305,6 +309,7 @@ uint64_t leave(Cell* c, Way way) {
     if (packed) {
       counters.packed++;
       c->absence = Absence::kPacked;
+      c->bits = bits;
     } else if (drop) {
       counters.evictions++;
       counters.evicted_bytes += c->nbytes;
@@ -323,10 +328,11 @@ uint64_t leave(Cell* c, Way way) {
     mm_arena_note_virtual(budget.arena, static_cast<int64_t>(c->nbytes));
     absent_cells++;
     if (packed) {  // counted once there is room for them; the cell is busy until then
+      c->state.fetch_or(kAbsent);
       lock.unlock();
       end_bytes();
       lock.lock();
-      take_bits_locked(c, bits, packed);
+      count_bits_locked(c, packed);
     }
     released = nbytes - packed;
     c->outside = false;
@@ -385,6 +391,10 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
     released += n;
   }
   if (released == 0) released = end_kept_ghosts();
+  while (released == 0 && finish_any_read()) {  // what was read ahead may leave again
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (refill_locked()) released = 1;
+  }
   if (released == 0 && others_are_running()) {
     // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
     wait_for_others(0.05);
@@ -399,8 +409,12 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
 
 // ---- coming back ----
 
+bool sum_agrees(const Cell* c, const void* data) {
+  return !c->has_checksum || checksum(data, c->nbytes) == c->checksum;
+}
+
 void check_sum(const Cell* c, const void* data) {
-  if (!c->has_checksum || checksum(data, c->nbytes) == c->checksum) return;
+  if (sum_agrees(c, data)) return;
   TORCH_CHECK(false, "memmgr: ", c->nbytes, " bytes came back other than they left (",
               c->absence == Absence::kEvicted ? "rematerialized" : "read back",
               "). The run must not go on with them; please report this.");

@@ -42,7 +42,7 @@ uint64_t end_kept_locked(Trash* trash, Which&& which) {
     if (!which(all[i])) continue;
     Version* v = all[i].version;
     all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
-    bytes += v->nbytes;
+    if (v->cell && v->cell->state.load() == 0) bytes += v->nbytes;
     v->kept = false;
     end_loan_locked(v, trash);
     release_version_locked(v, trash);
@@ -106,6 +106,7 @@ class Input {
     if (pinned_) unpin(pinned_);
     if (storage_) drop_later(std::move(storage_));
   }
+  bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
   // False: the bytes are nowhere, so the plan is out of date.
   bool fetch(const Version* v, Source* source) {
     bool private_copy = false;
@@ -141,11 +142,18 @@ class Input {
   }
 
   bool unpack_aside(Source* source) {
-    aside_ = pool_allocate(pinned_->nbytes);
     uint32_t state = pinned_->state.load();
     do {
-      if ((state & kBusy) || !(state & kAbsent)) return false;
+      if (!(state & kBusy) && (state & kAbsent)) continue;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));  // somebody else moves it
+      return false;
     } while (!pinned_->state.compare_exchange_weak(state, state | kBusy));
+    try {
+      aside_ = pool_allocate(pinned_->nbytes);
+    } catch (...) {
+      end_move(pinned_, true);
+      throw;
+    }
     mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
     end_move(pinned_, true);
     source->data = aside_.get();
@@ -170,10 +178,11 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     if ((state & (kBusy | kDead)) || !(state & kAbsent)) return false;
     if (!c->state.compare_exchange_strong(state, state | kBusy)) return false;
     storage = hold(c);
-    if (!storage) {
-      end_move_locked(c, true);
-      return false;
-    }
+    if (!storage && !end_move_locked(c, true)) return false;
+  }
+  if (!storage) {  // it has died meanwhile
+    last_user_is_gone(c);
+    return false;
   }
   try {
     check_sum(c, pointer_of(made.get()).get());
@@ -214,11 +223,13 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
   std::vector<StoragePtr> made;
   {
     std::vector<std::unique_ptr<Input>> inputs;
+    std::vector<const Version*> read;
     for (size_t i = 0; i < r->tensors.size(); ++i) {
       const Version* v = r->tensors[i].version;
       if (!v) continue;
       inputs.push_back(std::make_unique<Input>());
       if (!inputs.back()->fetch(v, &sources[i])) return false;
+      read.push_back(v);
     }
     Wait wait;
     made = run(*r, std::move(sources));
@@ -229,6 +240,11 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     for (const StoragePtr& s : made)
       if (s) bytes += s->nbytes();
     note_event(Event::kRematerialize, r, bytes, took);
+    // Pins do not keep another thread's op from writing to what this one read: then the old bytes have moved, and what
+    // was made of them is worth nothing.
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (size_t i = 0; i < inputs.size(); ++i)
+      if (!inputs[i]->has_still_locked(read[i])) return false;
   }
   {
     Trash trash;

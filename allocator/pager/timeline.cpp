@@ -66,7 +66,7 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
 
 }  // namespace
 
-void Moment::begins(OpInfo* info, const Frame& frame) {
+void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   const uint64_t now = ticks();
   uint32_t at;
   {
@@ -83,13 +83,13 @@ void Moment::begins(OpInfo* info, const Frame& frame) {
     position_ = at;
     follow_position_locked(at, p.running);
   }
-  follow_before(at);
+  if (follow) follow_before(at);
 }
 
 void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch) {
   if (position_ < 0) {
     if (n == 0) return;
-    begins(info, Frame());
+    begins(info, Frame(), false);  // it has run: what is due comes with the next op
     if (position_ < 0) return;
   }
   std::lock_guard<std::mutex> lock(graph_lock());

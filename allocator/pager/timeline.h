@@ -54,7 +54,7 @@ extern std::atomic<bool> timeline_on;
 class Moment {
  public:
   // Before the op's cells are pinned: what a plan wants before it is begun.
-  void begins(OpInfo* info, const Frame& frame);
+  void begins(OpInfo* info, const Frame& frame, bool follow = true);
   // After it ran; what it made is still held by its caller.
   void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch);
   // Nothing is pinned any more: what a plan lets go after it may.

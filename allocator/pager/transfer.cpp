@@ -51,30 +51,23 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
   counters.offload_bytes += c->nbytes;
 }
 
-// The bytes are there, or the read has failed: then the cell is as absent as it was, and whoever touches it is told
-// why.
+// The bytes are there; or the read has failed, or brought other bytes than left: then the cell is as absent as it was,
+// and whoever touches it reads again and is told why.
 void end_read(Read r, int result) {
+  if (result < 0) note_tier_error(-result);
+  const bool good = result >= 0 && sum_agrees(r.cell, r.bytes.get());
   bool last;
-  if (result < 0) {
-    note_tier_error(-result);
-    end_move(r.cell, true);
-  } else {
-    try {
-      check_sum(r.cell, r.bytes.get());
-    } catch (...) {
-      end_move(r.cell, true);
-      drop_later(std::move(r.storage));
-      throw;
-    }
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    resident_cell_bytes -= r.cell->nbytes;
+    last = good ? come_back_locked(r.cell, std::move(r.bytes), &trash) : end_move_locked(r.cell, true);
+  }
+  if (good) {
     counters.reloads++;
     counters.reload_bytes += r.cell->nbytes;
-    {
-      Trash trash;
-      std::lock_guard<std::mutex> lock(graph_lock());
-      last = come_back_locked(r.cell, std::move(r.bytes), &trash);
-    }
-    if (last) last_user_is_gone(r.cell);
   }
+  if (last) last_user_is_gone(r.cell);
   drop_later(std::move(r.storage));
 }
 
@@ -102,16 +95,15 @@ void note_tier_error(int error) {
 bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
 
 bool begin_write_locked(Cell* c) {
-  if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || !begin_move(c)) return false;
+  if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
+    return false;
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
   if (slot >= 0) {
     c->writing = slot;
     counters.writes_ahead++;
     transfers().writes.push_back(c);
     under_way++;
-  } else {
-    note_tier_error(static_cast<int>(-slot));
-  }
+  }  // else whoever has to leave is told
   return end_move_locked(c, false);
 }
 
@@ -139,14 +131,16 @@ bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
     std::lock_guard<std::mutex> lock(graph_lock());
+    if (nothing_leaves_locked()) return false;  // an op that nobody has seen relies on the trap
     uint32_t expected = kAbsent;
     if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;
     r.storage = hold(c);
-    if (!r.storage) {
-      end_move_locked(c, true);
-      return true;
-    }
+    if (!r.storage && !end_move_locked(c, true)) return true;
+  }
+  if (!r.storage) {
+    last_user_is_gone(c);
+    return true;
   }
   r.bytes = pool_try_allocate(c->nbytes, 0);
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
@@ -158,6 +152,7 @@ bool begin_read(Cell* c) {
   transfers().reads.push_back(std::move(r));
   c->reading = true;
   under_way++;
+  resident_cell_bytes += c->nbytes;
   counters.reads_ahead++;
   residency_changed().notify_all();  // who waits for it may help
   return true;
@@ -207,6 +202,30 @@ void poll_transfers() {
     }
   }
   for (auto& [read, result] : done) end_read(std::move(read), result);
+}
+
+bool finish_any_read() {
+  for (;;) {
+    Cell* c;  // compared only
+    {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      if (transfers().reads.empty()) return false;
+      c = transfers().reads.back().cell;
+    }
+    if (finish_read(c)) return true;
+  }
+}
+
+bool drop_clean_copies() {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    if (c->state.load() & (kBusy | kAbsent)) return;
+    cancel_write_locked(c, &trash);
+    if (c->slot >= 0) trash.slots.push_back(c->slot);
+    c->slot = -1;
+  });
+  return !trash.slots.empty();
 }
 
 void finish_transfers() {

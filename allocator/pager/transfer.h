@@ -22,6 +22,10 @@ bool finish_read(Cell* c);
 
 // Looks at what is under way: what has been written is clean, what has been read is there.
 void poll_transfers();
+// Ends one read that is under way, waiting for it. False: there is none.
+bool finish_any_read();
+// Copies below of what is in memory, written or being written, give their room back. True: there were some.
+bool drop_clean_copies();
 // Waits for all of it.
 void finish_transfers();
 bool transfers_under_way();

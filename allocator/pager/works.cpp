@@ -5,6 +5,8 @@
 
 #if __has_include(<torch/csrc/distributed/c10d/Work.hpp>)
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "fork.h"
 #define MEMMGR_HAS_WORKS
 #endif
 

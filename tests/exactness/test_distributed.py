@@ -227,7 +227,18 @@ def main(name: str, rank: int, file: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+# Each starts two processes twice over: in `make test` runs one of a kind, the rest is slow.
+_SLOW = {
+    "fsdp2_keep",
+    "fsdp2_reshard_checkpoint_bf16",
+    "ddp_gradients_as_bucket_views_and_no_sync",
+    "all_reduce_in_forward",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in DISTRIBUTED]
+)
 def test_same_bits_on_every_rank(name: str, tmp_path: Path) -> None:
     timeout = 150.0
     file = tempfile.mktemp(dir=tmp_path)

@@ -14,7 +14,7 @@ import io
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -1242,8 +1242,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", HOLES)
+def _every_mode() -> Iterator[Any]:
+    """The heaviest case takes as long as forty others: in `make test` everything leaves there, the rest is slow."""
+    for name in HOLES:
+        for mode in MODES:
+            slow = name == "rnn_of_3000_steps" and mode != "torture"
+            yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [], id=f"{name}-{mode}")
+
+
+@pytest.mark.parametrize(("name", "mode"), _every_mode())
 def test_hole(name: str, mode: str) -> None:
     if name in _OWN_BUDGETS:  # the loop is not all there is: the budget must be entered where the case says
         want = reference(HOLES[name])

@@ -58,7 +58,7 @@ def test_the_second_run_draws_the_same(name: str, grad: bool, monkeypatch: pytes
     before = Manager._retry
     monkeypatch.setattr(Manager, "_retry", lambda self: retries.append(before(self)) or retries[-1])
     finished = 0
-    for share in range(6, 42, 2):  # somewhere here there is room for what it draws, and none for what comes after
+    for share in range(6, 42, 4):  # somewhere here there is room for what it draws, and none for what comes after
         limit = bytes_already_there() + SIZE + GARBAGE + SIZE * share // 16
         retries.clear()
         try:
@@ -78,7 +78,7 @@ def test_it_draws_once_or_is_refused(name: str, grad: bool) -> None:
     op = OPS[name]
     want, state = _run(op, nullcontext(), grad)
     finished = refused = 0
-    for share in range(2, 66, 2):
+    for share in range(2, 66, 4):
         limit = bytes_already_there() + SIZE + GARBAGE + SIZE * share // 16
         try:
             got, after = _run(op, memmgr.budget(limit, policy="evict", disk=False, quiet=True), grad)

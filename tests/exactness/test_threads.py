@@ -734,7 +734,7 @@ def test_ctrl_c_in_the_middle_of_a_reclaim(stay: str) -> None:
     children.run("test_threads", "interrupted", "offload", "0.5", stay, "30000000", timeout=180, env=rounds)
 
 
-SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "15"))
+SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "6"))
 """`make soak` takes an hour."""
 
 

@@ -80,7 +80,8 @@ def no_pins() -> None:
             break
         time.sleep(0.001)
     assert pager.stats()["works_in_flight"] == 0
-    pinned = [cell for cell in pager.cells() if cell["pins"] and not cell["small"]]
+    # What has handed its address out stays while it lives, by rule 9: torch reads a gathered object through numpy.
+    pinned = [cell for cell in pager.cells() if cell["pins"] and not cell["small"] and not cell["escaped"]]
     assert not pinned, pinned
 
 

@@ -17,7 +17,7 @@ MB = 1_000_000
 
 
 def _deep(layers: int = 12, rows: int = 2048) -> torch.Tensor:
-    x = torch.ones(rows, 256, requires_grad=True)
+    x = torch.rand(rows, 256, requires_grad=True)
     y = x
     for _ in range(layers):
         y = y.sin().exp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,31 @@ def test_a_plan_makes_less_again_than_malloc_does_for_itself() -> None:
 
     assert of_the_last_step(planned) < of_the_last_step(alone)
     assert alone[-1]["plans"] == 0
+
+
+def test_a_fork_while_copies_are_under_way() -> None:
+    """Nobody waits for the tier in a way that the fork has closed, and the child reads what it inherits."""
+    make = models.MODELS["gpt"]
+    children = []
+
+    def fork(_: int) -> None:
+        settled()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        children.append(pid)
+
+    limit = int(need(make) * 0.6)
+    torch.manual_seed(0)
+    training = make()
+    with memmgr.budget(limit, quiet=True, policy="offload", _throttle=60_000_000) as mm:
+        handle = training.model.register_forward_hook(lambda *_: fork(0))
+        for _ in range(5):
+            training.step()
+            fork(0)
+        handle.remove()
+    assert mm.stats()["write_backs"] > 0
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 10
 
 
 def test_what_was_written_ahead_and_read_ahead() -> None:

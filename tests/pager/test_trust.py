@@ -1,0 +1,77 @@
+"""Trust is earned (rule 8): what does not reproduce is not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness.harness import HUGE_BYTES
+from torch import nn
+
+import memmgr
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Unsteady:
+    """A kernel that gives other bytes to whom it has met before: right the first time, wrong whenever it is run again."""
+
+    def __init__(self, right: Callable[[torch.Tensor], torch.Tensor], *, in_place: bool) -> None:
+        self._right, self._in_place = right, in_place
+        self._met: Counter[bytes] = Counter()
+        self.again = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        seen = bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
+        out = self._right(x)
+        self.again += self._met[seen] > 0
+        out = out + self._met[seen] if self._met[seen] else out
+        self._met[seen] += 1
+        return x.copy_(out) if self._in_place else out
+
+
+UNSTEADY: dict[str, tuple[str, Step]] = {
+    "functional": ("erfinv", lambda h: h.detach().erfinv()),
+    "in place": ("erfinv_", lambda h: (h.detach() * 0.5).erfinv_()),
+}
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: str) -> None:
+    op, step = UNSTEADY[name]
+    kernel = Unsteady(lambda x: torch.special.ndtri((x + 1) / 2) / 2**0.5, in_place=op.endswith("_"))
+
+    def train(scope: Any) -> tuple[torch.Tensor, Any]:
+        kernel.again = 0
+        kernel._met.clear()
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(61, 61) * 0.1)
+        with scope as mm:
+            for _ in range(3):
+                h = torch.rand(61, 61) * 0.1
+                for i in range(4):
+                    h = torch.tanh(step(h * 0.5) @ w + i)
+                h.square().mean().backward()
+            del h
+            stats = mm.stats() if mm is not None else {}
+        assert w.grad is not None
+        return w.grad, stats
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is a kernel already
+        library.impl(op, kernel, "CPU")
+    try:
+        want, _ = train(contextlib.nullcontext())
+        assert kernel.again == 0, "the same input comes twice unmanaged, so nothing can be told"
+        got, stats = train(memmgr.budget(HUGE_BYTES, policy="torture", quiet=True))
+    finally:
+        library._destroy()
+    assert torch.equal(got, want)
+    assert stats["evictions"] > 0
+    assert kernel.again == 1, f"run again {kernel.again} times: once to learn that it does not reproduce"
