@@ -113,11 +113,14 @@ class Stock:
             finalizer.atexit = False
             self._finalizers.append(finalizer)
 
-    def close(self) -> None:
-        """Stops watching."""
+    def close(self) -> int:
+        """Stops watching. Returns the bytes of what is still there."""
+        left = 0
         for finalizer in self._finalizers:
-            finalizer.detach()
+            watched = finalizer.detach()
+            left -= watched[2][0] if watched else 0
         self._finalizers.clear()
+        return left
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:

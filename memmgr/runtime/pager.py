@@ -138,8 +138,8 @@ class PagerRuntime:
             self.native.close()
         finally:
             self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
-            if self._stock is not None:
-                self._stock.close()
+            if self._stock is not None:  # the next budget of the process counts it again
+                self.native.add_outside(-self._stock.close())
         if report and self._open and not self.config.quiet:
             report_end(self._final)
         for text in self.telemetry.complaints():  # last: a warning may be an exception here, and everything is closed

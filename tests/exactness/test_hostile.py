@@ -1250,7 +1250,7 @@ def _every_mode() -> Iterator[Any]:
             yield pytest.param(name, mode, marks=[pytest.mark.slow] if slow else [], id=f"{name}-{mode}")
 
 
-@pytest.mark.parametrize(("name", "mode"), _every_mode())
+@pytest.mark.parametrize(("name", "mode"), list(_every_mode()))
 def test_hole(name: str, mode: str) -> None:
     if name in _OWN_BUDGETS:  # the loop is not all there is: the budget must be entered where the case says
         want = reference(HOLES[name])

@@ -56,6 +56,27 @@ def test_a_pass_is_an_outermost_backward() -> None:
     assert mm.stats()["passes"] == 3
 
 
+@pytest.mark.parametrize("enough", [True, False])
+def test_what_was_there_counts_once_however_often_a_budget_opens(enough: bool) -> None:
+    """Small tensors and large ones that were made before; a budget that cannot be opened leaves nothing behind either."""
+    small = [torch.ones(64) for _ in range(300)]
+    large = [torch.ones(MB) for _ in range(2)]
+
+    def there() -> int:
+        with memmgr.budget(64 * MB, policy="evict", quiet=True) as mm:
+            return int(mm.stats()["resident_bytes.current"])
+
+    first = there()
+    for _ in range(3):
+        if enough:
+            assert there() == first
+        else:
+            with pytest.raises(memmgr.BudgetError), memmgr.budget(4 * MB, policy="evict", quiet=True):
+                pass
+    assert first >= len(small) * 256 + len(large) * 4 * MB
+    assert there() == first
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ones_own_checkpointing_is_timed(reentrant: bool) -> None:
     def part(x: torch.Tensor) -> torch.Tensor:
