@@ -41,8 +41,8 @@ def current() -> Runtime | None:
 
 
 def _manager_of(config: Config) -> Runtime:
-    # An internal switch while the pager is built beside the recorder (allocator/pager): its exactness is tested with it.
-    if os.environ.get("MEMMGR_PAGER") == "1" and config.device.type == "cpu":
+    # The pager has no pool for devices yet: those are the recorder's.
+    if config.device.type == "cpu":
         return PagerRuntime(
             PagerConfig(
                 limit_bytes=config.limit_bytes,
@@ -53,10 +53,13 @@ def _manager_of(config: Config) -> Runtime:
                 quiet=config.quiet,
                 throttle=config.throttle,
                 plan=config.plan,
+                placement=config.placement,
                 small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
                 device=config.device,
                 binary=config.binary,
                 log=config.log,
+                trace=config.trace,
+                trace_pass=config.trace_pass,
             )
         )
     return Manager(config, _shim.load())
@@ -106,9 +109,10 @@ def _pass(number: int) -> int:
 class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
-    A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`; what autograd
-    saves is evicted and recomputed, or offloaded and reloaded, as the policy decides. The budget counts everything:
-    parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
+    A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`. Tensors are
+    evicted and recomputed, or offloaded and reloaded, as the policy decides: on the CPU all that no op is using, on
+    other devices what autograd saves. The budget counts everything: parameters, gradients, optimizer state,
+    activations, workspaces, and what was allocated before entering.
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
@@ -117,18 +121,18 @@ class budget:
             On CUDA, `import memmgr` comes before CUDA is used (docs/allocator.md). None of this has run on a GPU yet.
         host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
             free, at most twice the limit.
-        disk: the tier below: a folder, `(folder, size)`, or False for none. Default the system's temporary folder. The
-            file has mode 0600 and is unlinked as soon as it is open.
+        disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
+            folder. The file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
             `"torture"` (for tests) makes everything leave at once. See docs/policies.md. Or a `memmgr.policies.Policy` of
             your own (docs/writing_a_policy.md).
-        verify: compare every recomputed tensor with a checksum of what was dropped (a sample is compared anyway).
+        verify: compare everything that comes back with a checksum of what left (a sample is compared anyway).
         quiet: no summary line at the end.
         log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`.
         trace: a file for the trace of one pass, for `memmgr simulate` (docs/planner.md); compressed if the name ends in .gz.
-        trace_pass: which pass is traced, from 1; the first one compiles, and is not like the others.
+        trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -136,11 +140,11 @@ class budget:
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
         RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
             library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
-            not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. Threads
-            started inside are managed with it; threads that were running before are counted, but their tensors cannot leave.
+            not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
+            threads are managed with it; on other devices than the CPU those that ran before keep their tensors.
 
     Known limitations: on the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
-    buffers) is not counted. Forked children (DataLoader workers) are unmanaged.
+    buffers) is not counted. Forked children (DataLoader workers) read what was away and are not managed.
     """
 
     def __init__(
@@ -273,18 +277,19 @@ def stats() -> dict[str, Any]:
     """The figures of the open budget, or of the last one; empty when there was none.
 
     Returns:
-        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what the
-        program itself holds), `floor_bytes` (the smallest budget that this run could have had, as far as it was recorded),
-        `unmanaged_peak_bytes` (what it would have needed), `recorded_peak_bytes` (the same of the passes that were recorded:
-        where that is less, a larger one came while the recorder slept, and the floor may be higher), `evicted_bytes`,
-        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `binarized` (of these: left as bits), `recomputes`, `offloads`,
-        `reloads`, `prefetch_hits`, `passes`, `reclaims` (calls for bytes from inside malloc), and others. Seconds:
+        A flat dict. Bytes: `budget_bytes`, `resident_bytes.current`, `resident_bytes.peak`, `held_bytes.peak` (what
+        could not leave: small tensors, and those whose address was handed out), `floor_bytes` (the smallest budget that
+        this run could have had so far), `unmanaged_peak_bytes` (what it would have needed), `evicted_bytes`,
+        `offload_bytes`, `reload_bytes`. Counts: `evictions`, `packed` (left as bits), `recomputes`, `offloads`,
+        `reloads`, `prefetch_hits` (reads ahead that were in time), `passes`, `reclaims` (calls from inside malloc),
+        `escapes` (addresses that were handed out for good; `escapes.MODULE:LINE` says where), and others. Seconds:
         `recompute_seconds`, `stall_seconds`, `search_seconds` (choosing who leaves, where a search does),
-        `checkpoint_seconds` (ops that the program itself ran
-        again inside backward, as activation checkpointing does) of `watched_seconds` (the passes in which that was seen:
-        those that were recorded). Plans: `plans` (made), `planned_passes` (followed one to the end), `plan_seconds` (making
-        them took, beside training), `rankings` (how often the policy was asked instead).
-        `fragmentation`: 1 - longest run / free bytes, of the addresses that are used without remap (docs/allocator.md).
+        `checkpoint_seconds` (ops that the program itself ran again inside backward, as activation checkpointing does)
+        of `watched_seconds` (the passes). Plans: `plans` (made), `planned_passes` (followed one to the end),
+        `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (making them took, beside training),
+        `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the addresses that are
+        used without remap (docs/allocator.md). On other devices than the CPU `held_bytes.peak` is what the program
+        holds, and some counts are others: `binarized` for `packed`, and `recorded_peak_bytes`.
     """
     manager = last()
     return manager.stats() if manager is not None else {}

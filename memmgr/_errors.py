@@ -117,7 +117,8 @@ def budget_error(
     states = held.states_bytes + held.missing_bytes if states_stay else 0
     floor = max(floor_bytes, there_bytes + (held.missing_bytes if states_stay else 0), states)
     extra = max(floor_bytes, there_bytes) - (held.states_bytes if states_stay else 0)
-    kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
+    # Batches, most likely: a step has no more of them. Where everything can leave they are part of an op's working set.
+    kept = min(held.kinds.get("other tensors", 0), max(0, extra)) if states_stay else 0
     work = max(held.step_bytes, kept + int((SEEN if seen else UNSEEN) * (extra - kept)), states // MARGIN)
     saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     tier, why = failed or ("", "")

@@ -21,7 +21,7 @@ import torch
 from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, plan_writeback, rank, window_costs
 from memmgr.policies.rules.types import KEPT_SHARE
 from memmgr.policies.rules.writeback import WATERMARKS
-from memmgr.policies.trace import TierLink
+from memmgr.policies.trace import TierLink, Trace
 
 from . import _device
 from ._captures import Captures, is_capturing
@@ -135,6 +135,12 @@ class Manager:
         self.may_evict = self.policy.recomputes
         self.plans = Plans(self, config.plan and bool(config.policy.planner))
         self.sleeper = Sleeper(self, config.sleep and not config.policy.torture and config.limit_bytes < UNLIMITED)
+
+    @property
+    def traced(self) -> Trace | None:
+        """The pass for which the user asked (`budget(trace=)`), once it has ended."""
+        measured = self.measuring.last if self.config.trace is not None else None
+        return measured.trace if measured is not None else None
 
     # -- opening and closing --
 

@@ -198,15 +198,15 @@ class Plans:
             if known.made is None:
                 self._manager.native.drop_plans(known.id)
                 why = known.error or "no schedule fits"
-                self._manager.telemetry.happened("no_plan", saves=len(known.sizes) // 8, text=why)
+                self._manager.telemetry.happened("no_plan", ops=len(known.measured.trace.ops), text=why)
                 continue
             actions = self._follow(known)
             self.counts.made += 1
             predicted = known.made.plan
             self._manager.telemetry.happened(
                 "plan",
-                saves=len(actions),
-                evict=int((actions == Action.EVICT).sum()),
+                ops=len(known.measured.trace.ops),
+                rematerialize=int((actions == Action.EVICT).sum()),
                 offload=int((actions == Action.OFFLOAD).sum()),
                 took_seconds=round(known.seconds, 3),
                 **(

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells as small as the models here; a user's are of 64 KiB and more."""
+    monkeypatch.setenv("MEMMGR_PAGER_SMALL", "512")
+
+
+@pytest.fixture
+def large_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threshold that users have."""
+    monkeypatch.delenv("MEMMGR_PAGER_SMALL")
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +30,14 @@ def _no_compiled_code_stays() -> Iterator[None]:
         dynamo.reset()
         dynamo.utils.counters.clear()
         gc.collect()
+
+
+@pytest.fixture
+def beyond() -> Callable[[str], int]:
+    """(size) -> a budget of that much more than what other tests have left behind."""
+    from budget.there import bytes_already_there
+
+    from memmgr._sizes import parse_size
+
+    there = bytes_already_there()
+    return lambda size: there + parse_size(size)

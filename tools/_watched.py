@@ -167,11 +167,15 @@ class Watched:
         if line["what"] == "budget_error":
             text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"
         if line["what"] == "plan":
-            text += f": of {int(line['saves'])} saved tensors {int(line['evict'])} recomputed, {int(line['offload'])} offloaded"
+            text += (
+                f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"
+            )
             if "took_seconds" in line:
                 text += f"; made in {float(line['took_seconds']):.2f} s"
             if "overhead" in line:
-                text += f", predicted {float(line['overhead']):.3f}x, bound {float(line['lower_bound']):.3f}x"
+                text += f", predicted {float(line['overhead']):.3f}x"
+            if "lower_bound" in line:
+                text += f", bound {float(line['lower_bound']):.3f}x"
         if line["what"] in ("no_plan", "daemon_error"):
             text += f": {line.get('text', '?')}"
         if line["what"] in ("plan", "no_plan"):

@@ -173,7 +173,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """What would compile the shim for the next torch."""
+    """What would compile the native half for the next torch."""
     name = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
     how = "install one (Debian: apt install g++ python3-dev)"
     if not name:
@@ -188,12 +188,17 @@ def _compiler() -> Finding:
 
 
 def _native() -> Iterator[Finding]:
+    import torch
+
     from memmgr import _cache, _shim
+    from memmgr.native import pager
 
     yield _compiler()
     begun = time.perf_counter()
     try:
-        _shim.load()
+        pager.load()
+        if torch.cuda.is_available():
+            _shim.load()
     except _shim.NoShim as why:
         yield Finding("allocator", NO, f"no budget can be opened: {why}", "see docs/errors.md")
         return

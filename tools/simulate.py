@@ -4,8 +4,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
 
   auto        what a live run does by default (price, auto, bandwidth); for operator logs without --link: online
   online      decides op by op what runs again, for operator logs
-  plan        the planner, which knows the whole pass
-  followed    what a live run does that follows the planner's plan, for measured passes
+  plan        the planner, which knows the whole pass: what a live run follows from its third step or so on
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
@@ -30,7 +29,6 @@ from memmgr._sizes import need_share, parse_size
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
-from memmgr.policies.plan.follow import follow
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_online, delta_taco
@@ -45,7 +43,6 @@ from memmgr.tools._screen import megabytes, table
 ALL = (
     "auto",
     "plan",
-    "followed",
     "capuchin",
     "delta_paper",
     "delta_taco",
@@ -55,7 +52,7 @@ ALL = (
     "lru+evict",
     "largest+evict",
 )
-ALL_WITH_LINK = ("auto", "plan", "followed", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
+ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
 
 
 @dataclass(frozen=True)
@@ -197,8 +194,7 @@ def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | No
 
 
 def _all(trace: Trace, tier: TierLink | None) -> list[str]:
-    names = ALL_WITH_LINK if tier else ALL
-    return [name for name in names if name != "followed" or trace.saved]
+    return list(ALL_WITH_LINK if tier else ALL)
 
 
 _Outcome = tuple[bool, list[Step], str]
@@ -229,8 +225,6 @@ def _simulate(
 def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
     if name == "plan":
         return lambda trace, budget: _plan(trace, budget, tier)
-    if name == "followed":
-        return lambda trace, budget: _followed(trace, budget, tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
         return _online if name == "online" else _auto
     own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
@@ -264,12 +258,6 @@ def _online(trace: Trace, budget: int) -> _Outcome:
 def _plan(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
     made = plan(trace, budget, link=tier)
     return made.feasible, list(made.steps), "" if made.feasible else "no plan was found"
-
-
-def _followed(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
-    if not trace.saved:
-        raise _Refused("followed is for measured passes: an operator log does not say what autograd saves; try plan")
-    return _outcome(follow(trace, budget, parse_policy("auto" if tier else "evict"), tier))
 
 
 def _write(path: Path, trace: Trace, steps: list[Step]) -> None:

@@ -69,12 +69,10 @@ def _close(pid: int, args: argparse.Namespace) -> None:
 
 def outcome(args: argparse.Namespace, manager: Runtime | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
-    measuring = getattr(manager, "measuring", None)  # the pager has none
-    measured = measuring.last if measuring is not None else None
-    if measured is None:
+    trace = manager.traced if manager is not None else None
+    if trace is None:
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
-    trace = measured.trace
     peak, _ = trace.unmanaged_peak
     name = args.out if Path(args.out).is_file() else args.trace
     return [

@@ -11,8 +11,9 @@
 
 namespace memmgr::pager {
 
-// Who leaves first when malloc has to choose by itself.
-enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta };
+// Who leaves first when malloc has to choose by itself; kRanked: as a policy says ahead of need, DTR's order beneath
+// it.
+enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta, kRanked };
 
 struct Options {
   uint64_t small_bytes = 64 << 10;  // smaller storages are counted and never paged
@@ -22,6 +23,9 @@ struct Options {
   bool verify = false;   // every cell that comes back meets its checksum
   uint32_t sample = 64;  // otherwise one in so many
   Order order = Order::kDtr;
+  int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving
+  int remap = MM_REMAP_FIRST;  // what answers a request that has its bytes and no run of them (MM_REMAP_*)
+  bool apart = false;          // what is dear to make again lies at the other end (Coop, section 4.2)
 };
 
 struct Budget {

@@ -17,6 +17,7 @@
 namespace memmgr::pager {
 
 std::atomic<uint64_t> resident_cell_bytes{0};
+std::atomic<uint64_t> root_bytes{0};
 std::atomic<uint64_t> escaped_bytes{0};
 std::atomic<int64_t> absent_cells{0};
 
@@ -44,8 +45,24 @@ static void register_locked(Cell* c) {
   registry().push_back(c);
 }
 
+static void set_root_locked(Cell* c, bool root) {
+  if (c->root == root) return;
+  c->root = root;
+  if (root)
+    root_bytes += c->nbytes;
+  else
+    root_bytes -= c->nbytes;
+}
+
+void count_root_locked(Cell* c) {
+  const Version* v = c->version;
+  set_root_locked(c, !c->small && v && !v->temporary && !v->recipe);
+}
+
 static void unregister_locked(Cell* c) {
+  set_root_locked(c, false);
   forget_victim_locked(c);
+  forget_price_locked(c);
   forget_in_timeline_locked(c);
   auto& cells = registry();
   cells[c->index] = cells.back();
@@ -106,6 +123,7 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, c->device);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
+  count_root_locked(c);
   watch_writes(c);
   if (!c->small) resident_cell_bytes += c->nbytes;
   if (c->outside) {
@@ -523,6 +541,7 @@ void forget_recipe_locked(Version* v, Trash* trash) {
   if (!r) return;
   if (pulls_locked(v)) unneed_inputs_locked(r, trash);
   v->recipe = nullptr;
+  if (v->cell && v->cell->version == v) count_root_locked(v->cell);
   v->depth = 0;
   forget_output_locked(r, v);
   release_recipe_locked(r, trash);
@@ -542,6 +561,7 @@ Version* new_version_locked(Cell* c, Trash* trash) {
   v->cell = c;
   v->nbytes = c->nbytes;
   c->version = v;
+  count_root_locked(c);
   c->has_checksum = false;
   if (before->cell == c) {
     const bool pulled = pulls_locked(before);
@@ -580,6 +600,7 @@ void settle_before_write(Cell* c) {
   copy->version = v;
   copy->last_touch.store(ticks(), std::memory_order_relaxed);
   register_locked(copy);
+  count_root_locked(copy);
   if (copy->small)
     keep(copy);
   else

@@ -74,6 +74,7 @@ struct Cell {
   Escape escape = Escape::kNone;
   bool newborn = false;    // nobody has written to it yet: foreign code may, without telling (rule 3)
   bool outside = false;    // its memory is not the pool's
+  bool root = false;       // counted among root_bytes
   bool small = false;      // counted, never paged: it is a cell only because a recipe names it
   bool kept = false;       // an orphan that recipes keep by value
   int32_t queued_at = -1;  // among the victims (reclaim.cpp)
@@ -191,6 +192,9 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash);
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less
 
+// Whether it is a root may have changed.
+void count_root_locked(Cell* c);
+
 // ---- versions ----
 
 void release_version_locked(Version* v, Trash* trash);
@@ -220,6 +224,7 @@ void forget_recipe_locked(Version* v, Trash* trash);
 
 // Bytes of resident cells that are not small, for admission and figures.
 extern std::atomic<uint64_t> resident_cell_bytes;
+extern std::atomic<uint64_t> root_bytes;  // of cells that nothing can make again: without a tier they stay
 extern std::atomic<uint64_t> escaped_bytes;
 extern std::atomic<int64_t> absent_cells;
 

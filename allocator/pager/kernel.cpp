@@ -133,7 +133,10 @@ class Call {
     began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
     const uint64_t stalled = waited_ns();
     const uint64_t begun = ticks();
-    if (tl_depth == 1) begin_scratch();
+    if (tl_depth == 1) {
+      begin_scratch();
+      tl_side = info_->dear ? MM_SIDE_HIGH : MM_SIDE_LOW;
+    }
     if (info_->seeded) drew = true;
     // Nobody draws between another's noting of the state and its draw.
     if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign)
@@ -172,17 +175,30 @@ class Call {
     info_->scratch_bytes.store(std::max(bytes, known - known / 4), std::memory_order_relaxed);
   }
 
+  // Is there room for a trial, which takes so much? Without a limit only below what was there at some time before, so
+  // that to measure a run changes nothing of what it needs.
+  static bool may_try(const Kind* kind, uint64_t bytes) {
+    constexpr uint32_t kMostInVain = 8;  // trials for which others had to leave
+    const uint64_t limit = mm_arena_budget(budget.arena);
+    const bool measures = limit >= MM_UNLIMITED && !budget.options.torture;
+    if (!measures && kind->trials.load(std::memory_order_relaxed) < kMostInVain) return true;
+    return mm_arena_resident(budget.arena) + bytes <=
+           (measures ? most_resident.load(std::memory_order_relaxed) : limit);
+  }
+
   // The floor: what this op had pinned, its own memory, and what can never leave.
   static void note_floor_now(const Frame& frame) {
     const uint64_t all = mm_arena_resident(budget.arena);
+    if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;  // two threads: one of them is enough
     const uint64_t elsewhere = resident_cell_bytes.load(std::memory_order_relaxed) + scratch_now();  // outputs, mostly
     const uint64_t fixed = all - std::min(all, elsewhere) + escaped_bytes.load(std::memory_order_relaxed) +
                            in_flight_bytes.load(std::memory_order_relaxed);
-    uint64_t pinned = 0;
+    const bool roots_stay = !may_be_offloaded();
+    uint64_t pinned = roots_stay ? root_bytes.load(std::memory_order_relaxed) : 0;
     for (size_t i = 0; i < frame.cells().size(); ++i) {
       bool again = false;
       for (size_t k = 0; k < i; ++k) again |= frame.cells()[k].cell == frame.cells()[i].cell;
-      if (!again) pinned += frame.cells()[i].cell->nbytes;
+      if (!again && !(roots_stay && frame.cells()[i].cell->root)) pinned += frame.cells()[i].cell->nbytes;
     }
     note_floor(fixed + pinned + scratch_peak());
   }
@@ -198,6 +214,7 @@ class Call {
     for (const TensorArg& a : recipe_->tensors)
       if (a.role == Role::kWritten && a.version->cell) {
         Cell* c = a.version->cell;
+        if (!may_try(recipe_->kind, c->nbytes)) return;
         try {
           before_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
                                                           static_cast<int64_t>(c->nbytes), pool_allocate(c->nbytes),
@@ -278,7 +295,7 @@ class Call {
     if (kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
     for (const TensorArg& a : recipe_->tensors)
       if (a.role == Role::kWritten && !before_) return;
-    if (kind->trials.load() >= 8) return;
+    if (!may_try(kind, scratch_peak())) return;
     try {
       const uint64_t begun = ticks();
       const bool same = reproduces(*recipe_, left, std::move(before_));
@@ -433,10 +450,33 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
   return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
 }
 
+// The integers among the arguments, in memory while the frame lives.
+void pin_indices(Frame& frame, const torch::jit::Stack& stack, size_t n) {
+  for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i)
+    if (stack[i].isTensor() && stack[i].unsafeToTensorImpl()->has_storage() &&
+        c10::isIntegralType(stack[i].unsafeToTensorImpl()->dtype().toScalarType(), true))
+      frame.value(stack[i], false);
+  frame.pin_all();
+}
+
+// Torch's own composites that take an argument's address and then run ops (rule 9): a packed sequence's batch sizes,
+// say.
+void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Frame indices;
+  std::optional<InKernel> inside;
+  if (budget.open.load(std::memory_order_relaxed)) inside.emplace();
+  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0)
+    pin_indices(indices, *stack, op.schema().arguments().size());
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);  // the composite itself; its ops find us again
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
-  if (C10_UNLIKELY(!budget.open.load(std::memory_order_acquire) || tl_regions > 0 || done_in_child)) {
+  std::optional<InKernel> inside;
+  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || done_in_child)) {
+    inside.reset();
     call_below(op, below, stack);
     return;
   }
@@ -452,8 +492,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         return;
       }
       break;
-    case OpClass::kComposite:
+    case OpClass::kComposite: {
+      Frame indices;
+      if (C10_UNLIKELY(info->reads_raw)) pin_indices(indices, *stack, op.schema().arguments().size());
       op.redispatchBoxed(below, stack);
+    }
       return;
     default:
       break;
@@ -477,6 +520,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
+  for (const char* name : reads_raw())
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw>());
+}
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

@@ -16,6 +16,7 @@
 #include "frame.h"
 #include "kernel.h"
 #include "module_plans.h"
+#include "module_ranking.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -93,13 +94,15 @@ StoragePtr storage_of(PyObject* o) {
 namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
-                                "may_offload", "torture", "verify",     "order",    nullptr};
+  static const char* names[] = {"limit",     "folder",      "disk_bytes", "throttle", "small_bytes",
+                                "may_evict", "may_offload", "torture",    "verify",   "order",
+                                "search",    "remap",       "apart",      nullptr};
   unsigned long long limit, disk_bytes, throttle, small_bytes;
   const char* folder;
-  int may_evict, may_offload, torture, verify, order;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppi", const_cast<char**>(names), &limit, &folder, &disk_bytes,
-                                   &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify, &order))
+  int may_evict, may_offload, torture, verify, order, search, remap, apart;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppiiip", const_cast<char**>(names), &limit, &folder,
+                                   &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
+                                   &order, &search, &remap, &apart))
     return nullptr;
   return guarded([&]() -> PyObject* {
     TORCH_CHECK(!budget.forked,
@@ -119,9 +122,13 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.torture = torture;
     o.verify = verify;
     o.order = static_cast<Order>(order);
+    o.search = search;
+    o.remap = remap;
+    o.apart = apart;
     budget.options = o;
     budget.tier_error.clear();
     install_pool(limit);
+    prepare_for_waiting();
     watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
@@ -197,6 +204,12 @@ PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     if (!budget.open) Py_RETURN_NONE;
     mm_arena_set_budget(budget.arena, MM_UNLIMITED);
+    budget.options.torture = false;
+    struct Staying {  // what is back stays
+      Staying() { nothing_leaves(true); }
+      ~Staying() { nothing_leaves(false); }
+    };
+    std::optional<Staying> staying(std::in_place);
     std::string wrong;
     forget_periods();
     Py_BEGIN_ALLOW_THREADS;
@@ -224,10 +237,12 @@ PyObject* py_close(PyObject*, PyObject*) {
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
     watch_exports(false);
-    // Ops of other threads that began under the budget have pins on cells that end now.
+    // Ops of other threads that began under the budget have pins on cells that end now, or are about to.
     Py_BEGIN_ALLOW_THREADS;
-    for (int i = 0; i < 6000 && others_are_running(); ++i) wait_for_others(0.01);
+    if (!wait_until_kernel_is_left(60)) wrong = "memmgr: an op of another thread has not ended for a minute";
     Py_END_ALLOW_THREADS;
+    staying.reset();
+    cells = all_cells();  // with those that were born meanwhile
     cut_recipes(true);
     for (auto& [c, s] : cells)
       if (cell_of(s.get()) == c && c->resident()) {
@@ -508,7 +523,8 @@ struct CellRow {
   unsigned long long nbytes;
   const char* residency;
   unsigned pins, depth, needed, holders;
-  bool escaped, recipe, clean, small, orphan;
+  bool escaped, recipe, trusted, clean, small, orphan;
+  std::string op;
 
   explicit CellRow(Cell* c) {
     static const char* names[] = {"resident", "offloaded", "evicted", "fill", "packed"};
@@ -522,6 +538,8 @@ struct CellRow {
     holders = c->storage.use_count();
     escaped = c->escape != Escape::kNone;
     recipe = v && v->recipe;
+    trusted = recipe && v->recipe->kind->trust.load() == Trust::kYes;
+    if (recipe) op = v->recipe->info->op.operator_name().name;
     clean = c->slot >= 0;
     small = c->small;
     orphan = !c->storage._unsafe_get_target();
@@ -529,9 +547,10 @@ struct CellRow {
 
   PyObject* object() const {
     const auto flag = [](bool on) { return on ? Py_True : Py_False; };
-    return Py_BuildValue("{sK ss sI sO sO sI sO sI sI sO sO}", "nbytes", nbytes, "residency", residency, "pins", pins,
-                         "escaped", flag(escaped), "recipe", flag(recipe), "depth", depth, "clean", flag(clean),
-                         "needed", needed, "holders", holders, "small", flag(small), "orphan", flag(orphan));
+    return Py_BuildValue("{sK ss sI sO sO sO ss sI sO sI sI sO sO}", "nbytes", nbytes, "residency", residency, "pins",
+                         pins, "escaped", flag(escaped), "recipe", flag(recipe), "trusted", flag(trusted), "op",
+                         op.c_str(), "depth", depth, "clean", flag(clean), "needed", needed, "holders", holders,
+                         "small", flag(small), "orphan", flag(orphan));
   }
 };
 
@@ -718,6 +737,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   if (PyType_Ready(&pin_type) < 0) return nullptr;
   PyObject* module = PyModule_Create(&definition);
-  if (module && (!add_plan_functions(module) || PyModule_AddFunctions(module, observe_methods) < 0)) Py_CLEAR(module);
+  if (module && (!add_plan_functions(module) || !add_ranking_functions(module) ||
+                 PyModule_AddFunctions(module, observe_methods) < 0))
+    Py_CLEAR(module);
   return module;
 }

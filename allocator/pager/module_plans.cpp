@@ -59,6 +59,14 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
                        static_cast<unsigned long long>(t.trials), "overflow", t.overflow ? Py_True : Py_False);
 }
 
+// turn_period(): an outermost backward begins
+PyObject* py_turn_period(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS;
+  turn_period();
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 // timeline() -> dict of columns as bytes, of the period that ended last
 PyObject* py_timeline(PyObject*, PyObject*) {
   const Timeline& t = last_timeline();
@@ -111,7 +119,7 @@ PyObject* py_timeline(PyObject*, PyObject*) {
                     set(d, "ordinal", bytes_of(ordinals)) && set(d, "flags", bytes_of(flags)) &&
                     set(d, "bits", bytes_of(bits)) && set(d, "deaths", bytes_of(deaths)) &&
                     set(d, "sizes", bytes_of(t.sizes)) && set(d, "fixed", bytes_of(t.fixed)) &&
-                    set(d, "hashes", bytes_of(t.hashes));
+                    set(d, "hashes", bytes_of(t.hashes)) && set(d, "turn", PyLong_FromLongLong(t.turn));
   if (!done) Py_CLEAR(d);
   return d;
 }
@@ -174,6 +182,7 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
 
 PyMethodDef plan_methods[] = {
     {"next_period", py_next_period, METH_O, "next_period(noted) -> figures of the period that ends here"},
+    {"turn_period", py_turn_period, METH_NOARGS, "an outermost backward begins"},
     {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
     {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},
     {"add_plan", py_add_plan, METH_VARARGS, "a plan for periods with these hashes"},

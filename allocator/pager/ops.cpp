@@ -152,6 +152,17 @@ static bool is_native(const c10::OperatorHandle& op) {
   return op.dumpComputedTable().find(".py:") == std::string::npos;
 }
 
+const std::vector<const char*>& reads_raw() {
+  static const auto* names = new std::vector<const char*>{"lstm.data",
+                                                          "gru.data",
+                                                          "rnn_tanh.data",
+                                                          "rnn_relu.data",
+                                                          "_pad_packed_sequence",
+                                                          "tensor_split.tensor_indices_or_sections",
+                                                          "ctc_loss.Tensor"};
+  return *names;
+}
+
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!handle.hasSchema()) {
     kind = OpClass::kForeign;
@@ -192,6 +203,11 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   overwriter = overwriters().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
   lazy_clone = name == "aten::_lazy_clone";
+  const auto& overload = handle.operator_name().overload_name;
+  const std::string full = name + (overload.empty() ? "" : "." + overload);
+  for (const char* raw : pager::reads_raw()) reads_raw |= full == std::string("aten::") + raw;
+  for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
+    dear |= name.find(part) != std::string::npos;
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
     native = is_native(handle);

@@ -26,8 +26,10 @@ struct OpInfo {
   bool overwriter = false;     // writes its first argument without reading it
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
-  bool native = false;  // not torch's, with a kernel of C++: it may keep addresses to itself
-  int generator = -1;   // position of the generator
+  bool reads_raw = false;  // a composite that takes an argument's address and then runs ops
+  bool dear = false;       // to run again, as Coop has it: convolutions, products, and what consists of them
+  bool native = false;     // not torch's, with a kernel of C++: it may keep addresses to itself
+  int generator = -1;      // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument
@@ -39,6 +41,9 @@ struct OpInfo {
 
 // Is it foreign, with a C++ kernel that the dispatcher runs before it comes to the pager's key?
 bool runs_above_the_kernel(const c10::OperatorHandle& op);
+
+// The names in aten of those that read raw.
+const std::vector<const char*>& reads_raw();
 
 // Cached for the life of the process.
 OpInfo* info_of(const c10::OperatorHandle& op);

@@ -10,6 +10,7 @@
 #include "kernel.cpp"
 #include "module.cpp"
 #include "module_plans.cpp"
+#include "module_ranking.cpp"
 #include "numerics.cpp"
 #include "observe.cpp"
 #include "ops.cpp"
@@ -22,4 +23,5 @@
 #include "threads.cpp"
 #include "timeline.cpp"
 #include "transfer.cpp"
+#include "victims.cpp"
 #include "works.cpp"

@@ -298,6 +298,7 @@ void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs
       if (!v) continue;
       forget_recipe_locked(v, &trash);
       v->recipe = r;
+      if (v->cell && v->cell->version == v) count_root_locked(v->cell);
       v->depth = r->depth;
       r->refs++;
     }

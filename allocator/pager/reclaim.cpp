@@ -18,6 +18,7 @@
 #include "recipe.h"
 #include "rematerialize.h"
 #include "transfer.h"
+#include "victims.h"
 
 namespace memmgr::pager {
 
@@ -43,7 +44,7 @@ uint64_t Wait::end() {
   return all - std::min(all, inner);
 }
 
-// ---- victims ----
+// ---- nothing leaves ----
 
 static std::atomic<int> frozen{0};
 static thread_local bool tl_froze = false;
@@ -60,126 +61,6 @@ void stay_in_child() {
 }
 
 bool nothing_leaves_locked() { return frozen.load() > 0; }
-
-namespace {
-
-struct Victims {
-  std::vector<Cell*> queue;  // the last leaves first; null: died
-  std::vector<uint64_t> touched;
-};
-
-Victims& victims() {
-  static auto* v = new Victims;
-  return *v;
-}
-
-bool may_be_dropped_locked(const Cell* c) {
-  const Version* v = c->version;
-  return budget.options.may_evict && v && v->recipe && c->storage._unsafe_get_target() &&
-         v->recipe->kind->trust.load(std::memory_order_relaxed) == Trust::kYes && recipe_available_locked(v->recipe);
-}
-
-bool may_be_offloaded() { return budget.options.may_offload && budget.tier; }
-
-double io_seconds(const Cell* c) {
-  const Link measured = link();
-  const double each = measured.read_seconds_per_byte + (c->slot >= 0 ? 0 : measured.write_seconds_per_byte);
-  return each * static_cast<double>(c->nbytes);
-}
-
-constexpr double kPackSecondsPerByte = 1e-10;  // there and back (benchmarks/bits_speed.py)
-
-// Two values, as far as its kind is known: a bit for each element stays, the rest leaves. Not where that takes longer
-// than making them again.
-bool may_be_packed_locked(const Cell* c) {
-  const Version* v = c->version;
-  if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
-  return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
-}
-
-// What it costs to have the bytes again; negative: they cannot leave.
-double cost_of_leaving_locked(const Cell* c, bool* drop) {
-  *drop = false;
-  double cost = -1;
-  if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
-  if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
-  if (may_be_dropped_locked(c)) {
-    const double again = seconds_to_make_locked(c->version);
-    if (cost < 0 || again <= cost) {
-      *drop = true;
-      return again;
-    }
-  }
-  return cost;
-}
-
-// Lower leaves first (the names are those of memmgr.policies.rules.filters).
-double score(double cost, uint64_t nbytes, double age) {
-  const double m = static_cast<double>(nbytes);
-  switch (budget.options.order) {
-    case Order::kLru:
-      return 1 / age;
-    case Order::kLargest:
-      return 1 / m;
-    case Order::kDelta:
-      return 1 / (m * age);
-    case Order::kDtr:
-      break;
-  }
-  return (cost + 1e-7) / (m * age);
-}
-
-bool refill_locked() {
-  Victims& all = victims();
-  for (Cell* c : all.queue)
-    if (c) c->queued_at = -1;
-  all.queue.clear();
-  const uint64_t now = ticks();
-  struct Found {
-    double score;
-    Cell* cell;
-  };
-  std::vector<Found> found;
-  for_each_cell_locked([&](Cell* c) {
-    if (c->small || c->state.load(std::memory_order_relaxed) != 0) return;
-    bool drop;
-    const double cost = cost_of_leaving_locked(c, &drop);
-    if (cost < 0) return;
-    const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
-    found.push_back({score(cost, c->nbytes, static_cast<double>(now > touched ? now - touched : 0) + 1), c});
-  });
-  std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
-  all.touched.resize(found.size());
-  for (size_t i = 0; i < found.size(); ++i) {
-    found[i].cell->queued_at = static_cast<int32_t>(i);
-    all.queue.push_back(found[i].cell);
-    all.touched[i] = found[i].cell->last_touch.load(std::memory_order_relaxed);
-  }
-  return !found.empty();
-}
-
-// The next victim, claimed (kBusy); null when the queue is empty.
-Cell* next_victim_locked() {
-  if (frozen.load() > 0) return nullptr;
-  Victims& all = victims();
-  while (!all.queue.empty()) {
-    const size_t i = all.queue.size() - 1;
-    Cell* c = all.queue.back();
-    all.queue.pop_back();
-    if (!c) continue;
-    c->queued_at = -1;
-    if (c->last_touch.load(std::memory_order_relaxed) != all.touched[i]) continue;  // used since it was ranked
-    if (begin_move(c)) return c;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
-void forget_victim_locked(Cell* c) {
-  if (c->queued_at >= 0) victims().queue[static_cast<size_t>(c->queued_at)] = nullptr;
-  c->queued_at = -1;
-}
 
 // ---- leaving ----
 
@@ -346,6 +227,31 @@ uint64_t leave(Cell* c, Way way) {
   return released;
 }
 
+// The last resort: what stayed of packed cells, where their ops can make them again.
+uint64_t give_up_bits(uint64_t want) {
+  uint64_t released = 0;
+  std::vector<Cell*> ended;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (nothing_leaves_locked()) return 0;
+    for_each_cell_locked([&](Cell* c) {
+      uint32_t unpinned = kAbsent;
+      if (released >= want || c->absence != Absence::kPacked || !c->bits_bytes || !may_be_dropped_locked(c)) return;
+      if (!c->state.compare_exchange_strong(unpinned, kAbsent | kBusy, std::memory_order_acq_rel)) return;
+      released += c->bits_bytes;
+      counters.evictions++;
+      counters.evicted_bytes += c->nbytes;
+      end_bits_locked(c);
+      set_evicted_locked(c->version, true, &trash);
+      c->absence = Absence::kEvicted;
+      if (end_move_locked(c, true)) ended.push_back(c);
+    });
+  }
+  for (Cell* c : ended) last_user_is_gone(c);
+  return released;
+}
+
 }  // namespace
 
 void exhume() { shorten(0, 0); }
@@ -362,6 +268,18 @@ uint64_t let_go(Cell* c, Way way) {
   return leave(c, way);
 }
 
+// All of a choice leave, or as many as still can.
+static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
+  std::vector<Victim> chosen;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    chosen = choose_victims_locked(need, request);
+  }
+  uint64_t released = 0;
+  for (const Victim& v : chosen) released += leave(v.cell, v.way);
+  return released;
+}
+
 uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
   if (!budget.open.load(std::memory_order_relaxed)) return 0;
   for (int i = 0; frozen.load() > 0; ++i) {
@@ -375,31 +293,37 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
   uint64_t released = let_planned_go(want);
   bool refilled = false;
   if (released < want) note_short();
+  if (released < want && budget.options.search >= 0) {
+    released += reclaim_chosen(need, request);
+    if (released > 0) return released;
+    if (budget.options.remap == MM_REMAP_LAST && need == 0) return 0;  // addresses further up are what helps now
+  }
   while (released < want) {
-    Cell* c;
+    Victim next;
     {
       std::lock_guard<std::mutex> lock(graph_lock());
-      c = next_victim_locked();
-      if (!c) {
-        if (refilled || !refill_locked()) break;
+      next = next_victim_locked();
+      if (!next.cell) {
+        if (refilled || !refill_victims_locked()) break;
         refilled = true;
         continue;
       }
     }
-    const uint64_t n = leave(c, Way::kCheaper);
+    const uint64_t n = leave(next.cell, next.way);
     if (n) refilled = false;
     released += n;
   }
   if (released == 0) released = end_kept_ghosts();
+  if (released == 0) released = give_up_bits(want);
   while (released == 0 && finish_any_read()) {  // what was read ahead may leave again
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (refill_locked()) released = 1;
+    if (refill_victims_locked()) released = 1;
   }
   if (released == 0 && others_are_running()) {
     // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
     wait_for_others(0.05);
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (refill_locked()) released = 1;
+    if (refill_victims_locked()) released = 1;
   }
   const uint64_t waited = wait.end();
   counters.stall_ns += waited;
@@ -523,7 +447,8 @@ void note_floor(uint64_t bytes) {
 static thread_local uint64_t tl_refused_bytes = 0;
 void note_refused() { note_floor(std::exchange(tl_refused_bytes, 0)); }
 uint64_t floor_bytes() { return floor_mark.load(); }
-void reset_floor() { floor_mark.store(0); }
+std::atomic<uint64_t> most_resident{0};
+void reset_floor() { floor_mark = most_resident = 0; }
 
 // The arena asks nobody to leave for what could never fit.
 static uint64_t may_leave_bytes() {

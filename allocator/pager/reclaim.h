@@ -1,9 +1,11 @@
 // Residency: who leaves so that a request fits, how bytes leave, and how they come back.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "cell.h"
+#include "victims.h"
 
 namespace memmgr::pager {
 
@@ -22,8 +24,6 @@ class Wait {
   uint64_t begun_, before_;
 };
 
-// How a cell leaves, where both ways are open; else the way that is.
-enum class Way : uint8_t { kCheaper, kEvict, kOffload };
 // Takes the bytes of `c` away if nobody has pinned it. Returns how many. No lock is held.
 uint64_t let_go(Cell* c, Way way = Way::kCheaper);
 // The same in two steps: nobody else moves a cell that was claimed.
@@ -46,9 +46,8 @@ void note_floor(uint64_t bytes);
 void note_refused();
 uint64_t floor_bytes();
 void reset_floor();
-
-// Victims that were queued are forgotten with their cell.
-void forget_victim_locked(Cell* c);
+// The most that was resident after an op, since the same moment.
+extern std::atomic<uint64_t> most_resident;
 
 // Blocks the GIL's holder least: releases the GIL if this thread has it.
 class WithoutGil {

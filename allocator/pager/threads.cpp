@@ -3,11 +3,19 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <linux/membarrier.h>
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
+#include <vector>
 
 #include "budget.h"
+#include "fork.h"
 #include "kernel.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -17,6 +25,70 @@ namespace memmgr::pager {
 thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
 thread_local int tl_readers = 0;
+
+thread_local KernelSlot* tl_kernel_slot = nullptr;
+bool fence_in_kernel = false;
+
+namespace {
+
+struct KernelSlots {
+  std::mutex& lock = taken_by_forks(new std::mutex);
+  std::vector<KernelSlot*> all;
+};
+
+KernelSlots& kernel_slots() {
+  static auto* s = new KernelSlots;
+  return *s;
+}
+
+struct OwnSlot {
+  KernelSlot slot;
+  OwnSlot() {
+    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    kernel_slots().all.push_back(&slot);
+  }
+  ~OwnSlot() {
+    std::lock_guard<std::mutex> lock(kernel_slots().lock);
+    auto& all = kernel_slots().all;
+    all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
+    tl_kernel_slot = nullptr;
+  }
+};
+
+}  // namespace
+
+KernelSlot* new_kernel_slot() {
+  static thread_local OwnSlot own;
+  static thread_local KernelSlot late;  // for ops of a thread's own ending, after its slot: nobody waits for these
+  static thread_local bool ended = false;
+  struct Mark {
+    ~Mark() { ended = true; }
+  };
+  static thread_local Mark mark;
+  (void)mark;
+  return tl_kernel_slot = ended ? &late : &own.slot;
+}
+
+void prepare_for_waiting() {
+  static const bool registered = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
+  if (!registered) fence_in_kernel = true;
+}
+
+bool wait_until_kernel_is_left(double seconds) {
+  if (!fence_in_kernel) syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0);
+  const uint64_t until = now_ns() + static_cast<uint64_t>(seconds * 1e9);
+  for (;;) {
+    bool inside = false;
+    {
+      std::lock_guard<std::mutex> lock(kernel_slots().lock);
+      for (const KernelSlot* s : kernel_slots().all)
+        inside |= s != tl_kernel_slot && s->inside.load(std::memory_order_acquire) > 0;
+    }
+    if (!inside) return true;
+    if (now_ns() > until) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 namespace {
 
@@ -28,13 +100,19 @@ struct Unseen final : at::ObserverContext {
   ~Unseen() override { nothing_leaves(false); }
 };
 
+// The one that was touched last first.
 std::vector<std::pair<Cell*, StoragePtr>> hold_all() {
+  std::vector<std::pair<uint64_t, std::pair<Cell*, StoragePtr>>> found;  // with when that was: others go on touching
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) {
+      if (c->storage._unsafe_get_target())
+        if (StoragePtr s = hold(c)) found.push_back({c->last_touch.load(std::memory_order_relaxed), {c, std::move(s)}});
+    });
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<std::pair<Cell*, StoragePtr>> held;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  for_each_cell_locked([&](Cell* c) {
-    if (c->storage._unsafe_get_target())
-      if (StoragePtr s = hold(c)) held.emplace_back(c, std::move(s));
-  });
+  for (auto& [touched, cell] : found) held.push_back(std::move(cell));
   return held;
 }
 
@@ -47,11 +125,15 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();
-  // What is there first: it may be written to at once. What finds no room to come back stays away, and the trap says so
-  // if the op reads it; an observer's exception would be lost.
+  // What is there first: it may be written to at once. Then what was used last, up to the room of one more like the
+  // largest, for what the op makes. What finds no room stays away, and the trap says so if the op reads it; an
+  // observer's exception would be lost.
+  uint64_t largest = 0;
+  for (const auto& [c, s] : all) largest = std::max(largest, c->nbytes);
   for (const bool away : {false, true})
     for (auto& [c, s] : all) {
       if (c->resident() == away) continue;
+      if (away && mm_arena_resident(budget.arena) + c->nbytes + largest > mm_arena_budget(budget.arena)) continue;
       pin(c, ticks());
       try {
         bring_back(c);

@@ -1,6 +1,8 @@
 // Whose ops are seen (rule 12), and where in an op a thread is.
 #pragma once
 
+#include <atomic>
+
 #include "cell.h"
 
 namespace memmgr::pager {
@@ -16,6 +18,32 @@ struct Depth {
   Depth() { ++tl_depth; }
   ~Depth() { --tl_depth; }
 };
+
+// Whoever is in the kernel with a budget open may be about to pin a cell: a budget that ends waits until nobody is. Two
+// stores an op; the one who waits pays for the order of memory (membarrier).
+struct KernelSlot {
+  std::atomic<uint32_t> inside{0};
+};
+extern thread_local KernelSlot* tl_kernel_slot;
+extern bool fence_in_kernel;  // where the system has no membarrier
+KernelSlot* new_kernel_slot();
+class InKernel {
+ public:
+  InKernel() : slot_(tl_kernel_slot ? tl_kernel_slot : new_kernel_slot()) {
+    slot_->inside.store(slot_->inside.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    if (C10_UNLIKELY(fence_in_kernel)) std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  ~InKernel() { slot_->inside.store(slot_->inside.load(std::memory_order_relaxed) - 1, std::memory_order_release); }
+  InKernel(const InKernel&) = delete;
+  InKernel& operator=(const InKernel&) = delete;
+
+ private:
+  KernelSlot* slot_;
+};
+void prepare_for_waiting();  // before the first op of a budget
+// Until every other thread has left the kernel, at most so long. False: somebody has not.
+bool wait_until_kernel_is_left(double seconds);
 
 // The ops of this thread are seen from here on, and of threads that get torch's thread state from it.
 void see_this_thread(bool on);

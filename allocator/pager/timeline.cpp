@@ -140,6 +140,13 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal) {
   return ordinal < p.live.size() ? p.live[ordinal] : nullptr;
 }
 
+void turn_period() {
+  if (!timeline_on.load(std::memory_order_relaxed)) return;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Timeline& noted = period().noted;
+  if (noted.turn < 0) noted.turn = static_cast<int64_t>(noted.ops.size());
+}
+
 Timeline next_period(bool noted) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Period& p = period();

@@ -42,6 +42,7 @@ struct Timeline {
   std::vector<uint64_t> sizes;                        // by ordinal
   std::vector<uint8_t> fixed;                         // by ordinal: it cannot leave (escaped)
   std::vector<std::pair<uint32_t, uint32_t>> deaths;  // (ops begun, ordinal)
+  int64_t turn = -1;                                  // the op at which backward began
   uint64_t trials = 0;                                // kinds that were tried meanwhile
   bool overflow = false;
 
@@ -70,6 +71,8 @@ void note_death_locked(const Cell* c);
 // The cell of this period with that ordinal; null: it has died.
 Cell* cell_of_ordinal_locked(uint32_t ordinal);
 
+// An outermost backward begins here.
+void turn_period();
 // Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted.
 Timeline next_period(bool noted);
 

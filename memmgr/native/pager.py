@@ -40,16 +40,20 @@ class Order(enum.IntEnum):
     LRU = 1
     LARGEST = 2
     DELTA = 3
+    RANKED = 4
 
 
 class CellInfo(TypedDict):
-    """What `describe` says about a cell. `residency`: "resident", "offloaded", "evicted" or "fill"."""
+    """What `describe` says about a cell. `residency`: "resident", "offloaded", "evicted", "packed" or "fill"; `trusted`: its
+    recipe may run again; `op`: of the recipe."""
 
     nbytes: int
     residency: str
     pins: int
     escaped: bool
     recipe: bool
+    trusted: bool
+    op: str
     depth: int
     clean: bool
     needed: int
@@ -86,6 +90,7 @@ class TimelineColumns(TypedDict):
     sizes: bytes
     fixed: bytes
     hashes: bytes
+    turn: int
 
 
 class Pin(Protocol):
@@ -111,6 +116,9 @@ class Pager(Protocol):
         torture: bool,
         verify: bool,
         order: int,
+        search: int,
+        remap: int,
+        apart: bool,
     ) -> None: ...
     def close(self) -> None: ...
     def see_this_thread(self, on: bool) -> bool: ...
@@ -137,7 +145,11 @@ class Pager(Protocol):
     def set_link(self, seconds_per_byte: float) -> None: ...
     def check(self) -> None: ...
     def next_period(self, noted: bool) -> PeriodInfo: ...
+    def turn_period(self) -> None: ...
     def timeline(self) -> TimelineColumns: ...
+    def candidates(self) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
+    def set_ranking(self, serials: bytes, ways: bytes) -> None: ...
+    def wait_for_pressure(self, seconds: float) -> bool: ...
     def link(self) -> tuple[float, float]: ...
     def add_plan(
         self, hashes: bytes, departures: bytes, writes: bytes, reads: bytes, groups: bytes, kept: bytes

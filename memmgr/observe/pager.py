@@ -89,16 +89,24 @@ class PagerFigures:
 
     Args:
         escaped: says where addresses were handed out for good, and how often (rule 9).
+        rankings: says how often a policy ranked.
     """
 
     def __init__(
-        self, asked: Asked, native: Native, passes: Passes, plans: Planned, escaped: Callable[[], dict[str, int]]
+        self,
+        asked: Asked,
+        native: Native,
+        passes: Passes,
+        plans: Planned,
+        escaped: Callable[[], dict[str, int]],
+        rankings: Callable[[], int],
     ) -> None:
         self._asked = asked
         self._native = native
         self._passes = passes
         self._plans = plans
         self._escaped = escaped
+        self._rankings = rankings
         self._begun = time.perf_counter()
         self._held_peak = 0
         self.device_type = asked.device.type
@@ -130,6 +138,7 @@ class PagerFigures:
             "planned_passes": now["planned_periods"],
             "plans": self._plans.made,
             "plan_seconds": self._plans.seconds,
+            "rankings": self._rankings(),
             "write_backs": now["writes_ahead"],
             "reclaims": arena["reclaims"],
             "search_seconds": arena["search_nanoseconds"] * 1e-9,

@@ -18,6 +18,7 @@ class Native(Protocol):
     """What is used of the pager."""
 
     def end_pass(self) -> tuple[int, int]: ...
+    def turn_period(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Pass:
     Attributes:
         resident_peak: the most that was on the device, in bytes.
         unmanaged_peak: the most that would have been, in bytes.
+        completed: backward came to its end.
     """
 
     resident_peak: int
     unmanaged_peak: int
     forward_seconds: float
     backward_seconds: float
+    completed: bool
 
 
 class Passes:
@@ -78,23 +81,27 @@ class Passes:
             here["depth"] = 1
             with self._lock:
                 self._under_way += 1
+            self._native.turn_period()
             begun = time.perf_counter()
+            completed = False
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                completed = True
+                return result
             finally:
                 here["depth"] = 0
-                self._end(begun)
+                self._end(begun, completed)
 
         return run_backward
 
-    def _end(self, turned: float) -> None:
+    def _end(self, turned: float, completed: bool) -> None:
         now = time.perf_counter()
         with self._lock:
             self._under_way -= 1
             resident, unmanaged = self._native.end_pass()
             self.resident_peak = max(self.resident_peak, resident)
             self.unmanaged_peak = max(self.unmanaged_peak, unmanaged)
-            ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned)
+            ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned, completed)
             self._begun = now
             self.count += 1
             self.seconds += ended.forward_seconds + ended.backward_seconds

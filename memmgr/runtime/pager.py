@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memmgr._placement import REMAP, Placement
 from memmgr._sizes import UNLIMITED
 from memmgr._stock import Stock, saved_without_hooks
 from memmgr._telemetry import Telemetry
@@ -20,12 +21,12 @@ from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.policies import Policy
-from memmgr.policies.rules.filters import FILTERS
+from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
 
+from .periods import Periods, TraceFile
 from .plans import Plans
-
-_ORDERS = {"lru": Order.LRU, "largest": Order.LARGEST, "delta": Order.DELTA}  # other filters: DTR's
+from .ranking import Ranker, order_of
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,9 @@ class PagerConfig:
     plan: bool = True
     binary: bool = False  # errors speak in powers of two, as the limit did
     log: str | None = None
-
-
-def _order(policy: Policy) -> Order:
-    name = next((name for name, function in FILTERS.items() if function is policy.filter), "")
-    return _ORDERS.get(name, Order.DTR)
+    placement: Placement = REMAP
+    trace: str | None = None
+    trace_pass: int = 2
 
 
 class PagerRuntime:
@@ -61,17 +60,25 @@ class PagerRuntime:
         self.config = config
         self.native: Pager = native.load()
         planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
+        offload = config.policy.offloads and config.folder is not None
         self.plans = Plans(
             self.native,
             config.limit_bytes,
+            planner=(config.policy.planner or None) if planned else None,
             recompute=config.policy.recomputes,
-            offload=config.policy.offloads and config.folder is not None,
+            offload=offload,
             disk_bytes=config.disk_bytes,
-            allowed=planned,
+            happened=self._happened,
         )
+        self._file = TraceFile(config.trace, config.trace_pass) if config.trace is not None else None
+        self._periods = Periods(self.native, self.plans, self._file)
+        self._order = order_of(config.policy)
+        self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, self.passes)
-        self.figures = PagerFigures(config, self.native, self.passes, self.plans, self._readers.escaped)
+        self.figures = PagerFigures(
+            config, self.native, self.passes, self.plans, self._readers.escaped, lambda: self._ranker.rankings
+        )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
         self._stock: Stock | None = None
@@ -99,7 +106,10 @@ class PagerRuntime:
             may_offload=config.policy.offloads,
             torture=config.policy.torture,
             verify=config.verify,
-            order=int(_order(config.policy)),
+            order=int(self._order),
+            search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
+            remap=config.placement.remap,
+            apart=config.placement.apart,
         )
         try:
             self._measure_link()
@@ -108,6 +118,9 @@ class PagerRuntime:
             if pager.settle():
                 raise self._explain.too_big(pager.resident())
             self.telemetry.start()
+            if self._order is Order.RANKED:
+                self._ranker.start()
+            self._periods.begin()
             self._open = True
         except BaseException:
             self.close(failed=True)
@@ -125,7 +138,15 @@ class PagerRuntime:
         self.telemetry.ended_pass(
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
-        self.plans.end_of_period()
+        self._periods.ended(self.passes.count, ended.completed)
+
+    def _happened(self, what: str, **fields: Any) -> None:
+        self.telemetry.happened(what, **fields)
+
+    @property
+    def traced(self) -> Trace | None:
+        """The pass for which the user asked (`budget(trace=)`), once it has ended."""
+        return self._file.trace if self._file is not None else None
 
     def close(self, *, report: bool = True, failed: bool) -> None:
         """Everything comes back, and nothing of ours is left."""
@@ -135,6 +156,7 @@ class PagerRuntime:
         try:
             self._readers.remove()
             self.plans.close()
+            self._ranker.close()
             self.native.close()
         finally:
             self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
@@ -142,7 +164,10 @@ class PagerRuntime:
                 self.native.add_outside(-self._stock.close())
         if report and self._open and not self.config.quiet:
             report_end(self._final)
-        for text in self.telemetry.complaints():  # last: a warning may be an exception here, and everything is closed
+        for text in (
+            *self.telemetry.complaints(),
+            *self._ranker.complaints(),
+        ):  # last: a warning may be an exception here, and everything is closed
             warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
 
     def disable_in_child(self) -> None:

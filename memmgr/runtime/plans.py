@@ -10,15 +10,15 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from memmgr.native.pager import Pager
-from memmgr.policies.plan.planner import plan
+from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies.trace import TierLink
-from memmgr.policies.trace.live_terms import EFFORT, budgets
-from memmgr.policies.trace.plan import Plan
+from memmgr.policies.trace.live_terms import budgets
 from memmgr.policies.trace.smooth import smoothed
 
+from .planners import PLANNERS, Planner, Scheduled
 from .timeline import Measured, measured, rows
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
@@ -34,8 +34,7 @@ class _Known:
     of: Measured
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     tries: int = 0
-    waiting: bool = False
-    plan: Plan | None = None
+    made: Scheduled | None = None
     error: str = ""
 
 
@@ -45,10 +44,11 @@ class Plans:
     Args:
         pager: the native half.
         limit_bytes: the budget.
+        planner: who makes them; None: nobody, so nothing is ever measured for them.
         recompute: whether ops may run again.
         offload: whether there is a tier.
         disk_bytes: its room; 0: the file system's.
-        allowed: False: nothing is ever measured, and so nothing planned.
+        happened: told of each (`Telemetry.happened`).
     """
 
     def __init__(
@@ -56,38 +56,34 @@ class Plans:
         pager: Pager,
         limit_bytes: int,
         *,
+        planner: str | None,
         recompute: bool,
         offload: bool,
         disk_bytes: int = 0,
-        allowed: bool = True,
+        happened: Callable[..., None] = lambda what, **fields: None,
     ) -> None:
         self._pager = pager
         self._limit = limit_bytes
+        self._planner: Planner | None = PLANNERS[planner] if planner else None
         self._recompute = recompute
         self._offload = offload
         self._disk_bytes = disk_bytes
-        self._allowed = allowed
+        self._happened = happened
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
-        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._noted = False
         self.made = 0
         self.seconds = 0.0
 
-    def end_of_period(self) -> None:
-        """An outermost backward has ended."""
-        if not self._allowed:
-            return
-        with self._lock:
-            pressed = self._pager.stats()["reclaims"] > 0
-            ended = self._pager.next_period(pressed)
-            noted, self._noted = self._noted, pressed
-            if not noted or not ended["ops"] or ended["overflow"]:
-                return
-            self._account(ended["hash"], ended["trials"], ended["followed"], ended["short"])
+    def wanted(self) -> bool:
+        """Is the next period worth noting? Only once memory has been short."""
+        return self._planner is not None and self._pager.stats()["reclaims"] > 0
 
-    def _account(self, key: int, trials: int, followed: bool, short: bool) -> None:
+    def period_ended(self, ended: PeriodInfo) -> None:
+        """A period that was noted; its timeline is at hand. One thread at a time."""
+        if self._planner is None:
+            return
+        key, trials = ended["hash"], ended["trials"]
         known = self._known.get(key)
         if known is None:
             before = key in self._met
@@ -107,7 +103,7 @@ class Plans:
                 return
             if trials < known.trials:
                 known.of, known.trials = self._measured(), trials
-            elif followed and short and known.tries < MOST_TRIES:
+            elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
                 known.tries += 1
             else:
                 return
@@ -117,33 +113,54 @@ class Plans:
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def links(self) -> tuple[TierLink, ...]:
+        """The tier below, as it was measured."""
+        if not self._offload:
+            return ()
+        write, read = self._pager.link()
+        return (TierLink("disk", 1 / write, 1 / read, 0.0, self._disk_bytes or None),)
+
     def _measured(self) -> Measured:
-        links: tuple[TierLink, ...] = ()
-        if self._offload:
-            write, read = self._pager.link()
-            links = (TierLink("disk", 1 / write, 1 / read, 0.0, self._disk_bytes or None),)
-        return measured(self._pager.timeline(), links)
+        return measured(self._pager.timeline(), self.links())
 
     def _make(self, known: _Known) -> None:
+        assert self._planner is not None
         begun = time.perf_counter()
+        known.error = ""
         try:
             trace = smoothed(known.of.trace)
             link = trace.links[0] if trace.links else None
-            for limit in budgets(self._limit, known.tries):
-                made = plan(trace, limit, link=link, recompute=self._recompute, effort=EFFORT, solve=False)
-                if made.feasible:
-                    known.plan = made
-                    self._pager.add_plan(known.of.hashes, *rows(known.of, made).packed())
-                    self.made += 1
-                    break
+            found = (self._planner(trace, limit, link, self._recompute) for limit in budgets(self._limit, known.tries))
+            made = next((made for made in found if made is not None), None)
+            if made is None:  # one that runs short is better than none
+                known.error = "no schedule fits"
+                known.tries = MOST_TRIES
+            else:
+                known.made = made
+                self._pager.add_plan(known.of.hashes, *rows(known.of, made.steps).packed())
+                self.made += 1
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
             known.error = f"{type(error).__name__}: {error}"
             known.tries = MOST_TRIES
-        self.seconds += time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self.seconds += took
+        if known.error:
+            self._happened("no_plan", ops=len(known.of.trace.ops), text=known.error)
+        elif known.made is not None:
+            bound = known.made.lower_bound
+            self._happened(
+                "plan",
+                ops=len(known.of.trace.ops),
+                rematerialize=known.made.rematerialized,
+                offload=known.made.offloaded,
+                took_seconds=round(took, 3),
+                overhead=round(known.made.overhead, 4),
+                **({} if bound is None else {"lower_bound": round(bound, 4)}),
+            )
 
-    def latest(self) -> Plan | None:
+    def latest(self) -> Scheduled | None:
         """The plan that was made last."""
-        return next((k.plan for k in reversed(self._known.values()) if k.plan is not None), None)
+        return next((k.made for k in reversed(self._known.values()) if k.made is not None), None)
 
     def errors(self) -> list[str]:
         """Why there are no plans, where that is not the budget."""

@@ -13,18 +13,19 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memmgr.native.pager import TimelineColumns
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
-from memmgr.policies.trace.plan import Plan, carried
-from memmgr.policies.trace.schedule import Do
+from memmgr.policies.trace.plan import carried
+from memmgr.policies.trace.schedule import Do, Step
 
 BETWEEN = "(between ops)"
 UNPACK = "(unpack)"
-_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/reclaim.cpp has it
+_PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
 _WRITES, _MAKES, _RECIPE, _FIRST = 1, 2, 4, 8  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS = 0, 1, 2
@@ -76,6 +77,8 @@ class _Builder:
         self.released: dict[int, int] = {}
         self.packed: dict[int, int] = {}  # of a storage that is made of its bits: these
         self.hashes = c["hashes"]
+        self.turn = c["turn"]
+        self.backward_at: int | None = None
 
     def storage(self, name: str, size: int, ordinal: int = -1) -> int:
         self.storages.append(Storage(name, size, len(self.ops)))
@@ -104,6 +107,8 @@ class _Builder:
         for k, number in enumerate(self.op):
             waited += self.before[k]
             self.die(k)
+            if k == self.turn:
+                self.backward_at = len(self.ops)
             if waited >= _LEAST_BETWEEN_SECONDS:
                 self.add(Op(BETWEEN, waited, (), (), OpKind.VIEW), k)
                 waited = 0.0
@@ -113,7 +118,7 @@ class _Builder:
             Storage(s.name, s.size_bytes, s.maker, self.released.get(i, HELD), self.pinned(i, s))
             for i, s in enumerate(self.storages)
         )
-        return Trace(tuple(self.ops), storages, "cpu", None, links, copy_on_write=False)
+        return Trace(tuple(self.ops), storages, "cpu", self.backward_at, links, copy_on_write=False)
 
     def pinned(self, storage: int, s: Storage) -> int:
         ordinal = self.ordinal[storage]
@@ -211,8 +216,8 @@ class PlanRows:
         return departures, writes, reads, groups, kept
 
 
-def rows(of: Measured, plan: Plan) -> PlanRows:
-    """A plan's decisions by position and ordinal.
+def rows(of: Measured, steps: Sequence[Step]) -> PlanRows:
+    """A schedule's decisions by position and ordinal.
 
     What the program has let go of by then needs no row: it is made again with whatever reads it.
     """
@@ -232,7 +237,7 @@ def rows(of: Measured, plan: Plan) -> PlanRows:
     ] = {}  # whose departure is in which list and row: how it comes back says how it goes
     done = 0  # ops of the program
     grouped = False  # something was made again for the next of them already
-    for step in plan.steps:
+    for step in steps:
         s = step.target
         if step.do is Do.COMPUTE:
             done += 1
@@ -266,7 +271,7 @@ def rows(of: Measured, plan: Plan) -> PlanRows:
             away[s] = which, len(found[which])
             found[which].append((position, of.ordinal[s], DROPS))
     kept: dict[tuple[int, int], int] = {}
-    for c in carried(trace, plan.steps):
+    for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made:
             pair = before(c.made), before(c.read)
             kept[pair] = kept.get(pair, 0) + trace.storages[c.storage].size_bytes

@@ -51,7 +51,7 @@ def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, 
     )
 
 
-_KEEP = Policy("keep", FILTERS["lru"], keep, off)
+_KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=False)
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {

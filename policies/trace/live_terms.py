@@ -1,8 +1,7 @@
 """A plan's decisions in the terms of a live pass, which knows cells by the order in which it saves them and moments by their use.
 
 A plan names storages and ops of the pass that was measured. What a live run can see of ops in backward is which save they ask
-for, so that is how moments are told. Passes that follow a plan (memmgr/_plans.py) and the simulation of one
-(simulate/planned.py) are told the same.
+for, so that is how moments are told (memmgr/_plans.py, on devices).
 """
 
 from __future__ import annotations

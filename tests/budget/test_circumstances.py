@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from ways import recorder_only
 
-import memmgr
 from memmgr import _circumstances as circumstances
-from memmgr import _replay, _shim
+from memmgr import _shim
 
 C: Any = torch._C
 
@@ -81,37 +79,6 @@ def test_the_older_way_to_ask_for_a_precision_still_answers() -> None:
         circumstances.put(native, wanted)
         assert native.environment() == wanted != present
     assert native.environment() == plain and torch.get_float32_matmul_precision() == before
-
-
-@recorder_only
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_recomputation_runs_under_what_it_was_recorded_under(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward under the switch, backward without; what runs again runs under it."""
-    get, put, other = SWITCHES[name]
-    before = get()
-    seen: list[Any] = []
-    present = _shim.load().environment()
-    in_backward = False
-
-    def spied(native: Any, wanted: int) -> None:
-        circumstances.put(native, wanted)
-        if in_backward and wanted != present:  # a kind that backward uses first is proven under what is now
-            seen.append(get())
-
-    monkeypatch.setattr(_replay, "put", spied)
-    with memmgr.budget("1GB", policy="torture", quiet=True):
-        w = torch.randn(64, 64, requires_grad=True)
-        for _ in range(4):  # by turns dropped and offloaded
-            put(other)
-            try:
-                loss = (w.float() * 2.0).sin().sum()
-            finally:
-                put(before)
-            in_backward = True
-            loss.backward()
-            in_backward = False
-    assert seen and all(value == other for value in seen), f"recomputed under {seen}, recorded under {other}"
-    assert get() == before
 
 
 def test_what_is_put_back_is_put_back_again_if_an_interrupt_came() -> None:

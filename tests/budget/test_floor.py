@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ways import recorder_only
 
 import memmgr
 
@@ -145,66 +144,11 @@ def test_the_ideal_manager_keeps_the_bits() -> None:
 # ---- floor_bytes ---------------------------------------------------------------------------------------------------------
 
 
-@recorder_only  # the pager's floor is lower: tests/pager/test_floor.py
-@pytest.mark.parametrize("name", MODELS)
-def test_floor_of_an_unlimited_run(name: str) -> None:
-    stats = managed(name, None)
-    assert stats["unmanaged_peak_bytes"] == pytest.approx(truth(name).peak_bytes, rel=0.01)
-    assert stats["floor_bytes"] == pytest.approx(truth(name).floor_bytes, rel=0.10)
-
-
-@recorder_only
-@pytest.mark.parametrize("name", MODELS)
-def test_floor_of_a_tight_run(name: str) -> None:
-    """The floor is a property of the run, so a run near it says the same."""
-    want = truth(name)
-    limit = max(want.peak_bytes // 2, int(1.15 * want.floor_bytes))
-    stats = managed(name, limit)
-    assert stats["floor_bytes"] == pytest.approx(want.floor_bytes, rel=0.10)
-    assert stats["floor_bytes"] <= limit, "names a floor above a budget that worked"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tenth_over_the_floor_works(name: str) -> None:
     limit = int(1.10 * managed(name, None)["floor_bytes"])
     stats = managed(name, limit)
     assert stats["resident_bytes.peak"] <= limit
-
-
-@recorder_only
-@pytest.mark.parametrize("name", MODELS)
-def test_a_twentieth_under_the_floor_fails_and_names_it(name: str) -> None:
-    floor = managed(name, None)["floor_bytes"]
-    limit = int(0.95 * floor)
-    with pytest.raises(memmgr.BudgetError) as caught:
-        managed(name, limit)
-    error = caught.value
-    assert limit < error.floor_bytes <= 1.10 * truth(name).floor_bytes, (
-        f"names {error.floor_bytes:,}; the floor is {truth(name).floor_bytes:,}, the budget was {limit:,}"
-    )
-    assert error.floor_bytes >= 0.90 * truth(name).floor_bytes
-    del error, caught
-    gc.collect()
-    with memmgr.budget("8GB", quiet=True):
-        assert run(name) == list(truth(name).losses)
-
-
-@recorder_only
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what the README's table says, and checks that models that hold much are seen to."""
-    rows, shares = [], {}
-    for name in MODELS:
-        stats, want = managed(name, None), truth(name)
-        shares[name] = stats["held_bytes.peak"] / stats["unmanaged_peak_bytes"]
-        rows.append(
-            f"{name:9} {want.peak_bytes / 1e6:8.1f} {want.floor_bytes / 1e6:8.1f} "
-            f"{want.floor_bytes / want.peak_bytes:6.0%} {stats['floor_bytes'] / 1e6:9.1f} "
-            f"{stats['floor_bytes'] / want.floor_bytes:6.3f} {shares[name]:6.0%}"
-        )
-    with capsys.disabled():
-        print("\nmodel      peak MB floor MB  share says MB  ratio   held")
-        print("\n".join(rows))
-    assert all(0 < share < 1 for share in shares.values())
 
 
 # ---- recording keeps nothing alive ------------------------------------------------------------------------------------

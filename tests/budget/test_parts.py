@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import memmgr
+from memmgr import _budget
 
 from .models import MODELS, Training
 from .outside import watch
@@ -43,7 +44,12 @@ def bits(training: Training) -> list[bytes]:
 def train(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
     torch.manual_seed(0)
     training = MODELS[name]()
-    losses = [training.step() for _ in range(steps)]
+    losses = []
+    for _ in range(steps):
+        losses.append(training.step())
+        runtime = _budget.current()
+        if runtime is not None:
+            runtime.plans.close()  # the plan that is being made is there
     return losses, bits(training)
 
 
@@ -154,13 +160,14 @@ def offloaded_share(stats: dict[str, Any]) -> float:
     return float(stats["offload_bytes"] / max(1, stats["offload_bytes"] + stats["evicted_bytes"]))
 
 
+@pytest.mark.usefixtures("large_only")  # what a link takes for a small cell is its latency, which no throttle changes
 @pytest.mark.parametrize("name", BOTH)
 def test_auto_chooses_by_the_link(name: str) -> None:
     # What an op takes is measured, and another process can make any one measurement wrong: medians of runs in turn.
     seen: dict[int, list[float]] = {50_000_000: [], 2_000_000_000: []}
     for _ in range(3):
         for speed, shares in seen.items():
-            stats = at(name, 0.5, steps=6, policy="auto", _throttle=speed)
+            stats = at(name, 0.5, steps=8, policy="auto", _throttle=speed)
             assert stats["evictions"] + stats["offloads"] > 0
             shares.append(offloaded_share(stats))
     slow, fast = (statistics.median(shares) for shares in seen.values())

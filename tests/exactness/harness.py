@@ -59,7 +59,8 @@ def bits(value: Any) -> Bits:
             return Bits(dtype, shape, b"")
         if flat.dtype == torch.bool:
             flat = flat.view(torch.uint8)
-        return Bits(dtype, shape, flat.view(torch.uint8).numpy().tobytes())
+        # A copy: numpy has the address of what it shows, and what is a parameter would stay from here on.
+        return Bits(dtype, shape, flat.view(torch.uint8).clone().numpy().tobytes())
     if isinstance(value, bool | int | str | type(None)):
         return Bits(type(value).__name__, (), repr(value).encode())
     if isinstance(value, float):

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from . import cases, children
 from .harness import HUGE_BYTES, MODES, Record, Scope, assert_same, bits, check, managed, reference
-from .ways import PAGER
 
 BIG_BYTES = 512 << 20
 """More than any budget of this file: an allocation of it succeeds only where no budget is kept."""
@@ -246,8 +245,6 @@ FORKS["child_trains"] = _forks(_unmanaged_child_trains)
 @pytest.mark.parametrize("mode", ["torture", "offload@50", "evict@50"])
 @pytest.mark.parametrize("name", FORKS)
 def test_forked_child(name: str, mode: str) -> None:
-    if name == "child_runs_backward" and mode != "evict@50" and not PAGER:
-        pytest.skip("the recorder: what lies in the parent's tier file cannot be read by a child (README)")
     if mode == "torture":
         got = managed(FORKS[name], 256 << 20, "torture", place="loop")
         assert_same(reference(FORKS[name]), got.record, mode)

@@ -12,7 +12,6 @@ import hashlib
 import linecache
 import os
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,14 +22,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
-from memmgr import _budget
-from memmgr._sleep import hooks_on_top
 from memmgr.native import pager
 
 from .harness import Record, differences, global_state
-from .ways import pager_only, recorder_only
 
-POINTS = 100  # of a pass's lines: these are what CI has time for
 GENERATOR = 0x20  # inspect.CO_GENERATOR: Python swallows what is raised in one that is being dropped
 
 
@@ -149,75 +144,6 @@ def random_states(training: Training) -> set[bytes]:
     return legitimate
 
 
-@recorder_only
-@pytest.mark.parametrize(
-    ("policy", "share", "planned", "measured"),
-    [
-        ("evict", 0.6, False, False),
-        ("evict", 0.6, True, False),
-        ("evict", 0.6, False, True),
-        ("auto", 0.6, True, False),
-        ("offload", 0.5, False, False),
-        ("torture", 1.0, False, False),
-    ],
-)
-def test_an_interrupt_anywhere_leaves_nothing(policy: str, share: float, planned: bool, measured: bool) -> None:
-    training, limit = limited(share)
-    legitimate = random_states(training)
-    want = training.run()
-    before = global_state()
-    faults: list[str] = []
-    with memmgr.budget(limit, policy=policy, quiet=True, _plan=planned) as mm:
-        manager = _budget.current()
-        assert manager is not None
-
-        def attempt(body: Callable[[], Any], at: int) -> Interrupt:
-            training.restore()
-            if measured:
-                manager.measuring.want()
-            with Interrupt(at) as interrupt:
-                try:
-                    body()
-                except KeyboardInterrupt:
-                    pass
-                except Exception as error:
-                    faults.append(f"{interrupt.where}: {type(error).__name__}: {error}")
-            return interrupt
-
-        for _ in range(6):
-            training.run()
-        if measured:
-            manager.measuring.want()
-            training.run()
-        lines = attempt(training.passes, 1 << 60).seen
-        assert lines > 500
-        reached = 0
-        for point in range(POINTS):
-            tried = attempt(training.passes, 1 + point * lines // POINTS)
-            where = tried.where
-            reached += where != ""
-            if not where:
-                lines = tried.seen  # how many there are depends on what is in time: it had fewer than the one before
-            if numbers() not in legitimate:
-                faults.append(f"{where}: the generator is in a state that no unmanaged run passes through")
-            if any(not torch.equal(v, training.start[k]) for k, v in training.model.named_parameters()):
-                faults.append(f"{where}: a parameter changed")
-            passes = manager.passes
-            try:
-                faults += [f"{where}: {line}" for line in differences(want, training.run())]
-                if manager.passes != passes + len(training.data) or not manager.ours_on_top():
-                    faults.append(f"{where}: the next backwards end no pass, or are not recorded")
-            except Exception as error:
-                faults.append(f"{where}, in the next pass: {type(error).__name__}: {error}")
-            assert len(faults) < 5, faults
-        assert reached > POINTS // 2
-    assert not faults
-    assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
-    assert mm.stats()["resident_bytes.peak"] <= limit
-    nothing_stays(training, before)
-
-
-@pager_only
 @pytest.mark.parametrize(("policy", "share"), [("evict", 0.7), ("auto", 0.6), ("offload", 0.5), ("torture", 1.0)])
 def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> None:
     """The pager has Python only where bytes are read without an op, and around backward."""
@@ -269,59 +195,5 @@ def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> N
         assert at > 30, "nothing was interrupted"
     assert not faults
     assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
-    assert mm.stats()["resident_bytes.peak"] <= limit
-    nothing_stays(training, before)
-
-
-@recorder_only
-@pytest.mark.parametrize(
-    ("policy", "share", "turns"),
-    [
-        ("evict", 0.6, {"run_backward", "backward_scope", "_end_of_pass"}),
-        ("auto", 0.97, {"pop_mode", "_push_after_backward"}),
-        ("auto", 1.3, {"_fall_asleep", "step_out"}),
-        ("auto", 1.3, {"_wake", "step_in"}),
-    ],
-)
-def test_an_interrupt_where_a_pass_ends_leaves_the_next_ones_whole(policy: str, share: float, turns: set[str]) -> None:
-    """Around backward: its depth, mode and hooks on their stacks (off for a backward that needs no recipe; asleep)."""
-    training, limit = limited(share)
-    want = training.run()
-    before = global_state()
-    faults: list[str] = []
-    seen: set[str] = set()
-    with memmgr.budget(limit, policy=policy, quiet=True, _plan=False) as mm:
-        manager = _budget.current()
-        assert manager is not None
-        sleeper = manager.sleeper
-        for _ in range(3):
-            training.run()
-        at, reached = 0, True
-        while reached or at < 50:
-            at += 1
-            if "_wake" in turns and not sleeper.asleep:
-                sleeper._sleep()
-            if "_fall_asleep" in turns and sleeper.asleep:
-                sleeper.wake()
-            sleeper.surprises = int("_wake" in turns)  # it wakes at the next end of a pass
-            sleeper._spared = int("_fall_asleep" in turns)  # it falls asleep then
-            training.restore()
-            with Interrupt(at, ("_guards", "_manager", "_sleep")) as interrupt:
-                try:
-                    training.passes()
-                except KeyboardInterrupt:
-                    pass
-            reached, where = interrupt.where != "", interrupt.where
-            seen.add(where.rpartition(" ")[2])
-            passes = manager.passes
-            faults += [f"{where}: {line}" for line in differences(want, training.run())]
-            if manager.passes != passes + len(training.data):
-                faults.append(f"{where}: the next backwards end no pass")
-            stacked = torch._C._len_torch_dispatch_stack(), hooks_on_top() is not None
-            if stacked != ((0, False) if sleeper.asleep else (1, True)):
-                faults.append(f"{where}: on the stacks {stacked}, asleep {sleeper.asleep}")
-            assert len(faults) < 5, faults
-    assert not faults
-    assert turns <= seen, turns - seen
     assert mm.stats()["resident_bytes.peak"] <= limit
     nothing_stays(training, before)

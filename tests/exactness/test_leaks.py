@@ -42,10 +42,10 @@ def scenario(passes: int) -> Callable[[Callable[[Any, str], Iterator[None]]], Ca
     return register
 
 
-def _tight(step: Callable[[], None], share: float = 0.6) -> int:
+def _tight(step: Callable[[], None], share: float = 0.6, policy: str = "auto") -> int:
     import memmgr
 
-    with memmgr.budget(1 << 32, quiet=True) as mm:
+    with memmgr.budget(1 << 32, policy="auto" if policy == "torture" else policy, quiet=True) as mm:
         for _ in range(3):
             step()
     stats = mm.stats()
@@ -55,7 +55,7 @@ def _tight(step: Callable[[], None], share: float = 0.6) -> int:
 def _budget(step: Callable[[], None], policy: str) -> Any:
     import memmgr
 
-    return memmgr.budget(_tight(step), policy=policy, quiet=True)
+    return memmgr.budget(_tight(step, policy=policy), policy=policy, quiet=True)
 
 
 @scenario(1000)

@@ -10,11 +10,8 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr import _budget
-from memmgr._sleep import adopt_graph
 
 from .harness import HUGE_BYTES
-from .ways import recorder_only
 
 WIDTH = 64
 POLICIES = ("auto", "torture", "evict")
@@ -111,18 +108,6 @@ def test_the_handle_keeps_no_leaf_alive() -> None:
         gc.collect()
         loss.backward()
         assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
-
-
-@recorder_only
-def test_a_leaf_of_a_graph_that_got_its_hooks_later() -> None:
-    w, x = _weight(), torch.randn(WIDTH, requires_grad=True)
-    loss = Identity.apply((x * 3).sin(), [w]).sum()
-    with memmgr.budget(HUGE_BYTES, quiet=True):
-        manager = _budget.current()
-        assert manager is not None
-        with manager.unseen():  # as a surprise does it
-            assert adopt_graph(manager) > 0
-        loss.backward()
 
 
 def test_the_attribute_is_torchs_again() -> None:

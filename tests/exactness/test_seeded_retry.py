@@ -12,9 +12,6 @@ import torch
 from budget.there import bytes_already_there
 
 import memmgr
-from memmgr._manager import Manager
-
-from .ways import PAGER, recorder_only
 
 ROWS, COLUMNS = 256, 256
 SIZE = ROWS * COLUMNS * 4
@@ -48,29 +45,6 @@ def _run(op: Callable[[torch.Tensor], torch.Tensor], scope: Any, grad: bool) -> 
         return out.detach(), torch.get_rng_state()
 
 
-@recorder_only
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", OPS)
-def test_the_second_run_draws_the_same(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = OPS[name]
-    want, state = _run(op, nullcontext(), grad)
-    retries: list[bool] = []
-    before = Manager._retry
-    monkeypatch.setattr(Manager, "_retry", lambda self: retries.append(before(self)) or retries[-1])
-    finished = 0
-    for share in range(6, 42, 4):  # somewhere here there is room for what it draws, and none for what comes after
-        limit = bytes_already_there() + SIZE + GARBAGE + SIZE * share // 16
-        retries.clear()
-        try:
-            got, after = _run(op, memmgr.budget(limit, policy="evict", disk=False, quiet=True), grad)
-        except memmgr.BudgetError:
-            continue
-        finished += any(retries)
-        assert torch.equal(got, want), f"other numbers at a budget of {limit}"
-        assert torch.equal(after, state), f"the generator is elsewhere at a budget of {limit}"
-    assert finished, "no op was run a second time, so nothing was tested"
-
-
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", OPS)
 def test_it_draws_once_or_is_refused(name: str, grad: bool) -> None:
@@ -88,4 +62,4 @@ def test_it_draws_once_or_is_refused(name: str, grad: bool) -> None:
         finished += 1
         assert torch.equal(got, want), f"other numbers at a budget of {limit}"
         assert torch.equal(after, state), f"the generator is elsewhere at a budget of {limit}"
-    assert finished and (refused or not PAGER), "no budget was too small, or none was large enough"
+    assert finished and refused, "no budget was too small, or none was large enough"

@@ -440,30 +440,3 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
             wrong.append("two threads")
     assert leave_out(b"") == 0
     return wrong
-
-
-def shared_cell() -> dict[str, Any]:
-    """Two threads want the same offloaded bytes at once, from a slow disk."""
-    torch.set_num_threads(1)
-    n = 1 << 20
-    x = torch.randn(n)
-    w, v = torch.ones(n, requires_grad=True), torch.ones(n, requires_grad=True)
-    made = {}
-    with memmgr.budget("1GB", device="cpu", policy="offload", quiet=True, _throttle=1 << 24) as mm:
-        native = _shim.load()
-        h = (x * 2).sin()
-        a, b = (h * v).sum(), (h * w).sum()
-        cell = native.find(h)
-        want = h.clone()
-        del h
-        assert native.release(cell, 2)
-
-        def work(loss: Tensor, leaf: Tensor) -> None:
-            made[leaf] = torch.autograd.grad(loss, leaf)[0]
-
-        threads = [threading.Thread(target=work, args=args) for args in ((a, v), (b, w))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return {"right": all(torch.equal(grad, want) for grad in made.values()), "threads": len(made), **mm.stats()}

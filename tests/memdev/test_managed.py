@@ -154,11 +154,6 @@ def test_a_graph_that_outlives_its_budget(children: Any, where: str) -> None:
     assert seen["left"] == NOTHING
 
 
-def test_two_threads_that_need_the_same_bytes(children: Any) -> None:
-    seen = children("shared cell")
-    assert seen["threads"] == 2 and seen["right"] is True and seen["reloads"] == 1
-
-
 def test_armed_by_the_environment(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is named as torch knows it before it is registered: the environment is read while torch loads."""
     model = children("trains late")["gpt"]

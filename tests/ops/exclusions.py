@@ -18,28 +18,6 @@ NOT_DETERMINISTIC: dict[str, str] = {
 }
 """Not compared: two unmanaged runs may differ. memmgr must not recompute them either (rule 7)."""
 
-_SPREAD = (
-    "the backward asks in C++ whether any dispatch mode is on (isTensorSubclassLike) and then multiplies by a mask, "
-    "which gives -0.0, instead of filling by the mask, which leaves 0.0"
-)
-_PRODUCT = (
-    "the backward asks in C++ whether any dispatch mode is on (isTensorSubclassLike) and then takes the formula that can "
-    "do with zeros in the input, whether there are any or not: the same up to rounding"
-)
-_PRODUCT_TWICE = _PRODUCT + "; only under create_graph"
-
-MODE_DEPENDENT: dict[str, str] = {
-    "cumprod": _PRODUCT_TWICE,
-    "masked.cumprod": _PRODUCT_TWICE,
-    "max.reduction_no_dim": _SPREAD,
-    "median": _SPREAD,
-    "min.reduction_no_dim": _SPREAD,
-    "nanmedian": _SPREAD,
-    "prod": _PRODUCT,
-}
-"""Compared with an unmanaged run under an *empty* dispatch mode where they differ from the plain one: the recorder is a
-dispatch mode, and torch takes another way under any."""
-
 RAISES: dict[str, str] = {
     "abs": "in place: not for complex numbers",
     "as_strided.partial_views": "the third sample needs more storage than a private copy of its input has",

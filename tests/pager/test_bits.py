@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from budget.there import bytes_already_there
 from exactness import cases
 from exactness.harness import HUGE_BYTES, assert_same, managed, reference
 from torch import nn
@@ -45,14 +46,14 @@ def masks(seed: int, scope: Any) -> cases.Record:
 
 @pytest.mark.parametrize("policy", ["torture", "evict"])
 def test_masks_leave_as_bits(policy: str) -> None:
-    got = managed(masks, HUGE_BYTES if policy == "torture" else 900_000, policy)
+    got = managed(masks, HUGE_BYTES if policy == "torture" else bytes_already_there() + 900_000, policy)
     assert_same(reference(masks), got.record, policy)
     assert got.stats["packed"] > 0
 
 
 def test_what_stays_of_a_mask_counts_and_ends_with_it() -> None:
     pager = native.load()
-    with memmgr.budget(None, quiet=True, disk=False) as mm:
+    with memmgr.budget("1GB", quiet=True, disk=False) as mm:
         x = torch.randn(N)
         for _ in range(2):  # its kind is known from the first on
             mask = torch.bernoulli(torch.full((N,), 0.5))
@@ -82,7 +83,7 @@ def test_what_stays_of_a_mask_counts_and_ends_with_it() -> None:
 def test_more_values_than_the_first_of_its_kind_had() -> None:
     """They leave as everything does: made again, since there is no tier."""
     pager = native.load()
-    with memmgr.budget(None, quiet=True, disk=False):
+    with memmgr.budget("1GB", quiet=True, disk=False):
         torch.sign(torch.rand(N) - 0.5)
         three = torch.randn(N)
         three[::3] = 0

@@ -217,7 +217,7 @@ def test_but_it_has_where_there_was_none_yet() -> None:
     assert ended.stdout.strip().endswith("ended 0"), ended.stdout + ended.stderr
 
 
-def test_a_fork_amid_other_threads_ops() -> None:
+def test_a_fork_amid_other_threads_ops(beyond: Callable[[str], int]) -> None:
     """Whatever they were doing: nobody in the child waits for them, and what they moved is there or away, never half."""
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -232,7 +232,7 @@ def test_a_fork_amid_other_threads_ops() -> None:
         except BaseException as error:
             errors.append(error)
 
-    with memmgr.budget("4MB", policy="torture", quiet=True):
+    with memmgr.budget(beyond("4MB"), policy="torture", quiet=True):
         pager = native.load()
         data = [_numbers() + i for i in range(16)]
         want = [float(t.double().sum()) for t in data]

@@ -211,7 +211,7 @@ def test_names_alone() -> None:
         ("capuchin", True, True),  # its net only swaps, its planner does both
         ("delta_taco", True, True),
         ("torture", True, True),
-        ("keep", True, True),
+        ("keep", False, False),
     ],
 )
 def test_a_policy_says_what_it_may_do(text: str, recomputes: bool, offloads: bool) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
-from ways import recorder_only
 
 import memmgr
 from memmgr import _stream
@@ -327,8 +326,8 @@ def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path
             assert time.monotonic() < deadline
         wall = mm.stats()["wall_seconds"]
     plans = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "plan"]
-    assert len(plans) == mm.stats()["plans"] == 1 and plans[0]["saves"] > plans[0]["offload"] > 0
-    assert plans[0]["took_seconds"] == pytest.approx(mm.stats()["plan_seconds"], abs=1e-3)
+    assert len(plans) == mm.stats()["plans"] >= 1 and all(plan["ops"] > plan["offload"] > 0 for plan in plans)
+    assert sum(plan["took_seconds"] for plan in plans) == pytest.approx(mm.stats()["plan_seconds"], abs=2e-3)
     assert plans[0]["took_seconds"] < plans[0]["seconds"] <= wall  # a pass is measured before
 
 
@@ -383,31 +382,6 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
 
 
 # -- what goes wrong behind the scenes is seen once --
-
-
-@recorder_only
-def test_an_error_in_the_daemon_is_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "run.jsonl"
-    failed = threading.Event()
-
-    def fail(daemon: Any) -> None:
-        failed.set()
-        raise KeyError("lost")
-
-    monkeypatch.setattr("memmgr._daemon.Daemon._prefetch", fail)
-    with (
-        pytest.warns(RuntimeWarning, match=r"early failed \(KeyError: 'lost'\)") as warned,
-        memmgr.budget(LIMIT, quiet=True, policy="offload", log=log),
-    ):
-        step = training()
-        for _ in range(5):
-            step()
-            manager().daemon.wake()
-        assert failed.wait(10)
-        wait_until(lambda: bool(manager().daemon.errors))
-    assert len(warned) == 1
-    said = [line for line in _lines(log) if line["type"] == "event" and line["what"] == "daemon_error"]
-    assert [line["text"] for line in said] == ["KeyError: 'lost'"]
 
 
 def test_an_error_in_the_telemetry_is_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:

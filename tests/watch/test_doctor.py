@@ -54,11 +54,12 @@ def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from memmgr import _shim
+    from memmgr.native import pager
 
     def load() -> None:
         raise _shim.NoShim("no C++ compiler was found")
 
-    monkeypatch.setattr(_shim, "load", load)
+    monkeypatch.setattr(pager, "load", load)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     found = _only(doctor._native)
@@ -196,7 +197,7 @@ def test_a_misspelt_variable_and_telemetry(monkeypatch: pytest.MonkeyPatch, runt
     assert "MEMMGR_TELEMETRY=0" in _only(doctor._environment)["telemetry"].text
 
 
-INTERNAL = {"MEMMGR_BENCH", "MEMMGR_PAGER", "MEMMGR_PAGER_SMALL"}  # switches of our own tests and benchmarks
+INTERNAL = {"MEMMGR_BENCH", "MEMMGR_PAGER_SMALL"}  # switches of our own tests and benchmarks
 
 
 def test_every_variable_that_the_code_reads_is_known() -> None:

@@ -100,15 +100,23 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
 
 def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
     events = [
-        {"type": "event", "what": "plan", "seconds": 2.0, "took_seconds": 0.25, "saves": 40, "evict": 6, "offload": 5},
-        {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"},
+        {
+            "type": "event",
+            "what": "plan",
+            "seconds": 2.0,
+            "took_seconds": 0.25,
+            "ops": 40,
+            "rematerialize": 6,
+            "offload": 5,
+        },
+        {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule fits"},
         {"type": "event", "what": "daemon_error", "seconds": 4.0, "text": "KeyError: 'lost'"},
     ]
     stats = lines.end(planned_passes=15, plan_seconds=0.11)
     said = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), *events, stats])))
     for piece in (
         "15 of 20 passes followed a plan to their end; making plans took 110 ms",
-        "2.0 s: plan: of 40 saved tensors 6 recomputed, 5 offloaded; made in 0.25 s",
+        "2.0 s: plan: of 40 ops 6 run again, 5 offloads; made in 0.25 s",
         "no plan: no schedule fits",
         "at 4.0 s: daemon error: KeyError: &#x27;lost&#x27;",
     ):

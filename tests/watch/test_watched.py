@@ -114,12 +114,12 @@ def test_plans_device_and_tier_are_shown() -> None:
         "what": "plan",
         "seconds": 2.0,
         "took_seconds": 0.25,
-        "saves": 40,
-        "evict": 6,
+        "ops": 40,
+        "rematerialize": 6,
         "offload": 5,
         "overhead": 1.026,
     }
-    none = {"type": "event", "what": "no_plan", "seconds": 3.0, "saves": 9, "text": "no schedule fits"}
+    none = {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule fits"}
     found = [lines.hello(device="cuda:1", tier="host")]
     for i in range(10):
         total = lines.stats(passes=2 * i, planned_passes=max(0, 2 * i - 6))
@@ -131,7 +131,7 @@ def test_plans_device_and_tier_are_shown() -> None:
     assert ": offloaded (host)" in shown[8] and shown[9].endswith("passes 18 planned 12")
     assert "planned" not in text.plain([text.activity(watched, 80, text.ASCII)])  # no room, and no half a word
     said = [words for _, words in watched.plans]
-    assert "of 40 saved tensors 6 recomputed, 5 offloaded" in said[0] and "predicted 1.026x, bound 1.000x" in said[0]
+    assert "of 40 ops 6 run again, 5 offloads" in said[0] and "predicted 1.026x, bound 1.000x" in said[0]
     assert said[1] == "no plan: no schedule fits" and len(text.log_lines(watched, "no schedule fits")) == 1
     watched.feed(lines.sample(29, total=lines.stats(passes=99, planned_passes=12)))  # later ones go another way
     assert "by plan" not in text.plain([text.title(watched, 100, text.ASCII)])

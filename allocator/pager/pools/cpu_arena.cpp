@@ -21,8 +21,12 @@ void tell_profiler(void* block, bool allocated) {
   c10::reportMemoryUsageToProfiler(block, allocated ? bytes : -bytes, live, live, c10::Device(c10::kCPU));
 }
 
+void free_others(void* block);
+
 void free_block(void* block) {
   if (!block) return;
+  // Some of torch's libraries (oneDNN) free by whatever allocator is in place then.
+  if (C10_UNLIKELY(!mm_arena_owns(budget.arena, block))) return free_others(block);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, false);
   tl_scratch -= static_cast<int64_t>(mm_arena_block_bytes(budget.arena, block));
   mm_arena_free(budget.arena, block);
@@ -43,7 +47,7 @@ struct ArenaAllocator final : c10::Allocator {
     // Storages remember this allocator, and may grow when no budget is open.
     if (!installed.load(std::memory_order_relaxed)) return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
-    void* block = mm_arena_alloc(budget.arena, n);
+    void* block = mm_arena_alloc_at(budget.arena, n, tl_side);
     if (!block) throw_out_of_memory(n);
     return take(block, n);
   }
@@ -56,7 +60,11 @@ ArenaAllocator& the_allocator() {
   return *a;
 }
 
+void free_others(void* block) { the_allocator().previous->raw_deleter()(block); }
+
 }  // namespace
+
+thread_local int tl_side = MM_SIDE_LOW;
 
 // A forked child makes nothing in the arena.
 c10::DeleterFnPtr pool_deleter() { return budget.forked ? the_allocator().previous->raw_deleter() : &free_block; }
@@ -78,6 +86,7 @@ void install_pool(uint64_t budget_bytes) {
   ArenaAllocator& a = the_allocator();
   c10::Allocator* now = c10::GetAllocator(c10::kCPU);
   if (now != &a) a.previous = now;
+  mm_arena_set_layout(budget.arena, budget.options.remap, budget.options.apart);
   mm_arena_set_budget(budget.arena, budget_bytes);
   a.installed = true;
   c10::SetAllocator(c10::kCPU, &a, 255);
@@ -87,15 +96,13 @@ void uninstall_pool() {
   ArenaAllocator& a = the_allocator();
   if (!a.installed) return;
   mm_arena_set_budget(budget.arena, MM_UNLIMITED);
-  c10::SetAllocator(c10::kCPU, a.previous, 255);
-  a.installed = false;
+  mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
+  a.installed = false;  // it stays in place, and hands on: what it gave may be freed by asking for the allocator again
 }
 
 // The arena's lock may be another thread's at the fork: it is left alone.
 void forget_pool_in_child() {
   ArenaAllocator& a = the_allocator();
-  if (!a.installed) return;
-  c10::SetAllocator(c10::kCPU, a.previous, 255);
   a.installed = false;
 }
 

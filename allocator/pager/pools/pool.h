@@ -15,6 +15,9 @@ at::DataPtr pool_allocate(uint64_t nbytes);
 // Never reclaims, leaves `keep_free` bytes of the budget; empty: no room.
 at::DataPtr pool_try_allocate(uint64_t nbytes, uint64_t keep_free);
 
+// On which side this thread's large blocks lie, where sides differ (MM_SIDE_*).
+extern thread_local int tl_side;
+
 void install_pool(uint64_t budget_bytes);
 void uninstall_pool();
 void forget_pool_in_child();

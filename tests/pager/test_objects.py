@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 
-from memmgr import _budget, _sleep, _stock
+import memmgr
+from memmgr import _stock
+from memmgr.native import pager
+from memmgr.native.pager import Pager
 
-from .shim import opened
+
+@contextmanager
+def opened() -> Iterator[Pager]:
+    with memmgr.budget(None, quiet=True):
+        yield pager.load()
 
 
 @contextmanager
@@ -76,17 +83,15 @@ def _filling(asked: list[str]) -> Iterator[None]:
 def test_tuples_that_others_fill_are_left_alone() -> None:
     """Who looks for all tensors must not hold a reference to what another thread is about to make of a generator."""
     looks: dict[str, Callable[[Any], Any]] = {
-        "device": lambda manager: _stock.live_tensors(manager.native, "cpu"),
-        "state": lambda manager: _stock.holders(manager.native, "cpu"),
-        "param_groups": lambda manager: _stock.missing_states(manager.native, "cpu"),
-        "grad_fn": lambda manager: _sleep.adopt_graph(manager),
+        "device": lambda native: _stock.live_tensors(native, "cpu"),
+        "state": lambda native: _stock.holders(native, "cpu", rest=native.resident_cells()),
+        "param_groups": lambda native: _stock.missing_states(native, "cpu"),
+        "grad_fn": lambda native: _stock.saved_without_hooks(native, "cpu"),
     }
     for name, look in looks.items():
         asked: list[str] = []
-        with opened():
-            manager = _budget.current()
-            with _filling(asked):
-                look(manager)
+        with opened() as native, _filling(asked):
+            look(native)
         assert asked and name in asked, (name, asked)
 
 

@@ -1,0 +1,78 @@
+"""Where one period ends and the next begins, and who wants to know what was in it: the plans, a file for the user."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+
+from memmgr._consumers import log_path
+from memmgr._trace_file import write_trace
+from memmgr.native.pager import Pager
+from memmgr.policies.trace import Trace
+
+from .plans import Plans
+from .timeline import measured
+
+
+class TraceFile:
+    """The file for which the user asked (`budget(trace=)`): one pass, the first from `number` on that ends well.
+
+    Args:
+        path: where; compressed if the name ends in .gz.
+        number: of the pass, from 1.
+    """
+
+    def __init__(self, path: str, number: int) -> None:
+        self._path = path
+        self._number = number
+        self.trace: Trace | None = None
+
+    def wants(self, number: int) -> bool:
+        """Is it this pass?"""
+        return self.trace is None and number >= self._number
+
+    def write(self, trace: Trace) -> None:
+        """This is it."""
+        self.trace = trace
+        try:
+            write_trace(Path(log_path(self._path)), trace)
+        except OSError as error:
+            warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
+
+
+class Periods:
+    """The periods of one budget."""
+
+    def __init__(self, pager: Pager, plans: Plans, file: TraceFile | None) -> None:
+        self._pager = pager
+        self._plans = plans
+        self._file = file
+        self._lock = threading.Lock()
+        self._noted = False
+
+    def begin(self) -> None:
+        """The first one begins."""
+        if self._file is not None and self._file.wants(1):
+            self._pager.next_period(True)
+            self._noted = True
+
+    def ended(self, passes: int, completed: bool) -> None:
+        """An outermost backward has ended.
+
+        Args:
+            passes: how many, with this one.
+            completed: whether it came to its end.
+        """
+        with self._lock:
+            for_file = self._file is not None and self._file.wants(passes + 1)
+            next_one = for_file or self._plans.wanted()
+            if not next_one and not self._noted:
+                return
+            info = self._pager.next_period(next_one)
+            noted, self._noted = self._noted, next_one
+            if not noted or not info["ops"] or info["overflow"]:
+                return
+            if completed and self._file is not None and self._file.wants(passes):
+                self._file.write(measured(self._pager.timeline(), self._plans.links()).trace)
+            self._plans.period_ended(info)

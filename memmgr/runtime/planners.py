@@ -1,0 +1,64 @@
+"""Who makes the schedule of a measured period, by the name that a policy has for it (`Policy.planner`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.published.capuchin import capuchin
+from memmgr.policies.published.delta import delta_taco
+from memmgr.policies.simulate.base import Run
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.live_terms import EFFORT
+from memmgr.policies.trace.schedule import Do, Step
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What a planner decided.
+
+    Attributes:
+        steps: the schedule.
+        overhead: predicted time over the unmanaged one's.
+        lower_bound: no schedule takes less, in the same unit; None: the planner has none.
+    """
+
+    steps: Sequence[Step]
+    overhead: float
+    lower_bound: float | None = None
+
+    @property
+    def rematerialized(self) -> int:
+        """How many ops run again."""
+        return sum(step.do is Do.RECOMPUTE for step in self.steps)
+
+    @property
+    def offloaded(self) -> int:
+        """How many storages are written below."""
+        return sum(step.do is Do.OFFLOAD for step in self.steps)
+
+
+Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
+"""(period, budget in bytes, tier, may ops run again) -> a schedule; None: none fits."""
+
+
+def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
+    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False)
+    return Scheduled(made.steps, made.overhead, made.lower_bound) if made.feasible else None
+
+
+def _published(system: Callable[[Trace, int, TierLink | None], Run]) -> Planner:
+    def make(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
+        run = system(trace, budget_bytes, link)
+        return Scheduled(run.steps, run.overhead) if run.feasible else None
+
+    return make
+
+
+PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
+    {"plan": _ours, "capuchin": _published(capuchin), "delta_taco": _published(delta_taco)}
+)
+"""The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is
+followed live is the whole schedule that comes of it."""

@@ -1,0 +1,100 @@
+"""Policies that malloc does not have built in rank what may leave, ahead of need, on a thread of their own (design section 5).
+
+Malloc never takes the GIL (rule 11): it takes victims from the order that was made last, and while it uses up the first half
+of that the next one is made. Where there is none yet, its own order decides, which is DTR's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from memmgr.native.pager import Order, Pager
+from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, rank
+from memmgr.policies.rules.directors import DIRECTORS
+from memmgr.policies.rules.filters import FILTERS
+
+_BUILT_IN = {
+    "dtr": Order.DTR,
+    "dtr_eq": Order.DTR,  # the neighbourhood is the chain, looked at up to 48 ops deep
+    "price": Order.DTR,
+    "lru": Order.LRU,
+    "largest": Order.LARGEST,
+    "delta": Order.DELTA,
+}
+_WAYS = {int(Action.EVICT): 1, int(Action.OFFLOAD): 2}  # allocator/pager/victims.h
+_LOOK_SECONDS = 0.05
+
+
+def order_of(policy: Policy) -> Order:
+    """Malloc's own order for this policy; `Order.RANKED`: it has none."""
+    name = next((name for name, function in FILTERS.items() if function is policy.filter), "")
+    ours = policy.director in (DIRECTORS["auto"], DIRECTORS["evict"], DIRECTORS["offload"])
+    # Where a planner decides how each leaves, the net beneath it takes the cheaper way; where nothing may leave, none is asked.
+    plain = ours or policy.planner or policy.torture or not (policy.recomputes or policy.offloads)
+    return _BUILT_IN.get(name, Order.RANKED) if plain else Order.RANKED
+
+
+class Ranker:
+    """The thread of one budget whose policy is not built in."""
+
+    def __init__(self, pager: Pager, policy: Policy, *, offload: bool) -> None:
+        self._pager = pager
+        self._policy = policy
+        self._offload = offload
+        self._stop = False
+        self._thread: threading.Thread | None = None
+        self.rankings = 0
+        self.error = ""
+
+    def start(self) -> None:
+        """From here on it ranks."""
+        self._thread = threading.Thread(target=self._loop, name="memmgr-rank", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread."""
+        self._stop = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def complaints(self) -> list[str]:
+        """What went wrong, for who ends the budget."""
+        failed = f"the policy {self._policy.name!r} failed ({self.error}): malloc's own order decided from there on"
+        return [failed] if self.error else []
+
+    def _loop(self) -> None:
+        try:
+            while not self._stop:
+                if self._pager.wait_for_pressure(_LOOK_SECONDS) and not self._stop:
+                    self._rank()
+        except Exception as error:  # a policy that fails costs its order, not the run
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _rank(self) -> None:
+        serials, sizes, stale, cost, chain, droppable, clean, offloadable = self._pager.candidates()
+        size = np.frombuffer(sizes, dtype=np.int64)
+        if not len(size):
+            return
+        candidates = Candidates.build(
+            size,
+            staleness_seconds=np.frombuffer(stale),
+            cost_seconds=np.frombuffer(cost),
+            chain_seconds=np.frombuffer(chain),
+            recomputable=np.frombuffer(droppable, dtype=np.bool_),
+            clean=np.frombuffer(clean, dtype=np.bool_),
+            offloadable=np.frombuffer(offloadable, dtype=np.bool_),
+            next_use=np.arange(len(size)),  # what was touched last is wanted first in backward
+        )
+        ranking = rank(candidates, self._policy.filter, self._policy.director, self._link())
+        self.rankings += 1
+        chosen = np.frombuffer(serials, dtype=np.int64)[ranking.order]
+        ways = np.array([_WAYS.get(action, 0) for action in ranking.action.tolist()], dtype=np.uint8)
+        self._pager.set_ranking(chosen.tobytes(), ways.tobytes())
+
+    def _link(self) -> Link:
+        if not self._offload:
+            return NO_LINK
+        write, read = self._pager.link()
+        return Link(1 / write, 1 / read)

@@ -1,0 +1,111 @@
+"""Policies: malloc's own orders, those that a thread ranks ahead of need, and the planners of the papers, by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from budget import models
+from budget.there import bytes_already_there
+
+import memmgr
+from memmgr import _budget
+from memmgr.native.pager import Order
+from memmgr.policies import POLICIES, Candidates, Policy, parse_policy
+from memmgr.policies.rules.directors import DIRECTORS
+from memmgr.policies.rules.prefetchers import PREFETCHERS
+from memmgr.runtime.ranking import order_of
+
+pytestmark = pytest.mark.filterwarnings("error:memmgr")
+
+STEPS = 6
+
+
+def trained(**options: Any) -> tuple[list[float], dict[str, Any], Any]:
+    torch.manual_seed(0)
+    training = models.unet(width=8, batch=2, height=48)
+    if not options:
+        return [training.step() for _ in range(STEPS)], {}, None
+    losses = []
+    with memmgr.budget(quiet=True, **options) as mm:
+        runtime: Any = _budget.current()
+        for _ in range(STEPS):
+            losses.append(training.step())
+            runtime.plans.close()
+    return losses, mm.stats(), runtime
+
+
+def limit(share: float) -> int:
+    _, stats, _ = trained(limit=None)
+    need = stats["unmanaged_peak_bytes"]
+    there = bytes_already_there()
+    return there + int((need - there) * share)
+
+
+def newest_first(c: Candidates) -> Any:
+    """A filter of a user's own: what was touched last leaves first."""
+    return np.asarray(c.staleness_seconds, dtype=np.float64)
+
+
+MINE = Policy("mine", newest_first, DIRECTORS["auto"], PREFETCHERS["off"])
+
+
+def test_which_orders_are_mallocs_own() -> None:
+    own = {"auto", "evict", "offload", "torture", "capuchin", "delta_taco", "keep", "nothing"}
+    assert {name for name, policy in POLICIES.items() if order_of(policy) is not Order.RANKED} == own
+    assert order_of(parse_policy("lru+evict")) is Order.LRU
+    assert order_of(parse_policy("delta")) is Order.RANKED  # its director compares as the paper does
+    assert order_of(MINE) is order_of(parse_policy("msps")) is Order.RANKED
+
+
+@pytest.mark.parametrize(
+    "policy", [MINE, "msps+auto", "delta", "lru+offload", "largest"], ids=lambda p: getattr(p, "name", p)
+)
+def test_other_policies_run_as_themselves(policy: Any) -> None:
+    """Nobody plans for them, and where malloc has no such order a thread ranks."""
+    losses, stats, runtime = trained(limit=limit(0.6), policy=policy)
+    assert losses == trained()[0]
+    assert stats["plans"] == 0 and stats["resident_bytes.peak"] <= stats["budget_bytes"]
+    ranked = order_of(policy if isinstance(policy, Policy) else parse_policy(policy)) is Order.RANKED
+    assert (stats["rankings"] > 0) == ranked
+    assert not any(thread.name == "memmgr-rank" for thread in threading.enumerate())
+
+
+def test_a_policy_that_fails_costs_its_order_only() -> None:
+    def broken(c: Candidates) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    policy = Policy("broken", broken, DIRECTORS["auto"], PREFETCHERS["off"])
+    with pytest.warns(RuntimeWarning, match="the policy 'broken' failed .*on purpose"):
+        losses, stats, _ = trained(limit=limit(0.6), policy=policy)
+    assert losses == trained()[0] and stats["rankings"] == 0
+
+
+@pytest.mark.parametrize("policy", ["capuchin", "delta_taco"])
+def test_published_planners_are_followed(policy: str) -> None:
+    losses, stats, runtime = trained(limit=limit(0.7), policy=policy)
+    assert losses == trained()[0]
+    assert stats["plans"] > 0 and stats["planned_passes"] > 0, runtime.plans.errors()
+    assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
+
+
+@pytest.mark.parametrize("placement", ["window", "score", "dte", "window+apart", "window+strict", "remap+apart"])
+def test_placement(placement: str) -> None:
+    """Who leaves may be chosen by where it lies (Coop): the same bits, and the budget."""
+    losses, stats, _ = trained(limit=limit(0.6), policy="lru+auto", _placement=placement)
+    assert losses == trained()[0]
+    assert 0 < stats["resident_bytes.peak"] <= stats["budget_bytes"]
+    assert (stats["search_seconds"] > 0) == (not placement.startswith("remap"))
+
+
+@pytest.mark.parametrize("policy", ["keep", "nothing"])
+def test_nothing_leaves(policy: str) -> None:
+    losses, stats, _ = trained(limit="1GB", policy=policy)
+    assert losses == trained()[0]
+    with pytest.raises(memmgr.BudgetError):
+        trained(limit=limit(0.6), policy=policy)
+    last = memmgr.stats()
+    assert last["evictions"] == last["offloads"] == last["packed"] == 0
