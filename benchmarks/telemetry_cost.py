@@ -143,7 +143,7 @@ def main() -> None:
     found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in SETTINGS} for kind in measures}
     share: dict[str, list[float]] = {name: [] for name in SETTINGS}
     limit = int(need(args.quick) * args.share)
-    with memmgr.budget(limit, quiet=True, _sleep=False):
+    with memmgr.budget(limit, quiet=True):
         address = str(_stream.socket_of(os.getpid()))
         reader = subprocess.Popen(
             [sys.executable, "-S", "-c", _READER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
