@@ -66,8 +66,8 @@ void after_fork_in_child() {
   forget_watch_in_child();
   if (!budget.arena) return;
   budget.forked = true;
+  forget_pool_in_child();  // also where a budget was just ending: it closes before the pool goes
   if (!budget.open) return;
-  forget_pool_in_child();
   stay_in_child();
   timeline_on = false;
   // Who had them busy is not here. Bytes and residency change hands in one step under the lock, so one or the other

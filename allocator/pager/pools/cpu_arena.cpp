@@ -103,6 +103,8 @@ void uninstall_pool() {
 // The arena's lock may be another thread's at the fork: it is left alone.
 void forget_pool_in_child() {
   ArenaAllocator& a = the_allocator();
+  if (!a.previous) return;
+  c10::SetAllocator(c10::kCPU, a.previous, 255);
   a.installed = false;
 }
 
