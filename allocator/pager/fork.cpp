@@ -1,5 +1,6 @@
 #include "fork.h"
 
+#include <ATen/record_function.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -40,6 +41,10 @@ bool try_all(const std::vector<std::mutex*>& all) {
 
 // They nest in more than one order, so nobody waits for one while having another.
 void before_fork() {
+  // A thread's first op copies torch's list of observers under a lock of torch's, which needs malloc as soon as there is
+  // one observer, and malloc is what a fork stops others in: a child would find that lock taken. So the thread that forks
+  // copies it now, and its child has no need to. (What a thread made in the child does first may still wait for ever.)
+  at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   taken().lock.lock();
   for (;;) {
     try {

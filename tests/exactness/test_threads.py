@@ -427,6 +427,55 @@ def nothing_to_give_while_the_mutex_is_held(policy: str) -> None:
     assert len(held) == 8
 
 
+def forked(body: Callable[[], bool]) -> None:
+    """Runs it in a forked child, and sees that it comes to its end there, and to a good one."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if body() else 2
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert status == 0, f"the forked child ended with {status}"
+            return
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGABRT)
+    os.waitpid(pid, 0)
+    raise AssertionError("the forked child hung")
+
+
+@script
+def fork_before_the_first_op() -> None:
+    """Threads that never ran an op fork while others run their first, which takes a lock of torch's around a malloc."""
+    import memmgr
+
+    stop = threading.Event()
+
+    def first_op() -> None:
+        torch.ones(4)
+
+    def start_threads() -> None:
+        while not stop.is_set():
+            join(*spawn([first_op] * 4))
+
+    def fork() -> None:
+        forked(lambda: torch.ones(4).sum().item() == 4)
+
+    assert torch.ones(4).sum().item() == 4  # what torch makes once in a process is made
+    with memmgr.budget("64MB", quiet=True):
+        threads, errors = spawn([start_threads] * 3)
+        try:
+            for _ in range(400):
+                join(*spawn([fork]))
+        finally:
+            stop.set()
+            join(threads, errors)
+
+
 @script
 def soak(seconds: str, policy: str) -> None:
     """Random threads allocating, seeding, training and forking under a tight budget."""
@@ -489,26 +538,13 @@ def soak(seconds: str, policy: str) -> None:
 
     def fork(r: random.Random) -> None:
         time.sleep(0.05)
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                t = torch.ones(1 << 12) + 1
-                big = torch.empty(limit // 4 + (1 << 20))  # more than the budget: the child is unmanaged
-                status = 0 if t.sum().item() == 8192 and big.numel() else 2
-                del t, big
-            finally:
-                os._exit(status)
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                assert status == 0, f"the forked child ended with {status}"
-                return
-            time.sleep(0.005)
-        os.kill(pid, signal.SIGABRT)
-        os.waitpid(pid, 0)
-        raise AssertionError("the forked child hung")
+
+        def in_the_child() -> bool:
+            t = torch.ones(1 << 12) + 1
+            big = torch.empty(limit // 4 + (1 << 20))  # more than the budget: the child is unmanaged
+            return t.sum().item() == 8192 and big.numel() > 0
+
+        forked(in_the_child)
 
     def collect(r: random.Random) -> None:
         gc.collect()
@@ -732,6 +768,10 @@ def test_ctrl_c(policy: str, share: str, stay: str) -> None:
 def test_ctrl_c_in_the_middle_of_a_reclaim(stay: str) -> None:
     rounds = {"EXACTNESS_INTERRUPTS": "8"}  # opening measures the tier, which takes its time here
     children.run("test_threads", "interrupted", "offload", "0.5", stay, "30000000", timeout=180, env=rounds)
+
+
+def test_fork_before_the_first_op() -> None:
+    children.run("test_threads", "fork_before_the_first_op", timeout=90)
 
 
 SOAK_SECONDS = float(os.environ.get("MEMMGR_SOAK_SECONDS", "6"))
