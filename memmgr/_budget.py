@@ -41,8 +41,7 @@ def current() -> Runtime | None:
 
 
 def _manager_of(config: Config) -> Runtime:
-    # The pager has no pool for devices yet: those are the recorder's.
-    if config.device.type == "cpu":
+    if True:
         return PagerRuntime(
             PagerConfig(
                 limit_bytes=config.limit_bytes,
@@ -60,6 +59,7 @@ def _manager_of(config: Config) -> Runtime:
                 log=config.log,
                 trace=config.trace,
                 trace_pass=config.trace_pass,
+                host_bytes=config.host_bytes,
             )
         )
     return Manager(config, _shim.load())

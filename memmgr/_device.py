@@ -107,16 +107,16 @@ def open_tier(native: Any, config: Config) -> bool:
             return False
         native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
         return True
-    native.open_host_tier(config.host_bytes or _host_bytes(config))
+    native.open_host_tier(config.host_bytes or host_bytes(config.device, config.limit_bytes))
     return True
 
 
-def _host_bytes(config: Config) -> int:
-    """Of host memory, for who did not say."""
+def host_bytes(device: torch.device, limit_bytes: int) -> int:
+    """Of host memory for what leaves an accelerator, for who did not say."""
     free = int(psutil.virtual_memory().available) // 2
-    if config.limit_bytes < UNLIMITED:
-        return min(free, HOST_TIER_BUDGETS * config.limit_bytes)
-    return min(free, total_bytes(config.device) or free)
+    if limit_bytes < UNLIMITED:
+        return min(free, HOST_TIER_BUDGETS * limit_bytes)
+    return min(free, total_bytes(device) or free)
 
 
 def probe(native: Any) -> tuple[int, float, float] | None:

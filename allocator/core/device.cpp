@@ -168,6 +168,13 @@ bool Device::Capturing(CUstream stream, CUresult* error) {
   return *error == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+int Device::IsCapturing(CUstream stream) {
+  const memmgr::EnsureContext context = EnsureContext();
+  CUresult error = CUDA_SUCCESS;
+  const bool capturing = Capturing(stream, &error);
+  return error == CUDA_SUCCESS ? capturing : -1;
+}
+
 bool Device::AnyCapturing() {
   CUresult error;
   const std::vector<CUstream> streams = StreamsOf(~StreamMask{0}, reinterpret_cast<CUstream>(-1));

@@ -49,7 +49,8 @@ class Device final : private ForkAware, private Settler {
   // Only its one user can know that.
   void Untouch(const void* block, CUstream by);
   CUstream Home(const void* block);
-  int Synchronize();  // 0 or -errno
+  int IsCapturing(CUstream stream);  // -1: the driver does not say
+  int Synchronize();                 // 0 or -errno
   uint64_t Trim(uint64_t keep_bytes);
 
   // A stream of ours, closed with the device. NULL with the driver's error in *error.

@@ -67,6 +67,10 @@ int mm_device_wait_block(mm_device* device, mm_stream waiter, const void* p) {
   return Guarded(-1, [&] { return Of(device)->WaitForTouched(waiter, p); });
 }
 
+int mm_device_is_capturing(mm_device* device, mm_stream stream) {
+  return Guarded(-1, [&] { return Of(device)->IsCapturing(stream); });
+}
+
 int mm_device_synchronize(mm_device* device) {
   return Guarded(-1, [&] { return Of(device)->Synchronize(); });
 }

@@ -157,6 +157,8 @@ class Allocator final : public CUDAAllocator {
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) TellProfiler(*meter, device, p, false);
     if (const auto* trace = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(trace))
       (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(p));
+    const mm_plugin_hooks* hooks = hooks_.load(std::memory_order_acquire);
+    if (hooks && hooks->ordinal == device) hooks->freed(mm_arena_block_bytes(meter->arena(), p));
     meter->Freed(p);
     mm_device_free(meter->device(), p);
   }

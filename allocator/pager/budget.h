@@ -11,6 +11,8 @@
 
 namespace memmgr::pager {
 
+class Pool;
+
 // Who leaves first when malloc has to choose by itself; kRanked: as a policy says ahead of need, DTR's order beneath
 // it.
 enum class Order : uint8_t { kDtr, kLru, kLargest, kDelta, kRanked };
@@ -31,7 +33,8 @@ struct Options {
 struct Budget {
   std::atomic<bool> open{false};
   std::atomic<bool> forked{false};  // the process is a forked child; if `open`, what its parent had away comes back
-  mm_arena* arena = nullptr;        // one a process; budgets follow one another on it
+  Pool* pool = nullptr;             // one a device; budgets follow one another on it
+  mm_arena* arena = nullptr;        // its
   mm_tier* tier = nullptr;
   Options options;
 

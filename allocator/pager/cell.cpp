@@ -89,9 +89,12 @@ static void set_data(at::DataPtr& p, void* data) {
 
 bool adoptable(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
-  if (!p.get() || !p.device().is_cpu() || budget.forked) return false;
+  const Pool* pool = budget.pool;
+  if (!p.get() || !pool || budget.forked || p.device().type() != pool->device.type()) return false;
+  if (!pool->on_host() && p.device().index() != pool->device.index()) return false;
   const auto deleter = p.get_deleter();
-  if (deleter != pool_deleter() && deleter != c10::GetDefaultCPUAllocator()->raw_deleter()) return false;
+  if (deleter != pool->deleter() && !(pool->on_host() && deleter == c10::GetDefaultCPUAllocator()->raw_deleter()))
+    return false;
   return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
 }
 
@@ -109,9 +112,9 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   c->nbytes = s->nbytes();
   c->serial = next_serial;
   next_serial += (c->nbytes + 4095) / 4096 * 4096 + 4096;
-  c->device = p.device();
+  c->pool = budget.pool;
   c->small = c->nbytes < budget.options.small_bytes;
-  c->outside = !c->small && p.get_deleter() != pool_deleter();
+  c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
   c->version = new Version;
   c->version->cell = c;
@@ -120,14 +123,14 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   // The context changes hands in place: whoever reads the pointer meanwhile finds it as it was.
   auto&& context = p.move_context();
   const auto deleter = context.get_deleter();
-  c->bytes = at::DataPtr(p.get(), context.release(), deleter, c->device);
+  c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
   count_root_locked(c);
   watch_writes(c);
   if (!c->small) resident_cell_bytes += c->nbytes;
   if (c->outside) {
-    mm_arena_add_outside(budget.arena, static_cast<int64_t>(c->nbytes));
+    mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(c->nbytes));
     counters.adopted++;
     counters.adopted_bytes += c->nbytes;
   }
@@ -141,11 +144,11 @@ static void forget_bytes_locked(Cell* c, Trash* trash) {
   const bool absent = c->state.load() & kAbsent;
   if (absent) {
     end_bits_locked(c);
-    mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
+    mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
     absent_cells--;
   } else {
     if (!c->small) resident_cell_bytes -= c->nbytes;
-    if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
+    if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   }
   trash->bytes.push_back(std::move(c->bytes));
   c->bytes.clear();
@@ -181,7 +184,7 @@ void unadopt(Cell* c) {
   if (cell_of(s.get()) != c || !c->bytes.get()) return;
   if ((c->state.load() & kPinMask) > c->standing_pins) return;  // somebody's pin outlives the budget: so does the cell
   if (!c->small) resident_cell_bytes -= c->nbytes;
-  if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
+  if (c->outside) mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   unstand_all_locked(c);
   unwatch_writes(s.get());
   at::DataPtr& p = pointer_of(s.get());
@@ -413,25 +416,27 @@ bool end_move_locked(Cell* c, bool absent) {
 void count_bits_locked(Cell* c, uint64_t nbytes) {
   c->bits_bytes = nbytes;
   resident_cell_bytes += nbytes;
-  mm_arena_add_outside(budget.arena, static_cast<int64_t>(nbytes));
-  mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(nbytes));
+  mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(nbytes));
+  mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(nbytes));
 }
 
 void end_bits_locked(Cell* c) {
   if (!c->bits_bytes) return;
   mm_bits_free(&c->bits);
   resident_cell_bytes -= c->bits_bytes;
-  mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->bits_bytes));
-  mm_arena_note_virtual(budget.arena, static_cast<int64_t>(c->bits_bytes));
+  mm_arena_add_outside(c->pool->arena, -static_cast<int64_t>(c->bits_bytes));
+  mm_arena_note_virtual(c->pool->arena, static_cast<int64_t>(c->bits_bytes));
   c->bits_bytes = 0;
 }
 
-bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash) {
+bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash) {
   end_bits_locked(c);
   if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
   c->bytes = std::move(bytes);
+  c->filled_on.store(filled_on, std::memory_order_release);
+  c->waited_for_filling.store(kNotFilled, std::memory_order_relaxed);
   resident_cell_bytes += c->nbytes;
-  mm_arena_note_virtual(budget.arena, -static_cast<int64_t>(c->nbytes));
+  mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   absent_cells--;
   if (c->version) set_evicted_locked(c->version, false, trash);
   c->absence = Absence::kNone;
@@ -509,7 +514,8 @@ void lend_bytes_locked(Version* v, at::DataPtr bytes) {
   auto* c = new Cell;
   c->nbytes = v->nbytes;
   c->small = c->nbytes < budget.options.small_bytes;
-  c->device = bytes.device();
+  c->pool = budget.pool;
+  if (queues) c->filled_on = stream_now();
   c->bytes = std::move(bytes);
   c->version = v;
   c->last_touch.store(ticks(), std::memory_order_relaxed);
@@ -583,15 +589,16 @@ void settle_before_write(Cell* c) {
   }
   auto* copy = new Cell;
   copy->nbytes = c->nbytes;
-  copy->device = c->device;
+  copy->pool = c->pool;
   copy->small = c->small;
   try {
-    copy->bytes = pool_allocate(c->nbytes);
+    copy->bytes = c->pool->allocate(c->nbytes);
+    c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
+    if (queues) copy->filled_on = stream_now();
   } catch (...) {
     delete copy;
     throw;
   }
-  std::memcpy(copy->bytes.get(), c->bytes.get(), c->nbytes);
   counters.copies_before_write++;
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());

@@ -27,21 +27,25 @@
 #include <optional>
 #include <vector>
 
-#include "memmgr/core.h"
+#include "memmgr/device.h"
 
 namespace memmgr::pager {
 
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
+class Pool;
 struct Recipe;
 struct Version;
 
+// Bytes that were there from the beginning.
+inline const mm_stream kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
+
 // Where the bytes of an absent cell are.
-enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kFill, kPacked };
+enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kPacked };
 
 // Why an address may not change any more (rule 9).
-enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite };
+enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured };
 
 constexpr uint32_t kPinMask = 0x00FFFFFF;
 constexpr uint32_t kDead = 1u << 29;  // the storage has died
@@ -52,8 +56,8 @@ struct Cell {
   std::atomic<uint32_t> state{0};  // pins, and the bits above
   std::atomic<uint64_t> last_touch{0};
   uint64_t nbytes = 0;
-  uint64_t serial = 0;  // stands for the address where addresses are compared; a range of nbytes, used once
-  c10::Device device{c10::DeviceType::CPU};
+  uint64_t serial = 0;   // stands for the address where addresses are compared; a range of nbytes, used once
+  Pool* pool = nullptr;  // that the bytes come from
 
   // Whoever has the cell busy or pinned reads and writes these.
   at::DataPtr bytes;     // what frees the memory; empty while absent
@@ -65,6 +69,8 @@ struct Cell {
   uint64_t bits_bytes = 0;  // that they take of the budget; 0: there are none
   uint64_t checksum = 0;
   bool has_checksum = false;
+  std::atomic<mm_stream> filled_on{kNotFilled};           // in whose order they came back
+  std::atomic<mm_stream> waited_for_filling{kNotFilled};  // who has waited for that last
 
   // Under the graph's lock.
   WeakStorage storage{StoragePtr()};  // empty: an orphan
@@ -187,7 +193,8 @@ bool end_move_locked(Cell* c, bool absent);  // true: call last_user_is_gone() o
 void count_bits_locked(Cell* c, uint64_t nbytes);
 void end_bits_locked(Cell* c);
 // The bytes of a cell that the caller has busy are here; ends the move, too.
-bool come_back_locked(Cell* c, at::DataPtr bytes, Trash* trash);
+// `filled_on`: in whose order they are written.
+bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
 
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less

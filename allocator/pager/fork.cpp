@@ -41,9 +41,10 @@ bool try_all(const std::vector<std::mutex*>& all) {
 
 // They nest in more than one order, so nobody waits for one while having another.
 void before_fork() {
-  // A thread's first op copies torch's list of observers under a lock of torch's, which needs malloc as soon as there is
-  // one observer, and malloc is what a fork stops others in: a child would find that lock taken. So the thread that forks
-  // copies it now, and its child has no need to. (What a thread made in the child does first may still wait for ever.)
+  // A thread's first op copies torch's list of observers under a lock of torch's, which needs malloc as soon as there
+  // is one observer, and malloc is what a fork stops others in: a child would find that lock taken. So the thread that
+  // forks copies it now, and its child has no need to. (What a thread made in the child does first may still wait for
+  // ever.)
   at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   taken().lock.lock();
   for (;;) {
@@ -71,7 +72,7 @@ void after_fork_in_child() {
   forget_watch_in_child();
   if (!budget.arena) return;
   budget.forked = true;
-  forget_pool_in_child();  // also where a budget was just ending: it closes before the pool goes
+  budget.pool->forget_in_child();  // also where a budget was just ending: it closes before the pool goes
   if (!budget.open) return;
   stay_in_child();
   timeline_on = false;

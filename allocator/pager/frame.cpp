@@ -7,11 +7,12 @@
 #include "budget.h"
 #include "pools/pool.h"
 #include "reclaim.h"
+#include "streams.h"
 
 namespace memmgr::pager {
 
 void make_room_for(const c10::StorageImpl* s) {
-  if (pointer_of(s).get_deleter() == pool_deleter() || s->nbytes() < budget.options.small_bytes) return;
+  if (pointer_of(s).get_deleter() == budget.pool->deleter() || s->nbytes() < budget.options.small_bytes) return;
   const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
   if (all <= limit) return;
   uint64_t released = 0;
@@ -81,7 +82,11 @@ void Frame::pin_all() {
     all &= pin(t.cell, now);
     ++pinned_;
   }
-  if (C10_LIKELY(all)) return;
+  if (C10_LIKELY(all)) {
+    if (C10_UNLIKELY(queues))
+      for (const Touched& t : cells_) use_here(t.cell);
+    return;
+  }
   try {
     for (const Touched& t : cells_) bring_back(t.cell);
   } catch (const c10::OutOfMemoryError&) {

@@ -9,6 +9,8 @@
 
 #include "admission.h"
 #include "budget.h"
+#include "captures.h"
+#include "escape.h"
 #include "foreign.h"
 #include "frame.h"
 #include "ops.h"
@@ -123,7 +125,7 @@ class Call {
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
-    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() && !budget.forked &&
+    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() && !budget.forked && !captures.load() &&
         (frame.bytes() > 0 || may_make_large(info_, args, n)))
       record(frame, args, n);
     if (frame.writes()) {
@@ -217,12 +219,12 @@ class Call {
         if (!may_try(recipe_->kind, c->nbytes)) return;
         try {
           before_ = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                          static_cast<int64_t>(c->nbytes), pool_allocate(c->nbytes),
-                                                          c10::GetAllocator(c10::kCPU), false);
+                                                          static_cast<int64_t>(c->nbytes), c->pool->allocate(c->nbytes),
+                                                          c->pool->allocator(), false);
         } catch (const c10::OutOfMemoryError&) {
           return;  // no room for a trial: another time
         }
-        std::memcpy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
+        c->pool->copy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
       }
   }
 
@@ -254,7 +256,7 @@ class Call {
       give_up();
       return;
     }
-    note_seconds(recipe_->kind, seconds);
+    note_run();
     for (size_t i = 0; i < storages.size(); ++i)
       if (!versions[i]) storages[i] = nullptr;
     try_kind({storages.begin(), storages.end()});
@@ -281,12 +283,20 @@ class Call {
       give_up();
       return;
     }
-    note_seconds(recipe_->kind, seconds);
+    note_run();
     try_kind({s});
     if (recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes)
       attach(std::move(recipe_), {written->version});
     else
       give_up();
+  }
+
+  // What is queued has hardly begun: of those the trial says how long they take.
+  void note_run() {
+    if (C10_LIKELY(!queues))
+      note_seconds(recipe_->kind, seconds);
+    else
+      seconds = std::max(seconds, recipe_->kind->seconds.load(std::memory_order_relaxed));
   }
 
   // Rule 8: twice at its first use, and compared.
@@ -297,10 +307,8 @@ class Call {
       if (a.role == Role::kWritten && !before_) return;
     if (!may_try(kind, scratch_peak())) return;
     try {
-      const uint64_t begun = ticks();
       const bool same = reproduces(*recipe_, left, std::move(before_));
-      note_seconds(kind, seconds_of_ticks(ticks() - begun));
-      if (same && left.size() == 1 && left[0]) {
+      if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
         mm_bits bits{};
         kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);
         if (kind->bits_bytes) mm_bits_free(&bits);
@@ -443,6 +451,23 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   moment.left();
 }
 
+// What a graph has touched lies in it as an address.
+void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  Depth depth;
+  Frame frame;
+  touch_arguments(frame, info, stack->data() + stack->size() - op.schema().arguments().size(),
+                  op.schema().arguments().size());
+  frame.pin_all();
+  frame.begin_writes();
+  for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
+  frame.end_newborns();
+  const size_t returns = op.schema().returns().size();
+  call_below(op, below, stack);
+  c10::SmallVector<Cell*, 4> made;
+  adopt_outputs(info, *stack, returns, &made);
+  for (Cell* c : made) escape(c, Escape::kCaptured);
+}
+
 // A sparse tensor's `t` reads and swaps its indices.
 bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const size_t n = op.schema().arguments().size();
@@ -512,7 +537,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     return;
   }
   try {
-    ordinary(op, info, below, stack);
+    if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
+      captured(op, info, below, stack);
+    else
+      ordinary(op, info, below, stack);
   } catch (const c10::OutOfMemoryError& e) {
     if (tl_depth == 0) raise_budget_error(e);
     throw;

@@ -8,6 +8,7 @@
 
 #include "admission.h"
 #include "budget.h"
+#include "captures.h"
 #include "cell.h"
 #include "escape.h"
 #include "exports.h"
@@ -94,15 +95,15 @@ StoragePtr storage_of(PyObject* o) {
 namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit",     "folder",      "disk_bytes", "throttle", "small_bytes",
-                                "may_evict", "may_offload", "torture",    "verify",   "order",
-                                "search",    "remap",       "apart",      nullptr};
-  unsigned long long limit, disk_bytes, throttle, small_bytes;
-  const char* folder;
+  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle",   "small_bytes", "may_evict",
+                                "may_offload", "torture", "verify",     "order",      "search",      "remap",
+                                "apart",       "device",  "driver",     "host_bytes", nullptr};
+  unsigned long long limit, disk_bytes, throttle, small_bytes, host_bytes;
+  const char *folder, *device, *driver;
   int may_evict, may_offload, torture, verify, order, search, remap, apart;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppiiip", const_cast<char**>(names), &limit, &folder,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppiiipszK", const_cast<char**>(names), &limit, &folder,
                                    &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
-                                   &order, &search, &remap, &apart))
+                                   &order, &search, &remap, &apart, &device, &driver, &host_bytes))
     return nullptr;
   return guarded([&]() -> PyObject* {
     TORCH_CHECK(!budget.forked,
@@ -110,10 +111,15 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                 "have no budget of its own. Start it with multiprocessing's \"spawn\", or fork before a budget opens.");
     TORCH_CHECK(!budget.open, "memmgr: a budget is open already");
     seconds_of_ticks(0);
+    const c10::Device where{std::string(device)};
+    Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, driver);
     char why[200] = {};
-    if (folder && may_offload) {
+    if (pool->on_host() && folder && may_offload) {
       budget.tier = mm_tier_open(folder, disk_bytes, throttle, 2, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
+    } else if (!pool->on_host() && host_bytes && may_offload) {
+      budget.tier = pool->open_host_tier(host_bytes, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot page-lock host memory: %s", why);
     }
     Options o;
     o.small_bytes = small_bytes;
@@ -127,7 +133,11 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.apart = apart;
     budget.options = o;
     budget.tier_error.clear();
-    install_pool(limit);
+    budget.pool = pool;
+    budget.arena = pool->arena;
+    mm_arena_set_layout(budget.arena, o.remap, o.apart);
+    pool->set_budget(limit);
+    pool->install();
     prepare_for_waiting();
     watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
     mm_arena_reset_peak(budget.arena);
@@ -203,12 +213,13 @@ std::vector<WeakStorage>& former_cells() {
 PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     if (!budget.open) Py_RETURN_NONE;
-    mm_arena_set_budget(budget.arena, MM_UNLIMITED);
+    budget.pool->set_budget(MM_UNLIMITED);
     budget.options.torture = false;
     struct Staying {  // what is back stays
       Staying() { nothing_leaves(true); }
       ~Staying() { nothing_leaves(false); }
     };
+    forget_captures();
     std::optional<Staying> staying(std::in_place);
     std::string wrong;
     forget_periods();
@@ -233,6 +244,11 @@ PyObject* py_close(PyObject*, PyObject*) {
     }
     forget_works();
     exhume();
+    try {
+      if (rule_holds(kRuleClosed)) budget.pool->settle();
+    } catch (const std::exception& e) {
+      wrong = e.what();
+    }
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
@@ -259,7 +275,8 @@ PyObject* py_close(PyObject*, PyObject*) {
     drop_what_waits();
     stop_dropper();
     Py_END_ALLOW_THREADS;
-    uninstall_pool();
+    budget.pool->uninstall();
+    mm_arena_set_layout(budget.arena, MM_REMAP_FIRST, 0);
     if (budget.tier) {
       finish_transfers();
       mm_tier_close(budget.tier);
@@ -527,7 +544,7 @@ struct CellRow {
   std::string op;
 
   explicit CellRow(Cell* c) {
-    static const char* names[] = {"resident", "offloaded", "evicted", "fill", "packed"};
+    static const char* names[] = {"resident", "offloaded", "evicted", "packed"};
     const uint32_t state = c->state.load();
     const Version* v = c->version;
     nbytes = c->nbytes;
@@ -680,6 +697,67 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_use_plugin(PyObject*, PyObject* o) {
+  const auto* table = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
+  if (PyErr_Occurred()) return nullptr;
+  return guarded([&]() -> PyObject* {
+    use_plugin(table);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_leave_out(PyObject*, PyObject* o) {
+  const unsigned long rules = PyLong_AsUnsignedLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  leave_out(static_cast<uint32_t>(rules));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_device_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  mm_device* device = d && budget.pool ? budget.pool->queue() : nullptr;
+  if (!device) return d;
+  mm_device_stats s{};
+  mm_device_stats_get(device, &s);
+  put(d, "waits", s.waits);
+  put(d, "cross_reuses", s.cross_reuses);
+  put(d, "synchronizations", s.synchronizations);
+  put(d, "maps", s.maps);
+  put(d, "unmaps", s.unmaps);
+  put(d, "driver_errors", s.driver_errors);
+  return d;
+}
+
+// read_ahead(tensor or cdata) -> is it on its way? for tests
+PyObject* py_read_ahead(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    return PyBool_FromLong(c && begin_read(c));
+  });
+}
+
+PyObject* py_begin_capture(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      if (budget.open) begin_capture();
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_end_capture(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS;
+  end_capture();
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 PyObject* py_check_arena(PyObject*, PyObject*) {
   char why[400] = {};
   if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0)
@@ -711,6 +789,12 @@ PyMethodDef methods[] = {
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"set_budget_error", py_set_budget_error, METH_O, "(text) -> the exception that out of memory becomes"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
+    {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
+    {"begin_capture", py_begin_capture, METH_NOARGS, "a graph is about to be captured"},
+    {"end_capture", py_end_capture, METH_NOARGS, "its capture has ended"},
+    {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
+    {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
+    {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
     {nullptr, nullptr, 0, nullptr}};
 

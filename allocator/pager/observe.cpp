@@ -310,7 +310,10 @@ PyObject* py_objects_of(PyObject*, PyObject* types) {
 PyObject* py_storage_info(PyObject*, PyObject* o) {
   if (!THPVariable_Check(o)) Py_RETURN_NONE;
   const at::Tensor& t = THPVariable_Unpack(o);
-  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !t.device().is_cpu()) Py_RETURN_NONE;
+  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !budget.pool ||
+      t.device().type() != budget.pool->device.type() ||
+      (!t.device().is_cpu() && t.device().index() != budget.pool->device.index()))
+    Py_RETURN_NONE;
   c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
@@ -398,21 +401,31 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
 // tier_probe(bytes) -> (seconds to write them, seconds to read them back), None where there is no room to try
 PyObject* py_tier_probe(PyObject*, PyObject* o) {
   const size_t n = PyLong_AsSize_t(o);
+  if (PyErr_Occurred()) return nullptr;
+  if (!budget.tier) Py_RETURN_NONE;
+  const bool on_host = budget.pool->on_host();
   void* p = nullptr;
-  if (PyErr_Occurred() || !budget.tier || posix_memalign(&p, 4096, n) != 0)
-    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  at::DataPtr block;
+  if (!on_host)
+    p = (block = budget.pool->try_allocate(n, 0)).get();
+  else if (posix_memalign(&p, 4096, n) != 0)
+    p = nullptr;
+  if (!p) Py_RETURN_NONE;
   uint64_t begun, written = 0, read = 0;
   int64_t slot;
   Py_BEGIN_ALLOW_THREADS;
-  std::memset(p, 1, n);
+  if (on_host) std::memset(p, 1, n);
   begun = now_ns();
   slot = mm_tier_write_now(budget.tier, p, n);
+  if (slot >= 0) mm_tier_wait(budget.tier, slot);
   written = now_ns();
   if (slot >= 0) {
-    if (mm_tier_read_now(budget.tier, slot, p) == 0) read = now_ns();
+    if (mm_tier_read_now(budget.tier, slot, p) == 0 && mm_tier_wait(budget.tier, slot) >= 0) read = now_ns();
     mm_tier_free(budget.tier, slot);
   }
-  free(p);
+  if (on_host) free(p);
+  block.clear();
+  if (!on_host) mm_arena_reset_peak(budget.arena);  // the block was the budget's, but not the run's
   Py_END_ALLOW_THREADS;
   if (!read) Py_RETURN_NONE;
   return Py_BuildValue("(dd)", static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9);

@@ -1,6 +1,7 @@
 #include "recipe.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
@@ -31,7 +32,12 @@ bool is_plain(const c10::TensorImpl* t) {
           {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
   return k.has(K::Dense) && t->layout() == c10::kStrided && !t->is_quantized() && !t->is_nested() &&
-         t->device().is_cpu();
+         (t->device().is_cpu() || (budget.pool && t->device() == budget.pool->device));
+}
+
+static c10::DispatchKey key_of(c10::DeviceType type) {
+  if (type == c10::kCPU) return c10::DispatchKey::CPU;
+  return type == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
 }
 
 // ---- kinds ----
@@ -163,10 +169,12 @@ struct Describer {
     for (const int64_t n : t->strides()) a.strides.push_back(n);
     a.offset = t->storage_offset();
     a.dtype = t->dtype();
-    a.keys = c10::DispatchKeySet(c10::DispatchKey::CPU);  // is_plain() says so
+    const bool here = s->device_type() == budget.pool->device.type();
+    a.keys = c10::DispatchKeySet(key_of(t->device().type()));
+    a.device = t->device();
     a.wrapped_number = t->is_wrapped_number();
     hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + a.sizes.size() + (written ? 1000 : 0) +
-             (a.wrapped_number ? 2000 : 0));
+             (a.wrapped_number ? 2000 : 0) + (here ? 4000 : 0));
     for (const int64_t n : a.sizes) hash.mix(static_cast<uint64_t>(n));
     for (const int64_t n : a.strides) hash.mix(static_cast<uint64_t>(n) + 7);
     Cell* c = cell_of(s);
@@ -177,14 +185,15 @@ struct Describer {
     } else if (written && info->overwriter && whole == a.storage_bytes && t->is_non_overlapping_and_dense()) {
       a.role = Role::kFresh;
       c = nullptr;
-    } else if (!written && !c && a.storage_bytes <= sizeof a.value && t->numel() <= 1 && s->data()) {
+    } else if (!written && !c && a.storage_bytes <= sizeof a.value && t->numel() <= 1 && t->device().is_cpu() &&
+               s->data()) {
       a.role = Role::kValue;
       std::memcpy(a.value, s->data(), a.storage_bytes);
     } else if (a.storage_bytes == 0) {
       a.role = Role::kValue;
     } else {
       a.role = written ? Role::kWritten : Role::kRead;
-      if (!c) c = adopt(s);
+      if (!c && here) c = adopt(s);
       if (!c) ok = false;
     }
     cells.push_back(c);
@@ -395,27 +404,27 @@ at::Tensor tensor_over(const TensorArg& a, StoragePtr storage) {
 }
 
 StoragePtr storage_over(at::DataPtr bytes, uint64_t nbytes) {
+  c10::Allocator* allocator = c10::GetAllocator(bytes.device().type());
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(nbytes),
-                                               std::move(bytes), c10::GetAllocator(c10::kCPU), true);
+                                               std::move(bytes), allocator, true);
 }
 
 StoragePtr storage_for(const TensorArg& a, Source& source) {
-  const at::Device cpu(c10::kCPU);
   switch (a.role) {
     case Role::kValue:
-      return storage_over(at::DataPtr(const_cast<char*>(a.value), cpu), a.storage_bytes);
+      return storage_over(at::DataPtr(const_cast<char*>(a.value), a.device), a.storage_bytes);
     case Role::kShape:
-      return storage_over(at::DataPtr(nullptr, cpu), a.storage_bytes);
+      return storage_over(at::DataPtr(nullptr, a.device), a.storage_bytes);
     case Role::kRead:
-      return storage_over(at::DataPtr(source.data, cpu), a.storage_bytes);
+      return storage_over(at::DataPtr(source.data, a.device), a.storage_bytes);
     case Role::kFresh:
-      return storage_over(pool_allocate(a.storage_bytes), a.storage_bytes);
+      return storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
     case Role::kWritten:
       break;
   }
   if (source.own) return std::move(source.own);
-  StoragePtr copy = storage_over(pool_allocate(a.storage_bytes), a.storage_bytes);
-  std::memcpy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
+  StoragePtr copy = storage_over(budget.pool->allocate(a.storage_bytes), a.storage_bytes);
+  budget.pool->copy(pointer_of(copy.get()).get(), source.data, a.storage_bytes);
   return copy;
 }
 
@@ -423,6 +432,8 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
 
 std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   Below below;
+  c10::OptionalDeviceGuard here;
+  if (queues) here.reset_device(budget.pool->device);
   NumericsGuard numerics(r.numerics);
   torch::jit::Stack stack(r.args.begin(), r.args.end());
   StoragePtr written;

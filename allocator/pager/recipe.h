@@ -43,6 +43,7 @@ struct TensorArg {
   c10::SmallVector<int64_t, 5> strides;
   int64_t offset = 0;
   caffe2::TypeMeta dtype;
+  c10::Device device{c10::DeviceType::CPU};
   c10::DispatchKeySet keys;
   bool wrapped_number = false;
   char value[16] = {};

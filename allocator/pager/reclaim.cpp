@@ -11,12 +11,13 @@
 
 #include "admission.h"
 #include "budget.h"
-#include "checksum.h"
+#include "captures.h"
 #include "follow.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "rematerialize.h"
+#include "streams.h"
 #include "transfer.h"
 #include "victims.h"
 
@@ -89,8 +90,8 @@ void shorten(uint64_t room, size_t most) {
   }
 }
 
-void bury(at::DataPtr bytes, uint64_t nbytes) {
-  std::memset(bytes.get(), 0xCD, nbytes);
+void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
+  pool->scribble(bytes.get(), nbytes);
   Buried& b = buried();
   {
     std::lock_guard<std::mutex> lock(b.lock);
@@ -108,8 +109,10 @@ uint64_t leave(Cell* c, Way way) {
   bool last = false;
   uint64_t released = 0;
   const uint64_t nbytes = c->nbytes;
+  Pool* const pool = c->pool;
   const auto end_bytes = [&] {
-    if (budget.options.torture && bytes.get() && bytes.get_deleter() == pool_deleter()) bury(std::move(bytes), nbytes);
+    if (budget.options.torture && bytes.get() && bytes.get_deleter() == pool->deleter())
+      bury(pool, std::move(bytes), nbytes);
     bytes.clear();
   };
   {
@@ -165,7 +168,7 @@ uint64_t leave(Cell* c, Way way) {
         c->slot = slot;
         counters.offloads++;
         counters.offload_bytes += c->nbytes;
-        note_transfer(true, c->nbytes, took);
+        if (pool->on_host()) note_transfer(true, c->nbytes, took);  // else it is only queued
       } else {
         note_tier_error(static_cast<int>(-slot));
         if (!may_be_dropped_locked(c)) return give_up();
@@ -177,10 +180,10 @@ uint64_t leave(Cell* c, Way way) {
       counters.clean_drops++;
     }
     const uint64_t nth = counters.evictions.load() + counters.offloads.load();
-    if (budget.options.verify || (budget.options.sample && nth % budget.options.sample == 0)) {
+    if (budget.options.verify || (budget.options.sample && nth % budget.options.sample == 0 && rule_holds(kSampled))) {
       const void* from = c->bytes.get();
       lock.unlock();
-      const uint64_t sum = checksum(from, c->nbytes);
+      const uint64_t sum = pool->sum(from, c->nbytes);
       lock.lock();
       c->checksum = sum;
       c->has_checksum = true;
@@ -205,8 +208,8 @@ uint64_t leave(Cell* c, Way way) {
     bytes = std::move(c->bytes);
     c->bytes.clear();
     resident_cell_bytes -= c->nbytes;
-    if (c->outside) mm_arena_add_outside(budget.arena, -static_cast<int64_t>(c->nbytes));
-    mm_arena_note_virtual(budget.arena, static_cast<int64_t>(c->nbytes));
+    if (c->outside) mm_arena_add_outside(pool->arena, -static_cast<int64_t>(c->nbytes));
+    mm_arena_note_virtual(pool->arena, static_cast<int64_t>(c->nbytes));
     absent_cells++;
     if (packed) {  // counted once there is room for them; the cell is busy until then
       c->state.fetch_or(kAbsent);
@@ -334,7 +337,7 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
 // ---- coming back ----
 
 bool sum_agrees(const Cell* c, const void* data) {
-  return !c->has_checksum || checksum(data, c->nbytes) == c->checksum;
+  return !c->has_checksum || c->pool->sum(data, c->nbytes) == c->checksum;
 }
 
 void check_sum(const Cell* c, const void* data) {
@@ -361,7 +364,11 @@ void bring_back(Cell* c) {
     std::unique_lock<std::mutex> lock(graph_lock());
     for (;;) {
       uint32_t state = c->state.load(std::memory_order_acquire);
-      if (!(state & (kAbsent | kBusy))) return;
+      if (!(state & (kAbsent | kBusy))) {
+        lock.unlock();
+        use_here(c);
+        return;
+      }
       if (state & kBusy) {
         const bool reading = c->reading;
         lock.unlock();
@@ -385,6 +392,9 @@ void bring_back(Cell* c) {
   Wait wait;
   at::DataPtr bytes;
   try {
+    TORCH_CHECK(!is_capturing(),
+                "memmgr: a graph is captured that needs a tensor which has left the device; run what "
+                "it captures once before the capture begins, or give the budget more room");
     if (absence == Absence::kEvicted) {
       try {
         bytes = rematerialize(c);
@@ -393,11 +403,9 @@ void bring_back(Cell* c) {
       }
     }
     if (!bytes) {
-      bytes = pool_allocate(c->nbytes);
+      bytes = c->pool->allocate(c->nbytes);
       if (absence == Absence::kPacked) {
         mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
-      } else if (absence == Absence::kFill) {
-        std::memset(bytes.get(), 0, c->nbytes);
       } else {
         TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");
         const uint64_t reading = now_ns();
@@ -411,7 +419,7 @@ void bring_back(Cell* c) {
           bytes.clear();
           bytes = rematerialize(c);
         } else {
-          note_transfer(false, c->nbytes, now_ns() - reading);
+          if (c->pool->on_host()) note_transfer(false, c->nbytes, now_ns() - reading);
           counters.reloads++;
           counters.reload_bytes += c->nbytes;
         }
@@ -430,7 +438,7 @@ void bring_back(Cell* c) {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (absence != Absence::kEvicted)
       note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
-    last = come_back_locked(c, std::move(bytes), &trash);
+    last = come_back_locked(c, std::move(bytes), stream_now(), &trash);
   }
   if (last) last_user_is_gone(c);
 }
@@ -464,9 +472,9 @@ static uint64_t may_leave_bytes() {
 void throw_out_of_memory(uint64_t request) {
   const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
   tl_refused_bytes = request + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
-  std::string text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + std::to_string(request) +
-                     " bytes. memmgr: the budget of " + std::to_string(limit) +
-                     " bytes is spent: " + std::to_string(resident) + " bytes are in use and nothing more can leave.";
+  std::string text = budget.pool->out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +
+                     std::to_string(limit) + " bytes is spent: " + std::to_string(resident) +
+                     " bytes are in use and nothing more can leave.";
   {
     std::lock_guard<std::mutex> lock(budget.error_lock);
     if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';

@@ -10,6 +10,7 @@
 #include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"
+#include "streams.h"
 
 namespace memmgr::pager {
 
@@ -134,7 +135,7 @@ class Input {
   bool read_aside(Source* source) {
     if (pinned_->absence == Absence::kPacked) return unpack_aside(source);
     if (pinned_->slot < 0) return false;
-    aside_ = pool_allocate(pinned_->nbytes);
+    aside_ = pinned_->pool->allocate(pinned_->nbytes);
     const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
     TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
     source->data = aside_.get();
@@ -149,7 +150,7 @@ class Input {
       return false;
     } while (!pinned_->state.compare_exchange_weak(state, state | kBusy));
     try {
-      aside_ = pool_allocate(pinned_->nbytes);
+      aside_ = pinned_->pool->allocate(pinned_->nbytes);
     } catch (...) {
       end_move(pinned_, true);
       throw;
@@ -196,7 +197,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     std::lock_guard<std::mutex> lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
     c->last_touch.store(ticks(), std::memory_order_relaxed);
-    last = come_back_locked(c, std::move(p), &trash);
+    last = come_back_locked(c, std::move(p), stream_now(), &trash);
     p.clear();
   }
   made.reset();
@@ -269,7 +270,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
     if (!v || !made[i]) continue;
     TORCH_CHECK(made[i]->nbytes() == v->nbytes, "memmgr: ", r->info->op.schema().name(),
                 " gave another size when it was run again. Please report this.");
-    const bool simple = pointer_of(made[i].get()).get_deleter() == pool_deleter();
+    const bool simple = pointer_of(made[i].get()).get_deleter() == budget.pool->deleter();
     TORCH_CHECK(simple, "memmgr: ", r->info->op.schema().name(),
                 " gave memory that is not the pool's. Please report this.");
     if (v == target) {
@@ -376,12 +377,16 @@ bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, 
       inputs.push_back(std::make_unique<Input>());
       if (!inputs.back()->fetch(a.version, &sources[i])) return false;
     }
+    budget.pool->settle();
+    const uint64_t begun = ticks();
     again = run(r, std::move(sources));
+    budget.pool->settle();
+    note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i]) continue;
     if (i >= again.size() || !again[i] || again[i]->nbytes() != outputs[i]->nbytes()) return false;
-    if (std::memcmp(pointer_of(again[i].get()).get(), pointer_of(outputs[i]).get(), outputs[i]->nbytes()) != 0)
+    if (!budget.pool->same(pointer_of(again[i].get()).get(), pointer_of(outputs[i]).get(), outputs[i]->nbytes()))
       return false;
   }
   return true;

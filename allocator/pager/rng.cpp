@@ -5,6 +5,9 @@
 
 #include <cstring>
 
+#include "budget.h"
+#include "pools/pool.h"
+
 namespace memmgr::pager {
 
 std::mutex& drawing_lock() {
@@ -48,11 +51,17 @@ at::Tensor empty_like_of(const torch::jit::Stack& stack) {
 
 bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone; }
 
+// Of the managed device. Test devices draw from the CPU's.
+static at::Generator default_generator() {
+  if (queues && budget.pool->device.type() == c10::kCUDA)
+    return at::globalContext().defaultGenerator(budget.pool->device);
+  return at::detail::getDefaultCPUGenerator();
+}
+
 at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
   at::Generator used;
   if (info->generator >= 0 && args[info->generator].isGenerator()) used = args[info->generator].toGenerator();
-  if (!used.defined()) used = at::detail::getDefaultCPUGenerator();
-  if (!used.device().is_cpu()) return {};
+  if (!used.defined()) used = default_generator();
   std::lock_guard<std::mutex> lock(used.mutex());
   return used.clone();
 }

@@ -55,13 +55,14 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 // and whoever touches it reads again and is told why.
 void end_read(Read r, int result) {
   if (result < 0) note_tier_error(-result);
+  const mm_stream filled_on = home_of(r.cell->pool, r.bytes.get());
   const bool good = result >= 0 && sum_agrees(r.cell, r.bytes.get());
   bool last;
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     resident_cell_bytes -= r.cell->nbytes;
-    last = good ? come_back_locked(r.cell, std::move(r.bytes), &trash) : end_move_locked(r.cell, true);
+    last = good ? come_back_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
   }
   if (good) {
     counters.reloads++;
@@ -117,7 +118,8 @@ void await_write(Cell* c, std::unique_lock<std::mutex>* lock) {
   const mm_slot slot = c->writing;
   if (slot < 0) return;
   lock->unlock();
-  const int result = mm_tier_wait(budget.tier, slot);
+  // On a device the copy is queued, and whoever gets the memory comes behind it.
+  const int result = c->pool->on_host() ? mm_tier_wait(budget.tier, slot) : 1;
   Trash trash;
   lock->lock();
   if (c->writing == slot) end_write_locked(c, result, &trash);
@@ -142,7 +144,7 @@ bool begin_read(Cell* c) {
     last_user_is_gone(c);
     return true;
   }
-  r.bytes = pool_try_allocate(c->nbytes, 0);
+  r.bytes = c->pool->try_allocate(c->nbytes, 0);
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
     end_move(c, true);
     drop_later(std::move(r.storage));
@@ -156,6 +158,13 @@ bool begin_read(Cell* c) {
   counters.reads_ahead++;
   residency_changed().notify_all();  // who waits for it may help
   return true;
+}
+
+// Its bytes are there, for this thread or for what is queued behind the block's home.
+static int wait_for_read(const Read& r) {
+  if (r.cell->pool->on_host()) return mm_tier_wait(budget.tier, r.cell->slot);
+  if (!rule_holds(kRulePrefetched)) return 0;
+  return mm_tier_use(budget.tier, r.cell->slot, home_of(r.cell->pool, r.bytes.get()));
 }
 
 bool finish_read(Cell* c) {
@@ -174,7 +183,7 @@ bool finish_read(Cell* c) {
   }
   if (!mine) return false;
   Wait wait;
-  const int result = mm_tier_wait(budget.tier, c->slot);
+  const int result = wait_for_read(*mine);
   const uint64_t waited = wait.end();
   counters.stall_ns += waited;
   if (waited > 20000) counters.late_reads++;

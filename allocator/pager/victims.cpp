@@ -7,6 +7,7 @@
 
 #include "budget.h"
 #include "fork.h"
+#include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
 #include "transfer.h"
@@ -104,7 +105,7 @@ bool may_be_offloaded() { return budget.options.may_offload && budget.tier; }
 
 bool may_be_packed_locked(const Cell* c) {
   const Version* v = c->version;
-  if (!budget.options.may_evict && !budget.options.may_offload) return false;
+  if (!c->pool->on_host() || (!budget.options.may_evict && !budget.options.may_offload)) return false;
   if (c->slot >= 0 || c->writing >= 0 || !v || !v->recipe || !v->recipe->kind->bits_bytes.load()) return false;
   return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
 }

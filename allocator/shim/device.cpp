@@ -281,7 +281,7 @@ void set_budget(uint64_t bytes) {
 
 static const mm_plugin_hooks* hooks_of(int ordinal) {
   static mm_plugin_hooks hooks[64];  // one for each device: another thread may still be looking at the last budget's
-  hooks[ordinal] = {ordinal, &device_allocate, [] { return tl_no_reclaim ? 1 : 0; }, &throw_out_of_memory};
+  hooks[ordinal] = {ordinal, &device_allocate, [] { return tl_no_reclaim ? 1 : 0; }, &throw_out_of_memory, [](uint64_t) {}};
   return &hooks[ordinal];
 }
 

@@ -10,6 +10,7 @@ import torch
 
 from memmgr.native.pager import Pager
 
+from .captures import Captures
 from .distributed import Reducers
 from .extensions import Extensions
 from .patches import Patches
@@ -25,12 +26,13 @@ class Passes(Protocol):
 class Readers:
     """All patches of one budget; none survives `remove`."""
 
-    def __init__(self, pager: Pager, passes: Passes) -> None:
+    def __init__(self, pager: Pager, device: torch.device, passes: Passes) -> None:
         self._pager = pager
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
         self._extensions = Extensions(pager, self._patches)
+        self._captures = Captures(pager, device, self._patches)
         self._passes = passes
         self._open = False
 
@@ -41,6 +43,7 @@ class Readers:
         self._raw.install()
         self._reducers.install()
         self._extensions.install()
+        self._captures.install()
         wrap = self._patches.wrap
         wrap(threading.Thread, "_bootstrap_inner", self._thread)
         # Their callbacks run in threads of C++, where nothing else would see the ops.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._placement import REMAP, Placement
 from memmgr._sizes import UNLIMITED
 from memmgr._stock import Stock, saved_without_hooks
@@ -23,6 +25,7 @@ from memmgr.observe.summary import summary
 from memmgr.policies import Policy
 from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
+from memmgr.readers.captures import is_capturing
 
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -48,12 +51,14 @@ class PagerConfig:
     placement: Placement = REMAP
     trace: str | None = None
     trace_pass: int = 2
+    host_bytes: int | None = None  # of host memory for what leaves an accelerator; None: who did not say
 
 
 class PagerRuntime:
     """One open budget.
 
-    Known limitations: the CPU device only.
+    Known limitations: on an accelerator the order in which work is queued is kept on test doubles; none of it has run on
+    a GPU yet.
     """
 
     def __init__(self, config: PagerConfig) -> None:
@@ -75,7 +80,7 @@ class PagerRuntime:
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
-        self._readers = Readers(self.native, self.passes)
+        self._readers = Readers(self.native, config.device, self.passes)
         self.figures = PagerFigures(
             config, self.native, self.passes, self.plans, self._readers.escaped, lambda: self._ranker.rankings
         )
@@ -94,6 +99,8 @@ class PagerRuntime:
             OSError: the log cannot be written, or the tier cannot be opened.
         """
         config, pager = self.config, self.native
+        if is_capturing(config.device):
+            raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         gc.collect()  # what is garbage already shall not count against the budget
         pager.set_budget_error(self._explain.spent)
         pager.open(
@@ -110,6 +117,9 @@ class PagerRuntime:
             search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
             remap=config.placement.remap,
             apart=config.placement.apart,
+            device=str(config.device),
+            driver=os.environ.get(DRIVER_VARIABLE),
+            host_bytes=self._host_bytes(),
         )
         try:
             self._measure_link()
@@ -125,6 +135,12 @@ class PagerRuntime:
         except BaseException:
             self.close(failed=True)
             raise
+
+    def _host_bytes(self) -> int:
+        config = self.config
+        if config.device.type == "cpu" or not config.policy.offloads:
+            return 0
+        return config.host_bytes or host_bytes(config.device, config.limit_bytes)
 
     def _take_stock(self) -> None:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's."""

@@ -3,6 +3,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/Stream.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
@@ -179,6 +180,7 @@ inline void RunWork(void* raw) {
   Work* work = static_cast<Work*>(raw);
   try {
     const PlainDispatch plain;
+    const at::DisableRecordFunctionGuard unobserved;  // a kernel is no op
     work->Run();
   } catch (const std::exception& error) {
     // There is nobody to throw it at: the program is far ahead. A GPU would report it at the next synchronisation.

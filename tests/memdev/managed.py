@@ -18,7 +18,8 @@ from . import Handles, scenarios, start
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr import _shim  # isort: skip
+from memmgr._shim import load_core  # isort: skip
+from memmgr.native import pager  # isort: skip
 
 SHARES = {"mlp": (0.8, 0.7), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
 POLICIES = ("auto", "evict", "offload", "torture")
@@ -67,8 +68,8 @@ def trains(mode: str, seed: int, models: list[str], policies: list[str]) -> dict
             for policy in policies:
                 with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
                     digest = scenarios._train(MODELS[name], DEVICE)
-                device = _shim.load().device_stats()
-                runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": device["driver_errors"], **mm.stats()}
+                errors = pager.load().device_stats()["driver_errors"]
+                runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": errors, **mm.stats()}
         out[name] = {"plain": plain, "free": free, "need": need, "runs": runs}
     out["left"] = _left(handles)
     return out
@@ -84,11 +85,11 @@ def _digest(tensors: list[Tensor]) -> str:
 def _left(handles: Handles) -> dict[str, int]:
     """What budgets have left behind: blocks, cells, page-locked memory, events that are not kept for reuse."""
     scenarios.settle()
-    native = _shim.load()
-    native.forget_all()
+    native = pager.load()
+    native.drain()
     return {
-        "blocks": sum(state == 1 for _, _, state in native.arena_blocks()),
-        "cells": len(native.handled()),
+        "bytes": native.arena_stats()["live_bytes"],
+        "cells": len(native.cells()),
         "page-locked": scenarios.outstanding(handles, b"host"),
         "events": max(0, scenarios.outstanding(handles, b"events") - 4),  # a few are kept, for reuse
         "driver errors": native.device_stats()["driver_errors"],
@@ -130,9 +131,9 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
         seen["cpu after it"] = scenarios._train(MODELS["mlp"], "cpu") == cpu
     seen["cpu peak"] = mm.stats()["resident_bytes.peak"] / mm.stats()["budget_bytes"]
     with memmgr.budget(int(need * 0.7), device=DEVICE, quiet=True) as mm:
-        before = _shim.load().resident()  # a storage remembers the allocator of its first bytes: here another budget's
+        before = pager.load().resident()  # a storage remembers the allocator of its first bytes: here another budget's
         grows_on_cpu.resize_(1 << 16)
-        seen["grown on the CPU"] = _shim.load().resident() - before
+        seen["grown on the CPU"] = pager.load().resident() - before
         seen["device again"] = scenarios._train(MODELS["mlp"], DEVICE) == plain
         outlives = (torch.ones(64, device=DEVICE) * 3).requires_grad_()
         loss = (outlives.sin() * outlives).sum()
@@ -174,15 +175,11 @@ def two_devices(mode: str, seed: int) -> dict[str, Any]:
     with torch.accelerator.device_index(1):
         with memmgr.budget(1 << 20, device=f"{DEVICE}:0", policy="offload", quiet=True):
             x = here.clone().requires_grad_()
-            loss = (x.sin() * x).sum()
-            native = _shim.load()
-            cell = next(c for c in native.handled() if native.release(c, 2))
-            unpacked = loss.grad_fn.next_functions[0][0]
-        out["comes back to"] = sorted(
-            {str(getattr(unpacked, name).untyped_storage().device) for name in ("_saved_self", "_saved_other")}
-        )
-        out["came back"] = cell.present
-        del cell, unpacked, native
+            sine = x.sin()
+            loss = (sine * x).sum()
+            out["left the device"] = pager.load().take_away(sine, 1)
+        out["comes back to"] = str(sine.device)
+        del sine
     # Budgets of both, one after the other.
     with memmgr.budget(None, device=f"{DEVICE}:1", quiet=True) as mm:
         y = there.clone().requires_grad_()
@@ -379,14 +376,12 @@ def unwound(mode: str, seed: int) -> dict[str, Any]:
         try:
             with memmgr.budget(8 << 16, device=DEVICE, policy="offload", quiet=True) as mm, own:
                 w, loss = forward()
-                native = _shim.load()
-                for cell in native.handled():
-                    native.release(cell, 2)
-                del cell
+                native = pager.load()
+                gone = sum(native.take_away(t, 1) > 0 for t in native.objects_of((Tensor,)) if t.device == x.device)
+                gone += native.stats()["offloads"]
                 raise _Mistake
         except _Mistake:
             pass
-        gone = sum(cell.gone != 0 for cell in native.handled())
         if name == "on a stream":
             with own:
                 junk = [torch.full_like(x, 7.0) for _ in range(8)]
@@ -397,7 +392,7 @@ def unwound(mode: str, seed: int) -> dict[str, Any]:
         else:
             where = "cpu" if name == "beside a CPU budget" else DEVICE
             with memmgr.budget("1GB", device=where, quiet=True) as mm:
-                lies = {str(native.lease(cell).device) for cell in native.handled() if cell.present}
+                lies = {str(w.device)}
                 loss.backward()
                 grad = _digest([w.grad])  # type: ignore[list-item]
         out[name] = {"right": grad == want, "gone": gone, "remade": mm.stats()["recomputes"], "lies": sorted(lies)}
@@ -425,7 +420,7 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
         with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
             scenarios._train(MODELS[name], DEVICE)
         needs[name] = mm.stats()["resident_bytes.peak"]
-    leave_out = _shim.load_core().mm_test_leave_out
+    leave_out = load_core().mm_test_leave_out
     assert leave_out(wait.encode()) == 0
     wrong = []
     for name in models:

@@ -1,4 +1,4 @@
-"""Programs on two streams whose bits are wrong if the shim forgets one of its stream rules (docs/streams.md).
+"""Programs on two streams whose bits are wrong if the pager forgets one of its stream rules (docs/streams.md).
 
 Each is right by torch's own rules without memmgr: it puts its streams in order, or autograd holds the tensor. In late mode
 nothing runs before it is waited for; the programs wait for the stream that takes the memory before the one that still
@@ -8,7 +8,6 @@ reads it. What leaves, and when, they say themselves (`Pass.lose`): no policy is
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,10 +20,11 @@ from .managed import _digest, _start
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr import _shim  # isort: skip
+from memmgr.native import pager  # isort: skip
 
 N = 16384
-EVICT, OFFLOAD = 1, 2
+EVICT, OFFLOAD = 0, 1
+USES, FILLED, PREFETCHED, CHECKED, CLOSED, SAMPLED = (1 << i for i in range(6))  # allocator/pager/pools/pool.h
 PASSES = 2  # the first one proves the kinds of op, which waits for the device
 
 
@@ -38,7 +38,7 @@ class Pass:
     """What a program is given.
 
     Attributes:
-        native: the shim, or None without memmgr.
+        native: the pager, or None without memmgr.
         late: the last pass, in which something leaves.
         factor: another one in each pass, so that what an earlier pass left behind is not right by chance.
     """
@@ -51,35 +51,36 @@ class Pass:
     side: torch.Stream
     x: Tensor
     leaves: dict[str, Tensor] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
 
     def leaf(self, name: str) -> Tensor:
         """A parameter. Each is used on one stream only: autograd orders the streams at a leaf that is used on two."""
         return self.leaves[name]
 
-    def cell(self, tensor: Tensor) -> Any:
-        return None if self.native is None else self.native.find(tensor)
+    def cell(self, tensor: Tensor) -> int:
+        """Of a tensor that somebody holds as long as this is used."""
+        return tensor.untyped_storage()._cdata
 
-    def copy(self, to: Tensor, of: Tensor) -> None:
-        """On the current stream, past the dispatcher and `Tensor.data_ptr`."""
-        address = getattr(Tensor.data_ptr, "__wrapped__", Tensor.data_ptr)
-        stream = torch.accelerator.current_stream().stream_id
-        addresses = ctypes.c_uint64(address(to)), ctypes.c_uint64(address(of))
-        assert self.fake.cuMemcpyDtoDAsync_v2(*addresses, ctypes.c_size_t(4 * N), ctypes.c_void_p(stream)) == 0
-
-    def lose(self, cell: Any, action: int) -> None:
-        """What autograd saved leaves the device; the program must have let go of it. What was there is overwritten."""
+    def lose(self, cell: int, how: int) -> None:
+        """It leaves the device, whoever holds it. What was there is overwritten."""
         if self.native is not None and self.late:
-            assert self.native.release(cell, action), "it did not leave: this shows nothing"
+            assert self.native.take_away(cell, how), "it did not leave: this shows nothing"
             take()
 
     def takes_in_backward(self) -> Tensor:
         """A loss whose backward takes free blocks on the first stream."""
         early = self.leaf("main") * 2
-        early.register_hook(lambda grad: take() and None)
+
+        def hook(grad: Tensor) -> None:
+            if self.native is not None:
+                self.native.drain()  # what waits to be let go of is
+            take(48)
+
+        early.register_hook(hook)
         return early.sum()
 
 
-def _read_beside(p: Pass, lets_go: Callable[[Any], list[Tensor]]) -> list[Tensor]:
+def uses(p: Pass) -> list[Tensor]:
     """Saved on the first stream, read on the second, gone: the memory is wanted on the first."""
     h = (p.x * p.factor).sin()
     a = (h * p.leaf("main")).sum()
@@ -88,56 +89,12 @@ def _read_beside(p: Pass, lets_go: Callable[[Any], list[Tensor]]) -> list[Tensor
         b = h * 3
     cell = p.cell(h)
     del h
-    taken = lets_go(cell)
+    p.lose(cell, OFFLOAD)
+    taken = take()
     p.main.synchronize()
     p.side.synchronize()
     del taken
     a.backward()
-    return [a, b]
-
-
-def uses(p: Pass) -> list[Tensor]:
-    """It leaves because the program says so."""
-
-    def lets_go(cell: Any) -> list[Tensor]:
-        p.lose(cell, OFFLOAD)
-        return take()
-
-    return _read_beside(p, lets_go)
-
-
-class _Foreign(torch.autograd.Function):
-    """A product whose backward is another library's kernel (here a copy), which no dispatcher sees."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, leaf: Tensor, copy: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.copy = copy
-        return torch.dot(h, leaf)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (h,) = ctx.saved_tensors
-        out = torch.empty(N, device=DEVICE)
-        ctx.copy(out, h)
-        return None, out, None
-
-
-def unpacked(p: Pass) -> list[Tensor]:
-    """Backward brings it back on the first stream, reads it on the second as well, and is done with it there first."""
-    early = p.takes_in_backward()
-    h = (p.x * p.factor).sin()
-    p.side.wait_stream(p.main)
-    with p.side:
-        b = _Foreign.apply(h, p.leaf("side"), p.copy)
-    p.main.wait_stream(p.side)
-    a = (h * p.leaf("other")).sum()
-    h.record_stream(p.side)
-    cell = p.cell(h)
-    del h
-    p.lose(cell, OFFLOAD)
-    (early + b + a).backward()
-    p.main.synchronize()
     return [a, b]
 
 
@@ -200,26 +157,6 @@ def replayed(p: Pass) -> list[Tensor]:
     return [a, b]
 
 
-def exposed(p: Pass) -> list[Tensor]:
-    """A kernel that no dispatcher sees reads it on the second stream."""
-    h = (p.x * p.factor).sin()
-    a = (h * p.leaf("main")).sum()
-    p.side.wait_stream(p.main)
-    with p.side:
-        b = torch.empty(N, device=DEVICE)
-        h.data_ptr()  # handed out: this is how such kernels get at it
-        p.copy(b, h)
-    cell = p.cell(h)
-    del h
-    p.lose(cell, OFFLOAD)
-    taken = take()
-    p.main.synchronize()
-    p.side.synchronize()
-    del taken
-    a.backward()
-    return [a, b]
-
-
 def prefetched(p: Pass) -> list[Tensor]:
     """On its way back when backward wants it."""
     h = (p.x * p.factor).sin()
@@ -228,7 +165,7 @@ def prefetched(p: Pass) -> list[Tensor]:
     del h
     p.lose(cell, OFFLOAD)
     if p.native is not None and p.late:
-        assert p.native.prefetch(cell, 0) == 1
+        assert p.native.read_ahead(cell)
     a.backward()
     p.main.synchronize()
     return [a]
@@ -251,56 +188,31 @@ def checked(p: Pass) -> list[Tensor]:
     return [b]
 
 
-def asleep(p: Pass) -> list[Tensor]:
-    """Nobody has looked: passes fitted, and the one that does not (what autograd saved has to leave) finds the recorder asleep."""
-    return _read_beside(p, lambda cell: take(34 if p.late else 1))
-
-
-class _Aside(torch.autograd.Function):
-    """A product whose backward computes on a stream of its own, and is behind it again before it returns."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, leaf: Tensor, p: Pass) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.p = p
-        return torch.dot(h, leaf)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        p = ctx.p
-        (h,) = ctx.saved_tensors
-        p.side.wait_stream(p.main)
-        with p.side:
-            out = h * 3
-        cell = p.cell(h)
-        del h
-        p.lose(cell, OFFLOAD)
-        p.main.wait_stream(p.side)
-        return None, out, None
-
-
-def watched(p: Pass) -> list[Tensor]:
-    """Room enough, so that the mode would leave the stack for backward: which streams are used there has to be seen."""
+def closed(p: Pass) -> list[Tensor]:
+    """The budget ends, on the first stream, while it is away; the second reads it then."""
     h = (p.x * p.factor).sin()
-    a = _Aside.apply(h, p.leaf("main"), p)
-    del h
-    a.backward()
-    return [a]
+    c = h.cos()
+    p.side.wait_stream(p.main)
+    p.lose(p.cell(c), EVICT)
+    p.main.synchronize()  # its old bytes are really overwritten
+    p.close()
+    with p.side:
+        b = c * 3
+    p.side.synchronize()
+    p.main.synchronize()
+    return [b]
 
 
-# What is left out: a rule of the shim, but for the last one.
-RULES: dict[str, Callable[[Pass], list[Tensor]]] = {
-    "uses": uses,
-    "unpacked": unpacked,
-    "filled": filled,
-    "filled.replay": filled_replay,
-    "replayed": replayed,
-    "exposed": exposed,
-    "prefetched": prefetched,
-    "checked": checked,
-    "asleep": asleep,
-    "watched": watched,
+PROGRAMS: dict[str, tuple[Callable[[Pass], list[Tensor]], int]] = {
+    "uses": (uses, USES),
+    "replayed": (replayed, USES),
+    "filled": (filled, FILLED),
+    "filled.replay": (filled_replay, FILLED),
+    "prefetched": (prefetched, PREFETCHED),
+    "checked": (checked, CHECKED),
+    "closed": (closed, CLOSED),
 }
+"""Each with the rule that it shows."""
 
 
 def run(
@@ -331,6 +243,8 @@ def run(
             for i in range(passes):
                 torch.accelerator.synchronize()
                 p = Pass(native, i == passes - 1, torch.tensor(2.0 + i).to(DEVICE), fake, main, side, x, leaves)
+                if p.late and budget is not None:
+                    p.close = functools.partial(budget.__exit__, None, None, None)
                 kept = take(walls)[::2]
                 results = program(p)
                 del kept
@@ -351,36 +265,21 @@ def run(
     return result
 
 
-def three_ways(run: Callable[[str | None], dict[str, Any]], rule: str) -> dict[str, dict[str, Any]]:
-    """Without memmgr, under it, and under it with the rule left out."""
-    return {how or "plain": run(out) for how, out in (("plain", None), ("kept", ""), ("left out", rule))}
-
-
 @contextlib.contextmanager
-def _budget(name: str, leave_out: str) -> Iterator[tuple[Any, memmgr.budget]]:
-    native = _shim.load()
-    several = native.several_streams
-    verify, sleeps = name == "checked", name == "asleep"
-    limit = 40 * 4 * N + 2 * N if sleeps else 1 << 26
-    with memmgr.budget(
-        limit, device=DEVICE, quiet=True, verify=verify, host="8MB", _sleep=sleeps, _plan=False
-    ) as budget:
-        native.set_options(True, True, verify, 0)  # no sample of checksums: each waits for the device
-        if leave_out == "watched":
-            native.several_streams = lambda: False
-        else:
-            native.leave_out(leave_out)
+def _budget(name: str, leave_out: int) -> Iterator[tuple[Any, memmgr.budget]]:
+    native = pager.load()
+    with memmgr.budget(1 << 26, device=DEVICE, quiet=True, verify=name == "checked", host="8MB", _plan=False) as budget:
+        native.leave_out(leave_out | SAMPLED)  # each of the sample waits for the device
         try:
             yield native, budget
         finally:
-            native.leave_out("")
-            native.several_streams = several
+            budget.__exit__(None, None, None)
+            native.leave_out(0)
 
 
-def _run(name: str, fake: Any, leave_out: str | None) -> dict[str, Any]:
-    sleeps = name == "asleep"
+def _run(name: str, fake: Any, leave_out: int | None) -> dict[str, Any]:
     opened = None if leave_out is None else functools.partial(_budget, name, leave_out)
-    return run(RULES[name], fake, opened, passes=4 if sleeps else PASSES, walls=0 if sleeps else 48)
+    return run(PROGRAMS[name][0], fake, opened, walls=48)
 
 
 def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, Any]:
@@ -388,6 +287,7 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     fake = _start(mode, seed).fake
     return {
-        "rules": sorted(_shim.load().stream_rules()),
-        "seen": {name: three_ways(functools.partial(_run, name, fake), name) for name in only or list(RULES)},
+        name: {"plain": _run(name, fake, None), "kept": _run(name, fake, 0), "left out": _run(name, fake, rule)}
+        for name, (_, rule) in PROGRAMS.items()
+        if not only or name in only
     }

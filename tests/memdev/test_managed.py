@@ -11,11 +11,11 @@ from driver import build
 
 from . import child
 from .managed import POLICIES, PROGRAMS, SHARES
-from .streams import RULES
+from .streams import PROGRAMS as RULES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
 
-NOTHING = {"blocks": 0, "cells": 0, "page-locked": 0, "events": 0, "driver errors": 0}
+NOTHING = {"bytes": 0, "cells": 0, "page-locked": 0, "events": 0, "driver errors": 0}
 MODES = ("late", "random", "threaded")
 # What shares a process, longest first; the figures of a scenario are what its tests share.
 LATE = {"mode": "late", "seed": 0}
@@ -65,8 +65,6 @@ def test_policies_do_what_they_are_for(children: Any) -> None:
                 assert run["evictions"] == run["recomputes"] == 0 < run["reloads"], (name, how)
             if how.startswith("torture"):
                 assert run["evictions"] > 0 and run["offloads"] > 0, (name, how)
-    # Some are there before backward asks; which, is the daemon's luck.
-    assert sum(run["prefetch_hits"] for runs in seen.values() for run in runs.values()) > 0
     assert len(seen) == 3 and all(len(runs) == 2 * len(POLICIES) for runs in seen.values())
 
 
@@ -75,26 +73,18 @@ def test_the_order_of_work_does_not_show(children: Any) -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_of_streams_that_is_not_kept_shows(children: Any, rule: str) -> None:
-    seen = children("streams")["seen"][rule]
+@pytest.mark.parametrize("program", RULES)
+def test_a_rule_of_streams_that_is_not_kept_shows(children: Any, program: str) -> None:
+    seen = children("streams")[program]
     assert seen["kept"]["digest"] == seen["plain"]["digest"]
     assert seen["left out"]["digest"] != seen["plain"]["digest"]
     left = seen["kept"]["stats"]
     assert left["offloads"] + left["evictions"] > 0
 
 
-def test_every_rule_of_streams_has_its_program(children: Any) -> None:
-    seen = children("streams")
-    assert set(seen["rules"]) <= set(seen["seen"]) == set(RULES)
-
-
 def test_wrong_bytes_stay_wrong(children: Any) -> None:
     """A checksum that was not met is not forgotten: the program of this rule asks twice."""
-    assert (
-        "came back from the tier below other than they went"
-        in children("streams")["seen"]["checked"]["left out"]["digest"]
-    )
+    assert "bytes came back other than they left" in children("streams")["checked"]["left out"]["digest"]
 
 
 def test_budgets_come_and_go(children: Any) -> None:
@@ -125,7 +115,7 @@ def test_a_budget_is_about_one_device(children: Any) -> None:
     assert seen["managed"] == seen["plain"]
     assert seen["evictions"] > 0
     assert seen["outside"] == seen["second outside"] == seen["of this device"]
-    assert seen["came back"] and seen["comes back to"] == ["memdev:0"]
+    assert seen["left the device"] > 0 and seen["comes back to"] == "memdev:0"
     assert seen["first after it"] is True
     assert seen["left"] == NOTHING
 

@@ -69,6 +69,7 @@ mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that 
 // block. 0 or the driver's error.
 int mm_device_wait(mm_device*, mm_stream waiter, mm_stream other);
 int mm_device_wait_block(mm_device*, mm_stream waiter, const void* p);
+int mm_device_is_capturing(mm_device*, mm_stream);         // into a graph: 1, 0, or -1 where the driver does not say
 int mm_device_synchronize(mm_device*);                     // the CPU waits for all streams; nothing is touched then
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-#define MM_PLUGIN_VERSION 1
+#define MM_PLUGIN_VERSION 2
 
 // What the allocator asks while a budget is open, for the device that the budget is about.
 typedef struct {
@@ -16,6 +16,7 @@ typedef struct {
   void* (*allocate)(size_t bytes, mm_stream stream);  // a block; NULL: no room, and nothing more can be let go
   int (*only_trying)(void);             // the calling thread can do without: its failures are nobody's out-of-memory
   void (*out_of_memory)(size_t bytes);  // throws c10::OutOfMemoryError
+  void (*freed)(uint64_t bytes);        // a block of this device, by the calling thread
 } mm_plugin_hooks;
 
 typedef struct {

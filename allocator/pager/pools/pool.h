@@ -1,29 +1,90 @@
-// Pool: where managed memory comes from. It keeps the budget in its malloc and asks reclaim() before it would pass it.
-// One pool a process at a time; today the CPU's arena.
+// Pool: where the managed memory of one device comes from. It keeps the budget in its malloc and asks reclaim() before
+// it would pass it. One is open at a time (Budget::pool); what an earlier one gave goes back to it all the same.
+//
+// On an accelerator work is queued: bytes that "are there" are there for whoever queues behind them. Rules for that are
+// in docs/streams.md; those that are the pager's have a name here, and tests leave one out to see bits change.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
 
+#include "memmgr/device.h"
+#include "memmgr/plugin.h"
+
 namespace memmgr::pager {
 
-// What marks a DataPtr as the pool's.
-c10::DeleterFnPtr pool_deleter();
-// Throws c10::OutOfMemoryError when nothing more can be let go.
-at::DataPtr pool_allocate(uint64_t nbytes);
-// Never reclaims, leaves `keep_free` bytes of the budget; empty: no room.
-at::DataPtr pool_try_allocate(uint64_t nbytes, uint64_t keep_free);
+enum StreamRule : uint32_t {
+  kRuleUses = 1,        // what another stream than its home uses is told to the allocator
+  kRuleFilled = 2,      // who uses bytes that came back on another stream waits for that one
+  kRulePrefetched = 4,  // bytes that were read ahead are used behind their read
+  kRuleChecked = 8,     // a checksum is taken behind whoever wrote
+  kRuleClosed = 16,     // when the budget has ended nobody has to wait any more
+  kSampled = 32,        // no rule: a sample of what leaves has a checksum, which waits for the device
+};
+
+class Pool {
+ public:
+  virtual ~Pool() = default;
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  const c10::Device device;
+  mm_arena* const arena;
+  bool on_host() const { return device.is_cpu(); }
+
+  // What marks a DataPtr as the pool's.
+  virtual c10::DeleterFnPtr deleter() const = 0;
+  // The one that storages of this memory remember.
+  virtual c10::Allocator* allocator() const = 0;
+  // On the calling thread's stream. Throws c10::OutOfMemoryError when nothing more can be let go.
+  virtual at::DataPtr allocate(uint64_t nbytes) = 0;
+  // Never reclaims, leaves `keep_free` bytes of the budget; empty: no room.
+  virtual at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) = 0;
+
+  // In order of the calling thread's stream.
+  virtual void copy(void* to, const void* from, uint64_t nbytes) = 0;
+  // These wait until the bytes are what the program has queued.
+  virtual bool same(const void* a, const void* b, uint64_t nbytes) = 0;
+  virtual uint64_t sum(const void* p, uint64_t nbytes) = 0;
+  virtual void scribble(void* p, uint64_t nbytes) = 0;  // other bytes; in torture
+  virtual void settle() {}                              // all that was queued has run
+
+  virtual mm_tier* open_host_tier(uint64_t, char*, size_t) { return nullptr; }
+  virtual void set_budget(uint64_t bytes) { mm_arena_set_budget(arena, bytes); }
+  virtual void install() = 0;
+  virtual void uninstall() = 0;
+  virtual void forget_in_child() = 0;
+  virtual const char* out_of_memory_words() const = 0;
+  virtual mm_device* queue() const { return nullptr; }
+
+ protected:
+  Pool(c10::Device where, mm_arena* from) : device(where), arena(from) {}
+};
 
 // On which side this thread's large blocks lie, where sides differ (MM_SIDE_*).
 extern thread_local int tl_side;
 
-void install_pool(uint64_t budget_bytes);
-void uninstall_pool();
-void forget_pool_in_child();
+Pool* cpu_pool();
+// driver: a library with the driver's entry points, null for CUDA's. Throws where the memory cannot be had.
+Pool* device_pool(c10::Device where, const char* driver);
+// CUDA's allocator is ours, and this is its table.
+void use_plugin(const mm_plugin* plugin);
+
+// ---- what a device queues ----
+
+// The open budget's device queues its work.
+extern bool queues;
+// The stream that the calling thread queues on there; null without a device.
+mm_stream stream_now();
+mm_stream home_of(const Pool* pool, const void* block);
+bool rule_holds(StreamRule rule);
+void leave_out(uint32_t rules);
 
 // What this thread's allocations came to since `begin_scratch`: their high-water mark.
 void begin_scratch();
+void note_scratch_taken(uint64_t nbytes);
+void note_scratch_given(uint64_t nbytes);
 uint64_t scratch_now();  // of it, what is there still
 uint64_t scratch_peak();
 

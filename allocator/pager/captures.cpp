@@ -1,0 +1,77 @@
+#include "captures.h"
+
+#include "budget.h"
+#include "pools/pool.h"
+#include "recipe.h"
+#include "reclaim.h"
+#include "transfer.h"
+
+namespace memmgr::pager {
+
+std::atomic<int> captures{0};
+
+bool is_capturing() {
+  mm_device* device = captures.load() > 0 && queues ? budget.pool->queue() : nullptr;
+  return device && mm_device_is_capturing(device, stream_now()) > 0;
+}
+
+namespace {
+
+// Both, held: what was evicted, and what would fit beside the rest.
+std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
+  std::vector<std::pair<Cell*, StoragePtr>> found;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for_each_cell_locked([&](Cell* c) {
+    if (!(c->state.load() & kAbsent) || (c->absence == Absence::kEvicted) != evicted) return;
+    if (StoragePtr s = hold(c)) found.emplace_back(c, std::move(s));
+  });
+  return found;
+}
+
+void bring_back_each(const std::vector<std::pair<Cell*, StoragePtr>>& cells, bool only_if_room) {
+  for (const auto& [c, s] : cells) {
+    if (only_if_room && mm_arena_resident(budget.arena) + c->nbytes > mm_arena_budget(budget.arena)) continue;
+    pin(c, ticks());
+    try {
+      bring_back(c);
+    } catch (...) {
+      unpin(c);
+      throw;
+    }
+    unpin(c);
+  }
+}
+
+}  // namespace
+
+void begin_capture() {
+  if (captures.load() > 0) {
+    captures++;
+    return;
+  }
+  finish_transfers();
+  const bool may_evict =
+      std::exchange(budget.options.may_evict, false);  // for their room others are only written below
+  try {
+    for (auto gone = absent(true); !gone.empty(); gone = absent(true)) bring_back_each(gone, false);
+    bring_back_each(absent(false), true);
+  } catch (...) {
+    budget.options.may_evict = may_evict;
+    throw;
+  }
+  budget.options.may_evict = may_evict;
+  cut_recipes(true);
+  budget.pool->settle();
+  nothing_leaves(true);
+  captures++;
+}
+
+void end_capture() {
+  if (captures.load() > 0 && --captures == 0) nothing_leaves(false);
+}
+
+void forget_captures() {
+  if (captures.exchange(0) > 0) nothing_leaves(false);
+}
+
+}  // namespace memmgr::pager

@@ -1,0 +1,83 @@
+"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and what other devices have like it.
+
+Between `capture_begin` and `capture_end` ops are written down and do not run: nothing can be compared, copied or asked for
+then, in no thread. What the graph's ops touch lies in it as an address, so it stays where it is from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from memmgr.native.pager import Pager
+
+from .patches import Patches
+
+METHODS = ("capture_begin", "capture_end")
+
+
+def graph_classes(device: torch.device) -> list[type]:
+    """Those whose captures may concern a budget on this device."""
+    found: list[Any] = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None)]
+    if device.type not in ("cpu", "cuda"):
+        module = torch.get_device_module(device.type)
+        found += [thing for name, thing in vars(module).items() if name.endswith("Graph")]
+    return [each for each in dict.fromkeys(found) if isinstance(each, type) and all(hasattr(each, m) for m in METHODS)]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Is the calling thread's current stream captured? Of the CPU there is none, of CUDA there may be one all the same."""
+    if device.type in ("cpu", "cuda"):
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    ask = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return bool(ask is not None and ask())
+
+
+class Captures:
+    """Tells the pager of the captures that are under way while one budget is open.
+
+    Known limitations: what a graph has touched does not leave again while its storage lives. A capture that is begun and
+    never ended keeps everything in memory until the budget closes.
+    """
+
+    def __init__(self, pager: Pager, device: torch.device, patches: Patches) -> None:
+        self._pager = pager
+        self._device = device
+        self._patches = patches
+        self._under_way: set[int] = set()
+
+    def install(self) -> None:
+        """Patches what begins and ends a capture."""
+        for graphs in graph_classes(self._device):
+            self._patches.wrap(graphs, "capture_begin", self._begin)
+            self._patches.wrap(graphs, "capture_end", self._end)
+
+    def _begin(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._pager.begin_capture()
+            self._under_way.add(id(graph))
+            try:
+                return original(graph, *args, **kwargs)
+            except BaseException:
+                self._ended(graph)
+                raise
+
+        return capture_begin
+
+    def _end(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(graph, *args, **kwargs)
+            finally:
+                self._ended(graph)
+
+        return capture_end
+
+    def _ended(self, graph: Any) -> None:
+        if id(graph) in self._under_way:
+            self._under_way.discard(id(graph))
+            self._pager.end_capture()
