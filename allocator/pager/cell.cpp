@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -266,8 +267,13 @@ StoragePtr hold(Cell* c) {
                                          std::memory_order_relaxed));
   return StoragePtr::reclaim(s);
 }
+void drop(StoragePtr storage) {
+  const auto& counts = static_cast<c10::intrusive_ptr_target*>(storage.get())->*private_member(CountOfTarget());
+  if (c10::detail::has_pyobject(counts.load(std::memory_order_acquire))) drop_later(std::move(storage));
+}
 #else
 StoragePtr hold(Cell* c) { return c->storage.lock(); }
+void drop(StoragePtr storage) { drop_later(std::move(storage)); }
 #endif
 
 namespace {
@@ -320,6 +326,14 @@ void drop_what_waits() {
   Dropper& d = dropper();
   std::unique_lock<std::mutex> lock(d.lock);
   d.changed.wait(lock, [&] { return d.waiting.empty() && !d.busy; });
+}
+
+bool wait_for_dropper(double seconds) {
+  Dropper& d = dropper();
+  std::unique_lock<std::mutex> lock(d.lock);
+  if (d.waiting.empty() && !d.busy) return false;
+  d.changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return d.waiting.empty() && !d.busy; });
+  return true;
 }
 
 void stop_dropper() {

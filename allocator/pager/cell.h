@@ -139,9 +139,12 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
 void unadopt(Cell* c);
 // A strong reference that never takes the GIL (rule 11); null where that cannot be had.
 StoragePtr hold(Cell* c);
-// Gives such a reference back, somewhere where the GIL may be taken.
-void drop_later(StoragePtr storage);
-void drop_what_waits();  // for tests, and at the end of a budget
+// Gives such a reference back. Where that may take the GIL a thread of ours does it, which may be late: until then the
+// bytes stay.
+void drop(StoragePtr storage);          // no lock is held, and this is not malloc
+void drop_later(StoragePtr storage);    // from wherever
+bool wait_for_dropper(double seconds);  // false: nothing waited to be dropped
+void drop_what_waits();                 // for tests, and at the end of a budget
 void stop_dropper();
 void forget_dropper_in_child();
 

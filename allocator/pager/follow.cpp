@@ -85,7 +85,7 @@ void read_ahead(std::vector<uint32_t> due) {
     bool begun = begin_read(c);
     if (!begun && let_planned_go(c->nbytes)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
-    drop_later(std::move(held));
+    drop(std::move(held));
     if (!later.empty()) {  // in order: what comes first is wanted first
       for (const uint32_t other : due)
         if (other != ordinal && std::find(due.begin(), due.end(), other) > std::find(due.begin(), due.end(), ordinal))
@@ -129,7 +129,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
       room = false;  // the op that needs it makes it with what it has pinned itself, and is told what is wrong
     }
     unpin(c);
-    drop_later(std::move(held));
+    drop(std::move(held));
   }
 }
 

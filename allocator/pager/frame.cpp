@@ -163,7 +163,7 @@ bool Frame::one_by_one() {
     for (const Touched& t : cells_) bring_back(t.cell);
   }
   for (StoragePtr& s : held)
-    if (s) drop_later(std::move(s));
+    if (s) drop(std::move(s));
   return any;
 }
 

@@ -361,7 +361,7 @@ bool bring_back_trapped(const char* what, Frame* frame) {
     frame->add_pinned(found);
   }
   bring_back(found);
-  drop_later(std::move(storage));
+  drop(std::move(storage));
   return true;
 }
 
@@ -436,7 +436,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     static std::atomic<int> turn{0};
     for (auto& [cell, held] : out) {
       if (cell_of(held.get()) == cell) let_go(cell, turn++ % 2 ? Way::kOffload : Way::kEvict);
-      drop_later(std::move(held));
+      drop(std::move(held));
     }
   }
 }

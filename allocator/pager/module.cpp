@@ -219,6 +219,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       Staying() { nothing_leaves(true); }
       ~Staying() { nothing_leaves(false); }
     };
+    end_watch();
     forget_captures();
     std::optional<Staying> staying(std::in_place);
     std::string wrong;

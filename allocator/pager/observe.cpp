@@ -486,6 +486,8 @@ uint32_t module_of_recorded(const OpInfo* info) {
   return 0;
 }
 
+void end_watch() { watched.store(false); }
+
 void forget_watch_in_child() {
   new (&events().lock) std::mutex;
   watched.store(false);

@@ -30,6 +30,7 @@ inline uint32_t module_of(const OpInfo* info) {
   return C10_UNLIKELY(watched.load(std::memory_order_relaxed)) ? module_of_recorded(info) : 0;
 }
 
+void end_watch();  // what happens from here on is nobody's; what has is there to be drained
 void forget_watch_in_child();
 
 extern PyMethodDef observe_methods[];

@@ -101,8 +101,8 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
   shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32), 16);
 }
 
-// The caller has set kBusy. Returns the bytes released.
-uint64_t leave(Cell* c, Way way) {
+// The caller has set kBusy, and says how the reference is given back. Returns the bytes released.
+uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
   StoragePtr storage;
   at::DataPtr bytes;
   Trash cancelled;
@@ -121,7 +121,7 @@ uint64_t leave(Cell* c, Way way) {
       last = end_move_locked(c, false);
       lock.unlock();
       if (last) last_user_is_gone(c);
-      if (storage) drop_later(std::move(storage));
+      if (storage) let_go_of(std::move(storage));
       return uint64_t{0};
     };
     const bool orphan = !c->storage._unsafe_get_target();
@@ -226,7 +226,7 @@ uint64_t leave(Cell* c, Way way) {
   cancelled.end();  // what was being written reads the bytes
   end_bytes();
   if (last) last_user_is_gone(c);
-  if (storage) drop_later(std::move(storage));
+  if (storage) let_go_of(std::move(storage));
   return released;
 }
 
@@ -261,14 +261,14 @@ void exhume() { shorten(0, 0); }
 
 bool claim_locked(Cell* c) { return !c->small && frozen.load() == 0 && begin_move(c); }
 
-uint64_t leave_claimed(Cell* c, Way way) { return leave(c, way); }
+uint64_t leave_claimed(Cell* c, Way way) { return leave(c, way, &drop_later); }
 
 uint64_t let_go(Cell* c, Way way) {
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (!claim_locked(c)) return 0;
   }
-  return leave(c, way);
+  return leave(c, way, &drop);
 }
 
 // All of a choice leave, or as many as still can.
@@ -279,7 +279,7 @@ static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
     chosen = choose_victims_locked(need, request);
   }
   uint64_t released = 0;
-  for (const Victim& v : chosen) released += leave(v.cell, v.way);
+  for (const Victim& v : chosen) released += leave(v.cell, v.way, &drop_later);
   return released;
 }
 
@@ -312,7 +312,7 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
         continue;
       }
     }
-    const uint64_t n = leave(next.cell, next.way);
+    const uint64_t n = leave(next.cell, next.way, &drop_later);
     if (n) refilled = false;
     released += n;
   }
@@ -322,6 +322,8 @@ uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (refill_victims_locked()) released = 1;
   }
+  // Somebody may have died in the arms of whoever let it go. Bounded: the one who drops may wait for the GIL.
+  if (released == 0 && wait_for_dropper(0.05)) released = 1;
   if (released == 0 && others_are_running()) {
     // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
     wait_for_others(0.05);

@@ -105,7 +105,7 @@ class Input {
   Input(Input&&) = delete;
   ~Input() {
     if (pinned_) unpin(pinned_);
-    if (storage_) drop_later(std::move(storage_));
+    if (storage_) drop(std::move(storage_));
   }
   bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
   // False: the bytes are nowhere, so the plan is out of date.
@@ -189,7 +189,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     check_sum(c, pointer_of(made.get()).get());
   } catch (...) {
     end_move(c, true);
-    drop_later(std::move(storage));
+    drop(std::move(storage));
     throw;
   }
   {
@@ -202,7 +202,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
   }
   made.reset();
   if (last) last_user_is_gone(c);
-  drop_later(std::move(storage));
+  drop(std::move(storage));
   return true;
 }
 

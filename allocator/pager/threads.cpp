@@ -142,7 +142,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
       }
       unpin(c);
     }
-  for (auto& [c, s] : all) drop_later(std::move(s));
+  for (auto& [c, s] : all) drop(std::move(s));
   return unseen;
 }
 

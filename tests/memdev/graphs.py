@@ -20,27 +20,32 @@ from .managed import _digest
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr import _budget, _guards  # isort: skip
+from memmgr import _budget  # isort: skip
+from memmgr.native import pager  # isort: skip
+from memmgr.readers import captures  # isort: skip
 
-N = 4096
-EVICT, OFFLOAD = 1, 2
-
-
-def _native() -> Any:
-    return _budget.current().native  # type: ignore[union-attr]
+N = 16384
+EVICT, OFFLOAD = 0, 1
 
 
 def _leave(tensor: Tensor, action: int) -> Callable[[], None]:
-    """Lets go, later, of what autograd has saved; nothing without memmgr."""
+    """Lets go, later, of what autograd holds by then; nothing without memmgr."""
     if _budget.current() is None:
         return lambda: None
-    native = _native()
-    cell = native.find(tensor)
+    cell = tensor.untyped_storage()._cdata
 
     def leave() -> None:
-        assert native.release(cell, action), "it did not leave: this shows nothing"
+        assert pager.load().take_away(cell, action), "it did not leave: this shows nothing"
 
     return leave
+
+
+def _all_leaves() -> None:
+    """What can leave does; nothing without memmgr."""
+    if _budget.current() is not None:
+        for tensor in pager.load().objects_of((Tensor,)):
+            if tensor.device.type == DEVICE:
+                pager.load().take_away(tensor, OFFLOAD)
 
 
 @contextlib.contextmanager
@@ -68,7 +73,7 @@ def _captured(x: Tensor, w: Tensor) -> tuple[Any, Tensor, Tensor]:
         for _ in range(2):
             torch.autograd.grad(_product(x, w), w)
         with _capture(graph):
-            loss = _product(x, w).tanh()  # of a kind that is new: its proof would wait for the device
+            loss = _product(x.tanh(), w)  # of a kind that is new: its proof would wait for the device
             (grad,) = torch.autograd.grad(loss, w)
     torch.accelerator.current_stream().wait_stream(stream)
     return graph, loss.detach(), grad
@@ -88,6 +93,7 @@ def whole_step() -> list[Tensor]:
     found = []
     for i in range(3):
         x.copy_(torch.full((N,), 0.5 + i))
+        _all_leaves()
         graph.replay()
         found += [loss.cpu(), grad.cpu()]
         h = (v * (i + 1)).sin()
@@ -112,9 +118,7 @@ def two_graphs() -> list[Tensor]:
         torch.autograd.grad(_product(x, w), w)
         with _capture(forward):
             loss = _product(x, w)
-        if _budget.current() is not None:
-            for cell in _native().handled():
-                _native().release(cell, OFFLOAD)
+        _all_leaves()
         with _capture(backward):
             (grad,) = torch.autograd.grad(loss, w)
     torch.accelerator.current_stream().wait_stream(stream)
@@ -192,18 +196,17 @@ def _violations(fake: Any) -> int:
 def _run(program: Callable[[], list[Tensor]], fake: Any, budget: Any) -> dict[str, Any]:
     before = _violations(fake)
     stats: dict[str, Any] = {}
-    aside = False
     try:
         with budget as mm:
             digest = _digest(program())
             if mm is not None:
-                stats, aside = mm.stats(), _budget.current().captures.under_way  # type: ignore[union-attr]
+                stats = mm.stats()
     except (RuntimeError, RuntimeWarning) as error:
         if isinstance(budget, contextlib.nullcontext):
             raise
         digest = f"raised: {error}"
     left = {k: stats.get(k, 0) for k in ("evictions", "offloads")}
-    return {"digest": digest, "violations": _violations(fake) - before, "aside": aside, **left}
+    return {"digest": digest, "violations": _violations(fake) - before, **left}
 
 
 def all_programs(mode: str, seed: int) -> dict[str, Any]:
@@ -213,9 +216,9 @@ def all_programs(mode: str, seed: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, program in PROGRAMS.items():
         plain = _run(program, fake, contextlib.nullcontext())
-        with_it = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB", _sleep=False))
-        with mock.patch.object(_guards, "graph_classes", lambda device: []):
-            without = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB", _sleep=False))
+        with_it = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB"))
+        with mock.patch.object(captures, "graph_classes", lambda device: []):
+            without = _run(program, fake, memmgr.budget("32MB", device=DEVICE, quiet=True, host="16MB"))
         out[name] = {"plain": plain, "managed": with_it, "unaware": without}
         torch.accelerator.synchronize()
     opened = torch.Stream(DEVICE)

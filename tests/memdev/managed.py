@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import os
@@ -21,7 +22,7 @@ import memmgr  # isort: skip
 from memmgr._shim import load_core  # isort: skip
 from memmgr.native import pager  # isort: skip
 
-SHARES = {"mlp": (0.8, 0.7), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
+SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
 POLICIES = ("auto", "evict", "offload", "torture")
 
 
@@ -423,15 +424,20 @@ def without_wait(wait: str, mode: str, seed: int, models: list[str], policies: l
     leave_out = load_core().mm_test_leave_out
     assert leave_out(wait.encode()) == 0
     wrong = []
+
+    def compare(name: str, limit: int | str, policy: str, run: Callable[[], str], want: str) -> None:
+        try:
+            with memmgr.budget(limit, device=DEVICE, policy=policy, quiet=True):
+                same = run() == want
+        except (RuntimeError, KeyError):  # a checksum was not met, in a thread or in none
+            same = False
+        if not same:
+            wrong.append(name)
+
     for name in models:
         for policy in policies:
-            limit = int(needs[name] * SHARES[name][-1])
-            with memmgr.budget(limit, device=DEVICE, policy=policy, quiet=True):
-                digest = scenarios._train(MODELS[name], DEVICE)
-            if digest != digests[name]:
-                wrong.append(f"{name} {policy}")
-    with memmgr.budget("1.6MB", device=DEVICE, policy="torture", quiet=True):
-        if _two_threads(lambda: "") != threads:
-            wrong.append("two threads")
+            train = functools.partial(scenarios._train, MODELS[name], DEVICE)
+            compare(f"{name} {policy}", int(needs[name] * SHARES[name][-1]), policy, train, digests[name])
+    compare("two threads", "1.6MB", "torture", lambda: _two_threads(lambda: ""), threads)
     assert leave_out(b"") == 0
     return wrong
