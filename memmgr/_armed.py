@@ -1,6 +1,7 @@
-"""`MEMMGR_BUDGET`: a whole script under a budget, from its first saved tensor to its end.
+"""`MEMMGR_BUDGET`: a whole script under a budget, from the first call of a module, or the first tensor that autograd saves,
+to its end.
 
-Nothing is installed at import: hooks that do nothing but open the budget wait for the first tensor that autograd saves.
+Nothing is installed at import: hooks that do nothing but open the budget wait for either.
 """
 
 from __future__ import annotations
@@ -19,9 +20,36 @@ import torch
 from ._budget import budget
 from ._conf import check_limit, give_up, is_strict, parse_conf
 from ._errors import BudgetError
-from ._recorder import Plain
 
 _PROFILED = "a profiler runs in this thread: open the budget in the script, with memmgr.budget(...)"
+
+
+class Plain:
+    """A tensor that was saved before the budget opened: kept as it is, with autograd's version check."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a saved output with its grad_fn would keep its own node alive.
+        try:
+            self.tensor = tensor.detach()
+        except TypeError:  # no handler for it here: a fake tensor inside somebody's shape propagation
+            self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def get(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was written to meanwhile.
+        """
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"expected version {self.version} instead."
+            )
+        return self.tensor
 
 
 class NotOpenedError(RuntimeError):
@@ -48,7 +76,7 @@ def _when_the_op_is_over(act: Callable[[], None]) -> None:
 
 
 class _Armed:
-    """Waits for the first saved tensor."""
+    """Waits for the first call of a module, and for the first saved tensor."""
 
     def __init__(self, opened: budget | Exception, strict: bool) -> None:
         self._budget = opened  # or why there is none, which the first saved tensor is told
@@ -60,6 +88,7 @@ class _Armed:
 
     def arm(self) -> None:
         self._hook()
+        self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._first_call)
         armed = self
 
         def bootstrap(thread: threading.Thread) -> None:
@@ -84,12 +113,26 @@ class _Armed:
     def _in_child(self) -> None:
         self._fired = True  # a child trains without us
 
-    def _first(self, tensor: torch.Tensor) -> Any:
+    def _begins(self) -> bool:
+        """Is this the first of all, and is the budget this process's?"""
         with self._lock:
             first, self._fired = not self._fired, True
-        if first and torch.utils.data.get_worker_info() is None:
-            threading.Thread._bootstrap_inner = self._bootstrap  # type: ignore[attr-defined]
-            self._unhook()
+        if not first or torch.utils.data.get_worker_info() is not None:
+            return False
+        threading.Thread._bootstrap_inner = self._bootstrap  # type: ignore[attr-defined]
+        self._unhook()
+        self._forward.remove()
+        return True
+
+    def _first_call(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._begins():
+            return
+        if isinstance(self._budget, Exception):
+            self._refuse(self._budget)
+        self._open()
+
+    def _first(self, tensor: torch.Tensor) -> Any:
+        if self._begins():
             if isinstance(self._budget, Exception):
                 self._refuse(self._budget)
             elif sys.getprofile() is None:
@@ -113,6 +156,7 @@ class _Armed:
         """Waits again: who catches this and trains on, with a smaller batch say, shall not train unmanaged."""
         self._fired = False
         self._hook()
+        self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._first_call)
         if isinstance(error, BudgetError):
             raise error
         raise NotOpenedError(f"the budget cannot be opened: {str(error).removeprefix('memmgr: ')}") from None

@@ -17,52 +17,25 @@ import torch
 
 from memmgr.policies import Policy, parse_policy
 
-from . import _device, _shim
-from ._manager import Config, Manager, default_folder
+from . import _device
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
+from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
-from .runtime.pager import PagerConfig, PagerRuntime
+from .runtime.config import Config, default_folder
+from .runtime.pager import PagerRuntime
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Runtime = Manager | PagerRuntime
-"""What keeps an open budget."""
-
 _lock = threading.Lock()
-_current: Runtime | None = None
-_last: Runtime | None = None
+_current: PagerRuntime | None = None
+_last: PagerRuntime | None = None
 
 
-def current() -> Runtime | None:
+def current() -> PagerRuntime | None:
     """Who keeps the open budget, if one is open."""
     return _current
-
-
-def _manager_of(config: Config) -> Runtime:
-    if True:
-        return PagerRuntime(
-            PagerConfig(
-                limit_bytes=config.limit_bytes,
-                folder=config.folder,
-                disk_bytes=config.disk_bytes,
-                policy=config.policy,
-                verify=config.verify,
-                quiet=config.quiet,
-                throttle=config.throttle,
-                plan=config.plan,
-                placement=config.placement,
-                small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
-                device=config.device,
-                binary=config.binary,
-                log=config.log,
-                trace=config.trace,
-                trace_pass=config.trace_pass,
-                host_bytes=config.host_bytes,
-            )
-        )
-    return Manager(config, _shim.load())
 
 
 def _in_child() -> None:
@@ -110,9 +83,8 @@ class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
     A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`. Tensors are
-    evicted and recomputed, or offloaded and reloaded, as the policy decides: on the CPU all that no op is using, on
-    other devices what autograd saves. The budget counts everything: parameters, gradients, optimizer state,
-    activations, workspaces, and what was allocated before entering.
+    evicted and recomputed, or offloaded and reloaded, as the policy decides: all that no op is using. The budget counts
+    everything: parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
@@ -141,7 +113,7 @@ class budget:
         RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
             library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
             not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
-            threads are managed with it; on other devices than the CPU those that ran before keep their tensors.
+            threads are managed with it.
 
     Known limitations: on the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
     buffers) is not counted. Forked children (DataLoader workers) read what was away and are not managed.
@@ -161,7 +133,6 @@ class budget:
         trace: str | os.PathLike[str] | None = None,
         trace_pass: int = 2,
         _throttle: int = 0,
-        _sleep: bool = True,
         _placement: str = DEFAULT_PLACEMENT,
         _plan: bool = True,
     ) -> None:
@@ -184,7 +155,7 @@ class budget:
             verify=verify,
             quiet=quiet,
             throttle=_throttle,
-            sleep=_sleep,
+            small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
             placement=parse_placement(_placement),
             plan=_plan,
             log=None if log is None else _file(log, "log"),
@@ -192,7 +163,7 @@ class budget:
             trace_pass=_pass(trace_pass),
             binary=binary,
         )
-        self._manager: Runtime | None = None
+        self._manager: PagerRuntime | None = None
 
     def __enter__(self) -> budget:
         global _current, _last
@@ -205,9 +176,9 @@ class budget:
             config = self._settled()
             _warn_if_nothing_will_leave(config)
             try:
-                manager = _manager_of(config)
-            except _shim.NoShim as why:
-                raise _shim.NoShim(f"memmgr: {why}") from None
+                manager = PagerRuntime(config)
+            except NotBuiltError as why:
+                raise NotBuiltError(f"memmgr: {why}") from None
             _current = manager
         try:
             manager.start()
@@ -268,7 +239,7 @@ def _warn_if_nothing_will_leave(config: Config) -> None:
         )
 
 
-def last() -> Runtime | None:
+def last() -> PagerRuntime | None:
     """Who keeps the open budget, or kept the last one."""
     return _current or _last
 
@@ -288,8 +259,6 @@ def stats() -> dict[str, Any]:
         of `watched_seconds` (the passes). Plans: `plans` (made), `planned_passes` (followed one to the end),
         `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (making them took, beside training),
         `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the addresses that are
-        used without remap (docs/allocator.md). On other devices than the CPU `held_bytes.peak` is what the program
-        holds, and some counts are others: `binarized` for `packed`, and `recorded_peak_bytes`.
-    """
+        used without remap (docs/allocator.md)."""
     manager = last()
     return manager.stats() if manager is not None else {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.resources
 import os
 import re
 import sys
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 
-from . import _cache, _shim
+from . import _cache
+from .native.build import NotBuiltError, compile_library, include_folder, load_core, package_sources
 
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
 # How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
@@ -124,7 +124,7 @@ def find_headers() -> list[Path]:
     """The folders to compile with: one that is whole, or the runtime's and another one with what it lacks.
 
     Raises:
-        NoShim: CUDA's headers are not there, or of another release than torch.
+        NotBuiltError: CUDA's headers are not there, or of another release than torch.
     """
     wanted = (torch.version.cuda or "").split(".")[0]
     folders = [folder for folder in header_folders() if (folder / "cuda_runtime_api.h").is_file()]
@@ -139,37 +139,17 @@ def find_headers() -> list[Path]:
         return [fitting[0], lent[0]]
     hint = f"pip install nvidia-cuda-runtime nvidia-cuda-crt (of CUDA {torch.version.cuda}), or set CUDA_HOME"
     if folders and not fitting:
-        raise _shim.NoShim(f"CUDA's headers in {folders[0]} are of another release than torch ({wanted}): {hint}")
-    raise _shim.NoShim(f"CUDA's headers (cuda_runtime_api.h, crt/host_config.h) were not found: {hint}")
-
-
-def sources() -> Path:
-    """The folder of plugin.cpp.
-
-    Raises:
-        NoShim: the package is not whole.
-    """
-    checkout = Path(__file__).resolve().parent.parent / "allocator" / "cuda"
-    installed = Path(str(importlib.resources.files("memmgr") / "_cuda_src"))
-    for folder in (checkout, installed):
-        if (folder / "plugin.cpp").is_file():
-            return folder
-    raise _shim.NoShim("the sources of CUDA's allocator are missing from the package: reinstall memmgr")
-
-
-def include_folder(folder: Path) -> Path:
-    """Where `memmgr/plugin.h` is for these sources."""
-    beside = folder.parent / "include"
-    return beside if (beside / "memmgr" / "plugin.h").is_file() else folder.parent / "_shim_src"
+        raise NotBuiltError(f"CUDA's headers in {folders[0]} are of another release than torch ({wanted}): {hint}")
+    raise NotBuiltError(f"CUDA's headers (cuda_runtime_api.h, crt/host_config.h) were not found: {hint}")
 
 
 def build() -> Path:
     """The compiled allocator for this torch; says so on stderr when it has to be made.
 
     Raises:
-        NoShim: no compiler, no headers, or an error.
+        NotBuiltError: no compiler, no headers, or an error.
     """
-    folder = sources()
+    folder = package_sources("cuda", "plugin.cpp")
     include = include_folder(folder)
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.cpp"), *folder.glob("*.h"), *(include / "memmgr").glob("*.h")]):
@@ -178,7 +158,7 @@ def build() -> Path:
     target = _cache.place(f"cuda-{digest.hexdigest()[:20]}", "memmgr_cuda.so")
     if not target.is_file():
         headers = find_headers()
-        _shim.compile_library(
+        compile_library(
             folder / "plugin.cpp", target, [include, folder, *headers], ["c10_cuda", "c10"], "CUDA allocator"
         )
     return target
@@ -188,7 +168,7 @@ def build() -> Path:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    _shim.load_core()
+    load_core()
     library = ctypes.CDLL(str(path))
     library.mm_cuda_install.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
     library.mm_cuda_install.restype = library.mm_cuda_in_place.restype = ctypes.c_int
@@ -203,7 +183,7 @@ def _put_in_place() -> str | None:
         return f"{MEMORY_VARIABLE}={memory!r} is none of {', '.join(MEMORIES)}"
     try:
         library = _load(build())
-    except (_shim.NoShim, OSError) as error:
+    except (NotBuiltError, OSError) as error:
         return str(error)
     driver = os.environ.get(DRIVER_VARIABLE)
     error_text = ctypes.create_string_buffer(256)
@@ -233,17 +213,12 @@ def in_place() -> bool:
     return _library is not None and bool(_library.mm_cuda_in_place())
 
 
-# ---- the seam to the shim --------------------------------------------------------------------------------------------
+# ---- the seam to the pager -------------------------------------------------------------------------------------------
 
 
-def _address() -> int:
+def address() -> int:
+    """Of `mm_plugin`; 0 when the allocator is not in place."""
     return int(_library.mm_cuda_plugin()) if _library is not None else 0
-
-
-def attach(native: Any) -> None:
-    """Tells the shim about the allocator, if it is there."""
-    if in_place():
-        native.use_plugin(_address())
 
 
 def table() -> Any:
@@ -254,9 +229,4 @@ def table() -> Any:
     """
     if _library is None:
         raise RuntimeError(f"memmgr's CUDA allocator is not in place: {_why}")
-    return _Table.from_address(_address())
-
-
-def live_bytes(ordinal: int) -> int:
-    """What tensors take on this device; 0 when the allocator is not in place."""
-    return int(table().live(ordinal)) if in_place() else 0
+    return _Table.from_address(address())

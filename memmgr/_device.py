@@ -6,9 +6,7 @@ order, and page-locked host memory below it (docs/streams.md).
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -16,11 +14,7 @@ import torch
 from . import _cuda
 from ._sizes import UNLIMITED
 
-if TYPE_CHECKING:
-    from ._manager import Config
-
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
-MAPPED = 0  # MM_MEMORY_MAPPED: pages are mapped as the range grows
 # What is page-locked is taken from the machine at once, so by default no more than a run of three times its budget needs.
 HOST_TIER_BUDGETS = 2
 
@@ -77,57 +71,12 @@ def total_bytes(device: torch.device) -> int | None:
     return None if info is None else int(info(device.index)[1])
 
 
-def live_bytes(device: torch.device) -> int:
-    """What our allocator holds on the device before a budget opens; the CPU's arena is empty then, or counts by itself."""
-    return _cuda.live_bytes(device.index) if device.type == "cuda" else 0
-
-
-def open_memory(native: Any, config: Config, outside_bytes: int) -> None:
-    """Puts the allocator in place. `outside_bytes` is what torch held there before.
-
-    Raises:
-        RuntimeError: no address range, no driver, no such device.
-    """
-    device = config.device
-    if device.type == "cpu":
-        native.open_arena(config.limit_bytes, outside_bytes)
-        return
-    driver = os.environ.get(DRIVER_VARIABLE)
-    native.open_device(device.type, device.index, driver, MAPPED, config.limit_bytes, outside_bytes)
-
-
-def open_tier(native: Any, config: Config) -> bool:
-    """Opens the tier below the device; False when there is to be none.
-
-    Raises:
-        OSError: the file cannot be made, or the memory cannot be page-locked.
-    """
-    if config.device.type == "cpu":
-        if config.folder is None:
-            return False
-        native.open_tier(config.folder, config.disk_bytes, config.throttle, 0)
-        return True
-    native.open_host_tier(config.host_bytes or host_bytes(config.device, config.limit_bytes))
-    return True
-
-
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
     """Of host memory for what leaves an accelerator, for who did not say."""
     free = int(psutil.virtual_memory().available) // 2
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)
     return min(free, total_bytes(device) or free)
-
-
-def probe(native: Any) -> tuple[int, float, float] | None:
-    """(bytes, seconds to write them to the tier below, seconds to read them back); None when there is no room to try."""
-    for size in (8 << 20, 1 << 20, 64 << 10):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            times = native.tier_probe(size)
-            native.reset_peak()  # on a device the block that went to and fro was the budget's, but not the run's
-            if times is not None:
-                return size, *times
-    return None
 
 
 def out_of_memory_words(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Which module a tensor was made in: known while the telemetry has a reader or a log, and only then.
 
 torch's global forward hooks say where a thread is. They cost some microseconds a module call, so they are in place for a
-few passes; after them the shim knows an op's module by its place in the pass. When passes go another way, some more are
+few passes; after them the pager knows an op's module by its place in the pass. When passes go another way, some more are
 learned, one in sixteen at most.
 """
 

@@ -135,15 +135,12 @@ def holders(
     native: Any,
     device: torch.device | str,
     top: int = 5,
-    graphs: bool = False,
-    rest: Iterable[tuple[int, int]] | None = None,
+    rest: Iterable[tuple[int, int]] = (),
 ) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Who holds the resident bytes: by kind, and the largest modules by class name.
 
     Args:
-        graphs: also what graphs hold without our hooks; only while no backward can be under way.
-        rest: (storage's address, bytes) of all that is there: what Python does not see of it, autograd has saved. None:
-            the recorder's handles say what that is.
+        rest: (storage's address, bytes) of all that is there: what Python does not see of it, autograd has saved.
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
@@ -180,16 +177,9 @@ def holders(
     for thing in native.objects_of((torch.Tensor,)):
         if type(thing) in (torch.Tensor, torch.nn.Parameter):
             take(_gradient(thing), "gradients")
-    for cell in native.handled() if rest is None else ():
-        if cell.present:
-            lease = native.lease(cell)
-            if lease is not None:
-                take(lease, "saved for backward")
-    for tensor in saved_without_hooks(native, device) if graphs else ():
-        take(tensor, "saved for backward")
     for tensor in live_tensors(native, device):
         take(tensor, "other tensors")
-    kinds["saved for backward"] += sum(size for key, size in rest or () if key not in seen)
+    kinds["saved for backward"] += sum(size for key, size in rest if key not in seen)
     kinds = {kind: size for kind, size in kinds.items() if size}
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])
     return kinds, ranked[:top]

@@ -29,7 +29,7 @@ SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders"
 
 EVENTS_SECONDS = 0.5  # what happened is told at most so often: each line is a sum over many small things
 
-WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the shim's `Happening`
+WHAT = ("evict", "offload", "reload", "recompute", "stall")  # in the order of the pager's `Event`
 MAP_STATES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")  # in the order of `memory_map`
 GONE = ("present", "evicted", "offloaded")
 MOST_READERS = 8
@@ -130,7 +130,7 @@ class Telemetry:
             self.modules.ended_pass()
 
     def happened(self, what: str, **fields: Any) -> None:
-        """One rare event (a plan, an error, going to sleep); the common ones are counted in the shim."""
+        """One rare event (a plan, an error); the common ones are counted in the pager."""
         if self.detail:
             self._happenings.append({"what": what, "seconds": self._now(), **fields})
 

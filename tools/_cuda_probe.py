@@ -273,9 +273,10 @@ def speed(with_memmgr: bool) -> dict[str, Any]:
         fresh.append((time.perf_counter_ns() - begun) / 1e6)
     found["512 MiB, new, ms"] = statistics.median(fresh)
     if with_memmgr:
-        from memmgr import _cuda, _shim
+        from memmgr import _cuda
+        from memmgr.native.build import load_core
 
-        stats, core = _DeviceStats(), _shim.load_core()
+        stats, core = _DeviceStats(), load_core()
         core.mm_device_stats_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         core.mm_device_stats_get.restype = None
         error = ctypes.create_string_buffer(256)

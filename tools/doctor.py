@@ -188,18 +188,15 @@ def _compiler() -> Finding:
 
 
 def _native() -> Iterator[Finding]:
-    import torch
 
-    from memmgr import _cache, _shim
-    from memmgr.native import pager
+    from memmgr import _cache
+    from memmgr.native import build, pager
 
     yield _compiler()
     begun = time.perf_counter()
     try:
         pager.load()
-        if torch.cuda.is_available():
-            _shim.load()
-    except _shim.NoShim as why:
+    except build.NotBuiltError as why:
         yield Finding("allocator", NO, f"no budget can be opened: {why}", "see docs/errors.md")
         return
     seconds = time.perf_counter() - begun

@@ -103,14 +103,6 @@ int mm_arena_check(mm_arena* arena, char* err, size_t err_len) {
   return wrong.empty() ? 0 : -1;
 }
 
-int mm_arena_log(mm_arena* arena, uint64_t capacity) {
-  return Guarded(-1, [&] { return Of(arena)->Log(capacity), 0; });
-}
-uint64_t mm_arena_log_length(mm_arena* arena) { return Of(arena)->LogLength(); }
-uint64_t mm_arena_log_read(mm_arena* arena, mm_log_entry* out, uint64_t capacity) {
-  return Of(arena)->LogRead(out, capacity);
-}
-
 // ---- tiers -----------------------------------------------------------------------------------------------------
 
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,

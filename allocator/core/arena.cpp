@@ -336,7 +336,6 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   stats_.committed_peak_bytes = std::max(stats_.committed_peak_bytes, committed_pages() * pages_.page_bytes);
   ResidentChanged();
   const uint64_t offset = block->offset + (heap == &small_ ? large_.bytes() : 0);
-  Note(offset, block->bytes);
   Verify("alloc");
   return base_ + offset;
 }
@@ -509,7 +508,6 @@ inline void Arena::Release(Block* block, uint64_t offset) {
     if (!InSmall(offset)) large_held_bytes_ -= block->bytes;
   }
   ++stats_.frees;
-  Note(offset, 0);
   (InSmall(offset) ? small_ : large_).Free(block);
   ResidentChanged();
   ObeyBudget();  // after the budget has shrunk, or where fragments take the room of spare pages
@@ -778,25 +776,6 @@ void Arena::Walk(mm_block_fn visit, void* user) {
   for (const Piece& piece : pieces) {
     if (visit(user, piece.offset, piece.bytes, piece.state) != 0) return;
   }
-}
-
-void Arena::Log(uint64_t capacity) {
-  std::vector<mm_log_entry> fresh;
-  fresh.reserve(capacity);
-  std::lock_guard hold(lock_);
-  log_.swap(fresh);
-}
-
-uint64_t Arena::LogLength() {
-  std::lock_guard hold(lock_);
-  return log_.size();
-}
-
-uint64_t Arena::LogRead(mm_log_entry* out, uint64_t capacity) {
-  std::lock_guard hold(lock_);
-  const uint64_t n = std::min<uint64_t>(capacity, log_.size());
-  std::copy_n(log_.begin(), n, out);
-  return n;
 }
 
 std::string Arena::Check() {

@@ -114,9 +114,6 @@ class Arena final : private ForkAware {
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
   void Walk(mm_block_fn visit, void* user);
   std::string Check();
-  void Log(uint64_t capacity);
-  uint64_t LogLength();
-  uint64_t LogRead(mm_log_entry* out, uint64_t capacity);
 
   void AfterForkInChild() override;
 
@@ -172,9 +169,6 @@ class Arena final : private ForkAware {
     if (debug_) VerifyNow(event);
   }
   void VerifyNow(const char* event) const;
-  void Note(uint64_t offset, uint64_t bytes) {
-    if (log_.size() < log_.capacity()) log_.push_back({offset, bytes});
-  }
 
   std::unique_ptr<HostPages> host_;  // nullptr: the pages are somebody else's
   const PageOps& pages_;
@@ -200,7 +194,6 @@ class Arena final : private ForkAware {
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;
-  std::vector<mm_log_entry> log_;  // its capacity is where it ends
   Chooser chooser_;                // its columns are kept for the next search
   mm_arena_stats stats_{};         // the fields that are kept up to date; Stats() fills in the others
 };

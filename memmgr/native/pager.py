@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypedDict, cast
 
 import torch
 
-from memmgr import _cache
-from memmgr._shim import NoShim, compile_library, load_core
+from memmgr import _cache, _cuda
+
+from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources
 
 SMALL_BYTES = 64 << 10
 """Smaller storages are counted and never paged: one that comes and goes costs more than the room that it makes."""
@@ -188,33 +189,17 @@ class Pager(Protocol):
 _loaded: Pager | None = None
 
 
-def _sources() -> Path:
-    # In a checkout the sources are the ones that are being edited.
-    checkout = Path(__file__).resolve().parents[2] / "allocator" / "pager"
-    if (checkout / "pager.cpp").is_file():
-        return checkout
-    installed = Path(str(importlib.resources.files("memmgr") / "_pager_src"))
-    if (installed / "pager.cpp").is_file():
-        return installed
-    raise NoShim("the pager's sources are missing from the package: reinstall memmgr")
-
-
-def _include(sources: Path) -> Path:
-    beside = sources.parent / "include"
-    return beside if beside.is_dir() else sources.parent / "_shim_src"
-
-
 def load() -> Pager:
     """The module, compiled if this torch has not been seen before.
 
     Raises:
-        NoShim: no compiler, no headers, or a torch that the pager does not know.
+        NotBuiltError: no compiler, no headers, or a torch that the pager does not know.
     """
     global _loaded
     if _loaded is not None:
         return _loaded
-    sources = _sources()
-    include = _include(sources)
+    sources = package_sources("pager", "pager.cpp")
+    include = include_folder(sources)
     digest = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]} {sysconfig.get_platform()}".encode())
     files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h")]
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
@@ -223,7 +208,7 @@ def load() -> Pager:
     if not target.is_file():
         python = Path(sysconfig.get_paths()["include"])
         if not (python / "Python.h").is_file():
-            raise NoShim("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
+            raise NotBuiltError("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
         api = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "api" / "include"  # c10d's headers want it
         compile_library(
             sources / "pager.cpp", target, [include, python, api], ["c10", "torch_cpu", "torch_python"], what="pager"
@@ -232,11 +217,13 @@ def load() -> Pager:
     loader = importlib.machinery.ExtensionFileLoader("memmgr._pager", str(target))
     spec = importlib.util.spec_from_file_location("memmgr._pager", target, loader=loader)
     if spec is None:
-        raise NoShim(f"cannot load {target}")
+        raise NotBuiltError(f"cannot load {target}")
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise NoShim(str(error)) from error
+        raise NotBuiltError(str(error)) from error
     _loaded = cast(Pager, module)
+    if _cuda.in_place():
+        _loaded.use_plugin(_cuda.address())
     return _loaded

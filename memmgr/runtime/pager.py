@@ -5,53 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memmgr._device import DRIVER_VARIABLE, host_bytes
-from memmgr._placement import REMAP, Placement
 from memmgr._sizes import UNLIMITED
 from memmgr._stock import Stock, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
-from memmgr.native.pager import SMALL_BYTES, Order, Pager
+from memmgr.native.pager import Order, Pager
 from memmgr.observe.errors import Explainer
 from memmgr.observe.pager import PagerFigures
 from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
-from memmgr.policies import Policy
 from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
 from memmgr.readers.captures import is_capturing
 
+from .config import Config
 from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
-
-
-@dataclass(frozen=True)
-class PagerConfig:
-    """What a budget was asked for, as the pager takes it."""
-
-    limit_bytes: int
-    device: torch.device
-    folder: str | None
-    disk_bytes: int
-    policy: Policy
-    verify: bool
-    quiet: bool
-    throttle: int = 0
-    small_bytes: int = SMALL_BYTES
-    plan: bool = True
-    binary: bool = False  # errors speak in powers of two, as the limit did
-    log: str | None = None
-    placement: Placement = REMAP
-    trace: str | None = None
-    trace_pass: int = 2
-    host_bytes: int | None = None  # of host memory for what leaves an accelerator; None: who did not say
 
 
 class PagerRuntime:
@@ -61,7 +37,7 @@ class PagerRuntime:
     a GPU yet.
     """
 
-    def __init__(self, config: PagerConfig) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.native: Pager = native.load()
         planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture

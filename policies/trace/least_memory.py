@@ -28,7 +28,7 @@ def room_bytes(trace: Trace) -> list[int]:
     """Per storage, the most that an op of its chain reads and makes, constants left out: its making takes that at once.
 
     What has less room than that beside `least_bytes` cannot safely be dropped: backward may ask for it when the rest is at
-    its floor. The live rule is the vault's (allocator/shim/vault.cpp, `room_to_remake`).
+    its floor.
     """
     ops: list[int] = []
     for op in trace.ops:

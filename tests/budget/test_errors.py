@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr import _shim
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr.native import pager
 
 from . import models
 from .there import bytes_already_there
@@ -186,7 +186,7 @@ def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
     """The optimizer ran out of memory in the middle of making them; the error says what all of them will take."""
     from memmgr._stock import missing_states
 
-    native = _shim.load()
+    native = pager.load()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     first, second, *_ = parameters = list(model.parameters())
     for p in parameters:

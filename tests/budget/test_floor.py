@@ -264,7 +264,7 @@ def test_what_recording_keeps_never_costs_the_run(name: str) -> None:
     want = live_curve(LOOPS[name]).peak_bytes
     limit = int(1.05 * want) + 100_000 + bytes_already_there()
     torch.manual_seed(0)
-    with memmgr.budget(limit, disk=False, policy="evict", quiet=True, _sleep=False) as mm:
+    with memmgr.budget(limit, disk=False, policy="evict", quiet=True) as mm:
         LOOPS[name]()
     assert mm.stats()["resident_bytes.peak"] <= limit
 

@@ -1,4 +1,4 @@
-"""The native core is tested through its C ABI: as the torch-facing shim and the Python side will call it."""
+"""The native core is tested through its C ABI: as the pager and the Python side will call it."""
 
 from __future__ import annotations
 

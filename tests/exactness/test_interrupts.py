@@ -112,7 +112,7 @@ def limited(share: float) -> tuple[Training, int]:
     """A training, and a budget of this share of what it needs beside what is there already."""
     there = bytes_already_there()
     training = Training()
-    with memmgr.budget(8 << 30, quiet=True, _sleep=False) as mm:
+    with memmgr.budget(8 << 30, quiet=True) as mm:
         training.run()
     return training, there + int((mm.stats()["unmanaged_peak_bytes"] - there) * share)
 

@@ -231,13 +231,13 @@ def reference_cycles(policy: str) -> Iterator[None]:
 
 
 def _natives() -> dict[str, int]:
-    """Cells that the native knows, those with handles, what its tier holds."""
-    from memmgr import _shim
+    """Cells that the pager knows, and what its tier holds."""
+    from memmgr.native import pager
 
-    native = _shim.load()
+    native = pager.load()
+    native.drain()
     return {
-        "cells": native.table_size()[0],
-        "handled cells": len(native.handled()),
+        "cells": len(native.cells()),
         "tier bytes": native.tier_stats().get("used_bytes", 0),
     }
 
@@ -262,7 +262,7 @@ def _snapshot() -> dict[str, Any]:
         "maps": len(open("/proc/self/maps").readlines()),
         "objects": everything,
         "tensors": tensors,
-        # The shim's cells, recipes and handles are no business of the collector's, so it does not list them.
+        # The pager's cells and recipes are no business of the collector's, so it does not list them.
         "small blocks": sys.getallocatedblocks(),
         **_natives(),
         "ours": dict(ours),

@@ -1,4 +1,4 @@
-// memmgr's core as the allocator of memdev, without the shim between: what mm_device_* hands out, torch trains on.
+// memmgr's core as the allocator of memdev, without torch's pager between: what mm_device_* hands out, torch trains on.
 #pragma once
 
 #include "native.h"

@@ -19,7 +19,7 @@ from . import Handles, scenarios, start
 from .scenarios import DEVICE
 
 import memmgr  # isort: skip
-from memmgr._shim import load_core  # isort: skip
+from memmgr.native.build import load_core  # isort: skip
 from memmgr.native import pager  # isort: skip
 
 SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import memmgr
-from memmgr._shim import cxx_standard
 from memmgr.native import pager as native
+from memmgr.native.build import cxx_standard
 
 N = 1 << 18  # a megabyte
 LIMIT = "3.6MB"  # for three such tensors

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _cuda, _device, _shim
+from memmgr import _cuda, _device
+from memmgr.native.build import NotBuiltError
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_whoever_comes_too_late_is_told(cuda: pytest.MonkeyPatch) -> None:
     assert not _cuda.in_place()
 
 
-@pytest.mark.parametrize("error", [_shim.NoShim("no compiler"), OSError("no such symbol"), RuntimeError("broken")])
+@pytest.mark.parametrize("error", [NotBuiltError("no compiler"), OSError("no such symbol"), RuntimeError("broken")])
 def test_an_import_never_fails(cuda: pytest.MonkeyPatch, error: Exception) -> None:
     def build() -> Path:
         raise error
@@ -153,10 +154,10 @@ def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     folders: list[Path] = []
     monkeypatch.setattr(_cuda, "header_folders", lambda: folders)
-    with pytest.raises(_shim.NoShim, match=r"not found.*pip install nvidia-cuda-runtime"):
+    with pytest.raises(NotBuiltError, match=r"not found.*pip install nvidia-cuda-runtime"):
         _cuda.find_headers()
     folders.append(_headers(tmp_path / "old", 12080))
-    with pytest.raises(_shim.NoShim, match="another release than torch"):
+    with pytest.raises(NotBuiltError, match="another release than torch"):
         _cuda.find_headers()
     folders.append(_headers(tmp_path / "half", 13000, whole=False))
     assert _cuda.find_headers() == [
@@ -164,7 +165,7 @@ def test_headers_have_to_be_whole_and_of_torchs_release(tmp_path: Path, monkeypa
         tmp_path / "old",
     ]  # of the latter, what says which compiler it is
     del folders[0]
-    with pytest.raises(_shim.NoShim, match="not found"):
+    with pytest.raises(NotBuiltError, match="not found"):
         _cuda.find_headers()
     folders.append(_headers(tmp_path / "whole", 13000))
     assert _cuda.find_headers() == [tmp_path / "whole"]

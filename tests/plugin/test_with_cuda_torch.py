@@ -1,4 +1,4 @@
-"""The allocator and the shim inside a torch that was built with CUDA, on a double of the runtime and the driver.
+"""The allocator and the pager inside a torch that was built with CUDA, on a double of the runtime and the driver.
 
 Tensors, streams, autograd's device thread and copies are real; kernels do nothing, so values are not looked at.
 """

@@ -114,7 +114,7 @@ def _all_events(watching: Watching, step: object) -> list[dict[str, object]]:
 
 def test_alternating_passes_are_both_known() -> None:
     """Two ways through the model: each is learned once."""
-    with memmgr.budget(LIMIT, quiet=True, _sleep=False):
+    with memmgr.budget(LIMIT, quiet=True):
         step = training()
         model = step.model  # type: ignore[attr-defined]
         x = torch.randn(256, 64)

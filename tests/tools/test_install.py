@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memmgr import _cache, _shim
+from memmgr import _cache
+from memmgr.native import build, pager
 from memmgr.tools import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -196,12 +197,12 @@ def test_the_folder_that_the_user_names_is_the_one(home: Path, monkeypatch: pyte
     monkeypatch.setenv(_cache.VARIABLE, str(home / "mine"))
     _close(home, monkeypatch)
     assert _cache.folder() == (home / "mine", None)
-    with pytest.raises(_shim.NoShim, match=r"mine.* cannot be written .*MEMMGR_CACHE"):
-        _shim.compile_library(Path("x.cpp"), _cache.place("a", "b.so"), [], [])
+    with pytest.raises(build.NotBuiltError, match=r"mine.* cannot be written .*MEMMGR_CACHE"):
+        build.compile_library(Path("x.cpp"), _cache.place("a", "b.so"), [], [], "x")
 
 
 def test_the_doctor_names_the_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _shim.load()
+    pager.load()
     found = {finding.name: finding for finding in doctor._native()}
     assert "MEMMGR_CACHE" in found["allocator"].text and "cache" not in found
     monkeypatch.setattr(_cache, "_is_writable", lambda folder: folder.parent == home.parent / "tmp")
@@ -221,8 +222,8 @@ class _Terminal(io.StringIO):
 def test_compiling_says_so_at_once_and_how_long_it_took(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = _Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    with _cache.said("the shim", Path("/somewhere")):
-        assert shown.getvalue().startswith("memmgr: compiling the shim, once")
+    with _cache.said("the pager", Path("/somewhere")):
+        assert shown.getvalue().startswith("memmgr: compiling the pager, once")
     said = shown.getvalue()
     assert "kept in /somewhere" in said
     assert re.search(r"\d s\s*$", said) and ("\r" in said) == terminal and said.count("\n") == (1 if terminal else 2)
@@ -231,6 +232,6 @@ def test_compiling_says_so_at_once_and_how_long_it_took(terminal: bool, monkeypa
 def test_a_compiler_that_fails_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = _Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    with pytest.raises(ValueError), _cache.said("the shim", Path("/somewhere")):
+    with pytest.raises(ValueError), _cache.said("the pager", Path("/somewhere")):
         raise ValueError
     assert shown.getvalue().endswith("\n")

@@ -20,14 +20,13 @@ def _project() -> dict[str, dict[str, object]]:
         return tomllib.load(file)
 
 
-def test_the_library_and_the_shim_sources_are_inside_the_package() -> None:
+def test_the_library_and_the_pagers_sources_are_inside_the_package() -> None:
     package = importlib.resources.files("memmgr")
     assert package.joinpath("libmemmgr_core.so").is_file()
-    assert package.joinpath("_shim_src", "memmgr", "core.h").is_file()
-    assert package.joinpath("_shim_src", "shim.cpp").is_file()
+    assert package.joinpath("_include", "memmgr", "core.h").is_file()
     assert package.joinpath("_pager_src", "pager.cpp").is_file()
     assert package.joinpath("_pager_src", "pools", "pool.h").is_file()
-    assert package.joinpath("_shim_src", "memmgr", "plugin.h").is_file()
+    assert package.joinpath("_include", "memmgr", "plugin.h").is_file()
     assert package.joinpath("_cuda_src", "plugin.cpp").is_file()
     assert package.joinpath("_cuda_src", "meter.cpp").is_file()
 

@@ -53,11 +53,10 @@ def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memmgr import _shim
-    from memmgr.native import pager
+    from memmgr.native import build, pager
 
     def load() -> None:
-        raise _shim.NoShim("no C++ compiler was found")
+        raise build.NotBuiltError("no C++ compiler was found")
 
     monkeypatch.setattr(pager, "load", load)
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -174,16 +174,6 @@ void mm_arena_walk(mm_arena*, mm_block_fn, void* user);
 // every event.
 int mm_arena_check(mm_arena*, char* err, size_t err_len);
 
-// Notes every block that is handed out and given back, for replay (benchmarks/window_replay.cpp). Ends by itself when
-// `capacity` entries are there; 0 ends it at once and forgets them. Returns 0, or -1 when there is no memory for it.
-typedef struct {
-  uint64_t offset;
-  uint64_t bytes;  // after alignment; 0: given back
-} mm_log_entry;
-int mm_arena_log(mm_arena*, uint64_t capacity);
-uint64_t mm_arena_log_length(mm_arena*);
-uint64_t mm_arena_log_read(mm_arena*, mm_log_entry* out, uint64_t capacity);  // how many were copied
-
 // ---- bits ------------------------------------------------------------------------------------------------------
 
 // Bytes whose elements take two values only, as a bit each.

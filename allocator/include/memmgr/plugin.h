@@ -1,5 +1,5 @@
 // The seam between CUDA's allocator in torch (allocator/cuda, one per process, installed before CUDA is initialised)
-// and the shim, which knows budgets and who may leave. Tables of functions, because neither links the other.
+// and the pager, which knows budgets and who may leave. Tables of functions, because neither links the other.
 #ifndef MEMMGR_PLUGIN_H
 #define MEMMGR_PLUGIN_H
 #include "memmgr/device.h"

@@ -1,0 +1,46 @@
+"""What a budget was asked for, parsed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+from memmgr._placement import REMAP, Placement
+from memmgr.native.pager import SMALL_BYTES
+from memmgr.policies import Policy
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of `memmgr.budget`, as the runtime takes them.
+
+    Attributes:
+        host_bytes: of host memory for what leaves an accelerator; None: who did not say.
+        folder: of the tier below the CPU; None: there is none.
+        binary: errors speak in powers of two, as the limit did.
+    """
+
+    limit_bytes: int
+    device: torch.device
+    folder: str | None
+    disk_bytes: int
+    policy: Policy
+    verify: bool
+    quiet: bool
+    host_bytes: int | None = None
+    throttle: int = 0
+    small_bytes: int = SMALL_BYTES
+    placement: Placement = REMAP
+    plan: bool = True
+    log: str | None = None
+    trace: str | None = None
+    trace_pass: int = 2
+    binary: bool = False
+
+
+def default_folder() -> str:
+    """The system's folder for temporary files."""
+    return os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()

@@ -1,0 +1,62 @@
+"""Rule 7: what is made again is made under the numeric switches of its recipe, and they are left as the program has them.
+
+Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.py); the default dtype changes them on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import memmgr
+from memmgr.native import pager
+
+C: Any = torch._C
+N = 20_000
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "matmul precision": (
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+        lambda v: C._set_fp32_precision_setter("mkldnn", "matmul", v),
+        "bf16",
+    ),
+    "convolution precision": (
+        lambda: torch.backends.cudnn.conv.fp32_precision,
+        lambda v: C._set_fp32_precision_setter("cuda", "conv", v),
+        "ieee",
+    ),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, C._set_mkldnn_enabled, False),
+    "cudnn": (lambda: torch.backends.cudnn.enabled, C._set_cudnn_enabled, False),
+    "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, C._set_cudnn_benchmark, True),
+    "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, C._set_cudnn_deterministic, True),
+    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    "denormals": (lambda: bool((torch.tensor([1e-40]) * 1.0).eq(0).item()), torch.set_flush_denormal, True),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_recipe_runs_under_its_switches_and_leaves_them_as_they_were(name: str) -> None:
+    get, put, other = SWITCHES[name]
+    before = get()
+    native = pager.load()
+    with memmgr.budget("1GB", quiet=True, disk=False):
+        whole = torch.arange(N)
+        for _ in range(2):  # its kind is known from the first on
+            third = whole / 3
+        want = third.clone()
+        try:
+            put(other)
+            assert native.take_away(third, 0) == third.nbytes
+            again = third + 0  # made again here
+            assert get() == other
+        finally:
+            put(before)
+        assert again.dtype == torch.float32 and torch.equal(again, want)
+        assert native.stats()["rematerialized_ops"] > 0
