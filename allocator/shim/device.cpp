@@ -35,7 +35,7 @@ mm_stream stream_now() {
 
 // ---- several streams ----
 
-// The rules without which memory would be reused, or read, too early (docs/streams.md says which harm each prevents).
+// The rules without which memory would be reused, or read, too early (docs/internals/streams.md has the harms).
 // Tests name one to be left out and see bits change.
 static const std::unordered_map<std::string, uint32_t> kStreamRules{
     {"", 0},
