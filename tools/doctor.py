@@ -200,7 +200,12 @@ def _native() -> Iterator[Finding]:
         if torch.cuda.is_available():
             _shim.load()
     except _shim.NoShim as why:
-        yield Finding("allocator", NO, f"no budget can be opened: {why}")
+        yield Finding(
+            "allocator",
+            NO,
+            f"no budget can be opened: {why}",
+            "mend what it names: until then every budget is this error",
+        )
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
@@ -248,7 +253,12 @@ def _cuda(count: int) -> Iterator[Finding]:
     if why is None:
         yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
     else:
-        yield Finding("CUDA memory", NO, f"no budget can be kept on it: {why}")
+        yield Finding(
+            "CUDA memory",
+            NO,
+            f"no budget can be kept on it: {why}",
+            "mend what it names, or device='cpu' for host memory",
+        )
     size = 256 << 20
     try:
         with torch.cuda.device(0):
