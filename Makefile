@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-ops soak check-headers check-units lint format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test test-ops soak check-headers check-units lint api format bench gpu-check gpu-wheels wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -93,6 +93,9 @@ lint: setup ## ruff, clang-format, mypy --strict
 	@for f in memmgr/*; do ln -s ../../../$$f build/typed/memmgr/|| exit 1; done
 	@ln -s ../../../policies ../../../tools build/typed/memmgr/
 	cd build/typed && ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p memmgr
+
+api: setup ## docs/api.md from the docstrings
+	$(PY) scripts/api_reference.py
 
 format: setup ## let the formatters write
 	$(VENV)/bin/ruff check --fix .

@@ -90,20 +90,20 @@ class budget:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
             machine's), bytes as an int; `None` or `"none"` for no limit, which only measures.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
-            On CUDA, `import memmgr` comes before CUDA is used (docs/allocator.md). None of this has run on a GPU yet.
+            On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
             free, at most twice the limit.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
-            `"torture"` (for tests) makes everything leave at once. See docs/policies.md. Or a `memmgr.policies.Policy` of
-            your own (docs/writing_a_policy.md).
+            `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
+            your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
         verify: compare everything that comes back with a checksum of what left (a sample is compared anyway).
         quiet: no summary line at the end.
-        log: a file for the telemetry stream (docs/telemetry.md), for `memmgr report`. An existing one is begun anew; in a
+        log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
             own, `run.rank1.jsonl`.
-        trace: a file for the trace of one pass, for `memmgr simulate` (docs/planner.md); compressed if the name ends in .gz.
+        trace: a file for the trace of one pass, for `memmgr simulate` (JSON, an op a line); compressed if the name ends in .gz.
         trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
 
     Raises:
@@ -259,6 +259,7 @@ def stats() -> dict[str, Any]:
         of `watched_seconds` (the passes). Plans: `plans` (made), `planned_passes` (followed one to the end),
         `short_periods` (of these, malloc had to choose for itself), `plan_seconds` (making them took, beside training),
         `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the addresses that are
-        used without remap (docs/allocator.md)."""
+        used without remap.
+    """
     manager = last()
     return manager.stats() if manager is not None else {}

@@ -1,7 +1,7 @@
 """Which memory a budget is about, and how its allocator and the tier below it are opened.
 
 The CPU device has an arena in host memory and a file below it. An accelerator has an arena in its own memory, in stream
-order, and page-locked host memory below it (docs/streams.md).
+order, and page-locked host memory below it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How malloc answers a request that finds no room, or no run of addresses, by name (docs/allocator.md)."""
+"""How malloc answers a request that finds no room, or no run of addresses, by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Placement:
 
 
 REMAP = Placement(SEARCHES["remap"], _REMAP_FIRST, False)
-"""The measured winner (docs/reports/2026-11-21-window.md)."""
+"""The measured winner: the lowest floor, or a tie, and the fewest bytes that leave."""
 
 
 def parse_placement(text: str) -> Placement:

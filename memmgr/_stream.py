@@ -1,6 +1,6 @@
 """The telemetry stream's address and version: what a training process and whoever watches it have to agree on.
 
-Imports nothing heavy: a dashboard starts without torch. The format is in docs/telemetry.md.
+Imports nothing heavy: a dashboard starts without torch. Every line has a `type`.
 """
 
 from __future__ import annotations

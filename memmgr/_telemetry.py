@@ -1,4 +1,4 @@
-"""Publishes what a budget does: to whoever connects to this process's socket, and to a log (docs/telemetry.md).
+"""Publishes what a budget does: to whoever connects to this process's socket, and to a log, one JSON object a line.
 
 One thread, asleep in `poll` without a time-out while nobody is connected and no log is kept. What it sends is sums and
 snapshots; the training threads never wait for it, and never send anything themselves. Its own processor time is

@@ -1,4 +1,4 @@
-"""The trace file: one JSON object a line, gzip if the name ends in .gz. docs/planner.md says what the tools make of it.
+"""The trace file: one JSON object a line, gzip if the name ends in .gz. `memmgr simulate` reads it.
 
 It is written as the pass goes on, so a process that dies leaves a file without its last line, which the reader refuses.
 """

@@ -23,7 +23,7 @@ class Attached:
 
     Args:
         pid: the process.
-        request: what is asked of it (docs/telemetry.md).
+        request: what is asked of it: `interval_seconds`, `want`, `cells`, `columns`.
 
     Raises:
         Wrong: there is nobody to talk to; the text says why.

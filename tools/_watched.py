@@ -1,4 +1,4 @@
-"""One process as its telemetry shows it: lines go in (docs/telemetry.md), what the views need comes out.
+"""One process as its telemetry shows it: lines of the stream go in, what the views need comes out.
 
 `top` feeds it from a socket, `report` from a file. Nothing here draws, and nothing here imports torch.
 """

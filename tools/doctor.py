@@ -197,7 +197,12 @@ def _native() -> Iterator[Finding]:
     try:
         pager.load()
     except build.NotBuiltError as why:
-        yield Finding("allocator", NO, f"no budget can be opened: {why}", "see docs/errors.md")
+        yield Finding(
+            "allocator",
+            NO,
+            f"no budget can be opened: {why}",
+            "mend what it names: until then every budget is this error",
+        )
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"
@@ -245,7 +250,12 @@ def _cuda(count: int) -> Iterator[Finding]:
     if why is None:
         yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
     else:
-        yield Finding("CUDA memory", NO, f"no budget can be kept on it: {why}", "see docs/allocator.md")
+        yield Finding(
+            "CUDA memory",
+            NO,
+            f"no budget can be kept on it: {why}",
+            "mend what it names, or device='cpu' for host memory",
+        )
     size = 256 << 20
     try:
         with torch.cuda.device(0):
@@ -340,7 +350,10 @@ def _environment() -> Iterator[Finding]:
     unknown = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in KNOWN_VARIABLES)
     if unknown:
         yield Finding(
-            "variables", WEAKER, f"{', '.join(unknown)}: nobody reads that", "see docs/tuning.md for those there are"
+            "variables",
+            WEAKER,
+            f"{', '.join(unknown)}: nobody reads that",
+            f"those there are: {', '.join(sorted(KNOWN_VARIABLES))}",
         )
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")

@@ -7,7 +7,7 @@
 
 Keys: 1-4 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
-A reader never slows the training down: what it is too slow to take is dropped and counted (docs/telemetry.md). Without
+A reader never slows the training down: what it is too slow to take is dropped and counted. Without
 the package `textual` (pip install 'memmgr[top]'), or on a terminal without UTF-8, the plain screen is repeated.
 
 Exit code: 0; 2 when there is no such process, or none at all.

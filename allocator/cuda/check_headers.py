@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles what faces torch (CUDA's allocator and the shim) against the headers of several releases of torch.
+"""Compiles what faces torch (CUDA's allocator and the pager) against the headers of several releases of torch.
 
     python allocator/cuda/check_headers.py 2.11.0 2.13.0
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOCATOR = ROOT / "allocator"
-UNITS = {"CUDA's allocator": ALLOCATOR / "cuda" / "plugin.cpp", "shim": ALLOCATOR / "shim" / "shim.cpp"}
+UNITS = {"CUDA's allocator": ALLOCATOR / "cuda" / "plugin.cpp", "pager": ALLOCATOR / "pager" / "pager.cpp"}
 KEPT = ROOT / "build" / "headers"
 # What a build without CUDA leaves out of its headers; all that it says in a build with it.
 MACROS = Path("c10/cuda/impl/cuda_cmake_macros.h")

@@ -9,7 +9,9 @@ from prometheus_client.registry import Collector
 
 from memmgr._budget import stats
 from memmgr._sizes import UNLIMITED
+from memmgr.observe.figures import FIGURES
 
+_MEANINGS = {figure.name: figure.meaning for figure in FIGURES}
 _GAUGES = frozenset({"budget_bytes", "floor_bytes", "unmanaged_peak_bytes", "outside_bytes", "fragmentation"})
 """Besides everything that ends in `.peak` or `.current`; the rest only grows, until the next budget opens."""
 
@@ -45,7 +47,7 @@ class MemmgrCollector(Collector):
                 continue  # places in a program are no metrics
             stem, dot, last = key.rpartition(".")
             name = f"memmgr_{_with_peak(stem)}" if last == "peak" else f"memmgr_{stem if dot else key}"
-            text = f"memmgr.stats()[{key!r}]"
+            text = _MEANINGS.get(key, f"memmgr.stats()[{key!r}]")
             family = GaugeMetricFamily if dot or key in _GAUGES else CounterMetricFamily
             metric = family(name, text, labels=self._names)
             metric.add_metric(self._values, float("inf") if value == UNLIMITED else float(value))

@@ -36,11 +36,11 @@ from .saved import saved_by
 
 _NEAR = 0.1
 """w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
-hardly depends on it (docs/planner.md): between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
+hardly depends on it: between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
 
 _ROOM = 0.25
 """What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
-other out. Between half and twice as much the overhead moves by a few percent (docs/planner.md)."""
+other out. Between half and twice as much the overhead moves by a few percent."""
 
 _CRUMB = 1 / 256  # what is smaller than this share of what is short leaves only if there is nothing larger
 _TICK_SECONDS = 1e-12  # what costs nothing still leaves in order of size and time

@@ -1,7 +1,7 @@
 """From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell (design section 5).
 
 The plan is a list of steps in the order in which the compute stream meets them, and says what it costs, what no schedule can
-go below, and the gap between the two. What is behind it: docs/planner.md.
+go below, and the gap between the two.
 """
 
 from __future__ import annotations

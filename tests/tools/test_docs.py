@@ -7,6 +7,7 @@ In the shell blocks train.py is a small training, and 12345 is a process that tr
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -20,10 +21,15 @@ from pathlib import Path
 
 import pytest
 
+import memmgr
+import memmgr.integrations
+from memmgr.observe.figures import FIGURES
 from memmgr.tools import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+DOCS = ROOT / "docs"
+REPORTS = sorted(DOCS.glob("reports/*.md"))  # of their date: their commands need not run any more
+PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md"} - set(REPORTS))
 TRAIN = """
 import sys
 import torch
@@ -61,6 +67,10 @@ class Block:
     text: str
 
 
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
@@ -68,7 +78,7 @@ def blocks() -> list[Block]:
         pattern = r"(?:<!--\s*((?:(?!-->)[\s\S])*?)\s*-->\n)?^```(\w*)\n([\s\S]*?)^```$"
         for match in re.finditer(pattern, text, re.MULTILINE):
             number = text.count("\n", 0, match.start(2)) + 1
-            found.append(Block(page.name, number, match[2], match[1] or "", match[3]))
+            found.append(Block(_name(page), number, match[2], match[1] or "", match[3]))
     return found
 
 
@@ -148,7 +158,8 @@ def test_no_block_of_commands_is_passed_over() -> None:
             commands = [line for line in block.text.splitlines() if COMMAND.match(line)]
             assert not commands, f"{block.page}:{block.number}: {commands}"
     pages = {block.page for block in SHELL}
-    assert {"README.md", "tuning.md", "how_it_works.md", "planner.md", "when_it_does_not_help.md"} <= pages
+    users = {f"docs/{name}.md" for name in ("quickstart", "tuning", "errors", "distributed", "when_it_does_not_help")}
+    assert users | {"README.md", "docs/internals/planner.md"} <= pages
 
 
 def test_python(place: tuple[Path, dict[str, str], int]) -> None:
@@ -171,7 +182,7 @@ def _named() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         for match in re.finditer(r"^(memmgr [^`\n]+)$|`(memmgr [^`\n]+)`", page.read_text(), re.MULTILINE):
-            found.append((page.name, (match[1] or match[2]).partition("  #")[0].strip()))
+            found.append((_name(page), (match[1] or match[2]).partition("  #")[0].strip()))
     return found
 
 
@@ -190,7 +201,100 @@ def test_every_command_that_is_named_exists() -> None:
             assert not word.startswith("--") or word.partition("=")[0] in known, f"{page}: {command}: {word}"
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def _links(page: Path) -> list[tuple[Path, str]]:
+    """What a page links to inside the repository: the file or folder, and what is behind the `#`."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
+    found = []
+    for target in LINK.findall(text):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            found.append(((page.parent / path).resolve() if path else page, anchor))
+    return found
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as the usual renderers make them."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+\.md)", page.read_text()):
-            assert (page.parent / target).is_file(), f"{page.name}: {target}"
+    for page in [*PAGES, *REPORTS]:
+        for target, anchor in _links(page):
+            assert target.exists(), f"{_name(page)}: {target}"
+            assert not anchor or anchor in _anchors(target), f"{_name(page)}: {target.name}#{anchor}"
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    met, todo = set(), [DOCS / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in met and page.suffix == ".md" and page.is_relative_to(DOCS):
+            met.add(page)
+            todo += [target for target, _ in _links(page)]
+    # What `make gpu-check` has written here is nobody's page yet.
+    lost = {page for page in DOCS.rglob("*.md") if page not in met and not page.name.startswith("gpu-check-")}
+    assert not lost, lost
+    shown = {target for page in [*PAGES, *REPORTS] for target, _ in _links(page)}
+    assert {*DOCS.glob("pictures/*")} <= shown, "a picture that no page shows"
+    assert {DOCS / "README.md", DOCS / "glossary.md"} <= {target for target, _ in _links(ROOT / "README.md")}
+
+
+# ---- the API reference -----------------------------------------------------------------------------------------------
+
+
+def test_the_api_reference_is_what_the_docstrings_say() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "api_reference.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text()
+    for name in [*memmgr.__all__, *memmgr.integrations.__all__]:
+        assert f"\n## `{name}`\n" in text or name == "__version__", name
+    assert "_throttle" not in text and "_placement" not in text, "what is private is shown"
+
+
+def test_every_figure_has_a_sentence() -> None:
+    with memmgr.budget(None, device="cpu", quiet=True) as mm:
+        shown = {name for name in mm.stats() if not name.startswith("escapes.")}
+    assert shown == {figure.name for figure in FIGURES if figure.where != "devices"}
+    # Of the recorder the source is asked: it opens on devices only.
+    (collect,) = [
+        node
+        for node in ast.walk(ast.parse((ROOT / "memmgr" / "_manager.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "_collect"
+    ]
+    (returned,) = [node.value for node in ast.walk(collect) if isinstance(node, ast.Return)]
+    assert isinstance(returned, ast.Dict)
+    keys = {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+    assert keys == {figure.name for figure in FIGURES if figure.where != "CPU"}
+
+
+def test_what_a_user_reads_names_no_file_of_the_repository() -> None:
+    """An installed package has no docs folder: strings and docstrings say the sentence itself. Comments may name a page."""
+    for folder in ("memmgr", "policies", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    named = re.findall(r"docs/\w+(?:/\w+)*\.md", node.value)
+                    assert not named, f"{path.relative_to(ROOT)}:{node.lineno}: {named}"
+
+
+def test_comments_name_pages_that_there_are() -> None:
+    sources = [*(ROOT / "allocator").rglob("*.cpp"), *(ROOT / "allocator").rglob("*.h")]
+    sources += [
+        p for name in ("memmgr", "policies", "tools", "tests", "benchmarks") for p in (ROOT / name).rglob("*.py")
+    ]
+    for path in [*sources, ROOT / "CHANGELOG.md"]:
+        for named in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text()):
+            assert "DATE" in named or (ROOT / named).is_file(), f"{path.relative_to(ROOT)}: {named}"

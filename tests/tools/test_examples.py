@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -14,7 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-SLOW = ("lora", "ddp", "with_accelerate")
+SLOW = ("lora", "ddp", "with_accelerate", "with_lightning")
+NEEDS = {"with_lightning": "lightning"}  # of no extra of ours
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
 def _commands(path: Path) -> list[str]:
@@ -25,17 +29,21 @@ def _commands(path: Path) -> list[str]:
     return found
 
 
-def _run(command: str) -> subprocess.CompletedProcess[str]:
+def _run(command: str | list[str]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
     environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(shlex.split(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    words = shlex.split(command) if isinstance(command, str) else command
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-CASES = [
-    pytest.param(command, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=command)
-    for path in EXAMPLES
-    for command in _commands(path)
-]
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    needed = NEEDS.get(name)
+    missing = needed is not None and importlib.util.find_spec(needed) is None
+    skipped = [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []
+    return [*skipped, *([pytest.mark.slow] if name in SLOW else [])]
+
+
+CASES = [pytest.param(command, marks=_marks(path.stem), id=command) for path in EXAMPLES for command in _commands(path)]
 
 
 @pytest.mark.parametrize("command", CASES)
@@ -51,5 +59,15 @@ def test_the_same_losses() -> None:
     assert int(re.search(r"offloaded (\d+)", managed.stderr)[1]) > 0, "nothing had to leave"  # type: ignore[index]
 
 
+def test_the_notebook_runs_and_holds_no_outputs() -> None:
+    """Its cells one after the other, as Jupyter would: that need not be installed."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    done = _run([sys.executable, "-P", "-c", "\n\n".join("".join(cell["source"]) for cell in cells)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"memmgr: peak [\d.]+ MB of [\d.]+ MB", done.stderr) and "the floor is" in done.stdout
+
+
 def test_all_that_are_promised_are_there() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"plain", "lora", "with_accelerate", "inference", "ddp"}
+    promised = {"plain", "lora", "with_accelerate", "with_lightning", "inference", "ddp"}
+    assert {path.stem for path in EXAMPLES} >= promised
