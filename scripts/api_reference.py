@@ -28,7 +28,6 @@ What `import memmgr` and `memmgr.integrations` give. `memmgr.policies` is descri
 [writing_a_policy.md](writing_a_policy.md).
 """
 CALLED_BY_FRAMEWORKS = ("_", "on_", "collect", "describe")  # beginnings of names; not for the user
-WHERE = {"everywhere": "", "CPU": " *CPU only.*", "devices": " *Devices only.*"}
 Definition = ast.ClassDef | ast.FunctionDef
 
 
@@ -122,9 +121,9 @@ def figures() -> Iterator[str]:
     yield "| key | |\n|---|---|\n"
     for call in table.elts:
         assert isinstance(call, ast.Call)
-        name, meaning, *where = [ast.literal_eval(argument) for argument in call.args]
-        yield f"| `{name}` | {meaning}.{WHERE[where[0] if where else 'everywhere']} |\n"
-    yield "| `escapes.MODULE:LINE` | how often that place in the program handed an address out for good. *CPU only.* |\n"
+        name, meaning = [ast.literal_eval(argument) for argument in call.args]
+        yield f"| `{name}` | {meaning}. |\n"
+    yield "| `escapes.MODULE:LINE` | how often that place in the program handed an address out for good. |\n"
 
 
 def page() -> str:

@@ -194,8 +194,8 @@ class Arena final : private ForkAware {
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
   double staleness_exponent_ = 1;
-  Chooser chooser_;                // its columns are kept for the next search
-  mm_arena_stats stats_{};         // the fields that are kept up to date; Stats() fills in the others
+  Chooser chooser_;         // its columns are kept for the next search
+  mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others
 };
 
 }  // namespace memmgr
