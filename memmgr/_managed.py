@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from . import _budget
-from .runtime.pager import PagerRuntime
 
 
 class ManagedTensor(torch.Tensor):
@@ -21,9 +20,7 @@ class ManagedTensor(torch.Tensor):
     raw pointers do not see it (call `.to_tensor()` first); it costs 10 to 20 us an op.
     """
 
-    _handle: Any
-    _native: Any
-    _plain: torch.Tensor | None
+    _plain: torch.Tensor
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> ManagedTensor:
@@ -41,83 +38,44 @@ class ManagedTensor(torch.Tensor):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._plain = tensor.detach()
-        self._handle = None
         self._let_go()
 
-    # -- the bytes --
-
-    def _take(self) -> torch.Tensor:
-        if self._plain is not None:
-            return self._plain
-        assert self._handle is not None
-        tensor: torch.Tensor = self._native.unpack(self._handle)  # of the budget that it was handed to
-        return tensor
-
     def _let_go(self) -> None:
-        """Hands the bytes over to the manager, if a budget is open."""
+        """The bytes go below, if a budget is open."""
         manager = _budget.current()
-        if manager is None:
-            return
-        if isinstance(manager, PagerRuntime):
-            if self._plain is not None:
-                manager.put_below(self._plain)
-            return
-        if self._plain is None:
-            if manager.native is self._native:
-                manager.settle_managed(self._handle.cell)
-            return
-        plain, self._plain = self._plain, None
-        with manager.unseen():
-            handle = manager.native.handle(plain)
-        if handle is None:
-            self._plain = plain
-            return
-        self._native = manager.native
-        handle.cell.managed = True
-        self._handle = handle
-        del plain
-        manager.settle_managed(handle.cell)
+        if manager is not None:
+            manager.put_below(self._plain)
 
     def to_tensor(self) -> torch.Tensor:
         """An ordinary tensor with these bytes (shared, not copied)."""
-        return self._take()
+        return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         raise NotImplementedError("ManagedTensor is not traced")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ManagedTensor({self._take()!r})"
+        return f"ManagedTensor({self._plain!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._take().__reduce_ex__(protocol)
+        return self._plain.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        used: list[tuple[ManagedTensor, torch.Tensor]] = []
+        used: dict[int, ManagedTensor] = {}
 
         def plain(value: Any) -> Any:
             if isinstance(value, ManagedTensor):
-                tensor = value._take()
-                used.append((value, tensor))
-                return tensor
+                used[id(value._plain)] = value
+                return value._plain
             return value
 
         args, kwargs = tree_map(plain, args), tree_map(plain, kwargs or {})
-        mutates = not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable
-        if mutates:
-            # The bytes may change: the handles go first, a new version gets new ones.
-            for owner, tensor in used:
-                owner._plain, owner._handle = tensor, None
         out = func(*args, **kwargs)
-        owners = {id(tensor): owner for owner, tensor in used}
-        if mutates:
-            out = tree_map(lambda v: owners.get(id(v), v) if isinstance(v, torch.Tensor) else v, out)
-        del args, kwargs
-        done = [owner for owner, _ in used]
-        used.clear()
-        for owner in done:
+        if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+            out = tree_map(lambda v: used.get(id(v), v) if isinstance(v, torch.Tensor) else v, out)
+        for owner in used.values():
             owner._let_go()
         return out
 
@@ -125,8 +83,8 @@ class ManagedTensor(torch.Tensor):
 def manage(tensor: torch.Tensor) -> ManagedTensor:
     """Hands a tensor over: between uses its bytes live on the tier below, and any op brings them back.
 
-    The caller gives up its own references (`state["exp_avg"] = memmgr.manage(state["exp_avg"])`): while somebody else
-    holds the storage, the bytes stay. Without an open budget the result behaves like the tensor.
+    A hint, rarely needed: whatever a budget's device holds may leave. This one leaves after every op that used it. Without
+    an open budget the result behaves like the tensor.
 
     Args:
         tensor: a dense tensor on the budget's device that needs no gradient.

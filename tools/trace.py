@@ -25,7 +25,7 @@ from memmgr.tools import run as run_verb
 from memmgr.tools._wrong import Wrong
 
 if TYPE_CHECKING:
-    from memmgr._budget import Runtime
+    from memmgr.runtime.pager import PagerRuntime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def _close(pid: int, args: argparse.Namespace) -> None:
         print("memmgr: " + line, file=sys.stderr, flush=True)
 
 
-def outcome(args: argparse.Namespace, manager: Runtime | None) -> list[str]:
+def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
     trace = manager.traced if manager is not None else None
     if trace is None:

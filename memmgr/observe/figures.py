@@ -81,9 +81,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("absent_cells", "cells whose bytes are away now"),
     Figure("pinned_cells", "cells that something keeps in memory now, without small ones"),
     Figure("orphans", "cells that the program has let go of and others are made from"),
-    Figure(
-        "adopted", "storages of another allocator that the pager manages, from before the budget for example", "CPU"
-    ),
+    Figure("adopted", "storages of another allocator that the pager manages, from before the budget for example"),
     Figure("adopted_bytes", "bytes of what was adopted"),
     Figure("escapes", "storages whose address was handed out for good"),
     Figure("escaped_bytes", "bytes of escaped storages that live"),
