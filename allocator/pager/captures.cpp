@@ -12,7 +12,7 @@ std::atomic<int> captures{0};
 
 bool is_capturing() {
   mm_device* device = captures.load() > 0 && queues ? budget.pool->queue() : nullptr;
-  return device && mm_device_is_capturing(device, stream_now()) > 0;
+  return device && mm_device_is_capturing(device, budget.pool->stream()) > 0;
 }
 
 namespace {

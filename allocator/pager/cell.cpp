@@ -529,7 +529,7 @@ void lend_bytes_locked(Version* v, at::DataPtr bytes) {
   c->nbytes = v->nbytes;
   c->small = c->nbytes < budget.options.small_bytes;
   c->pool = budget.pool;
-  if (queues) c->filled_on = stream_now();
+  if (queues) c->filled_on = c->pool->stream();
   c->bytes = std::move(bytes);
   c->version = v;
   c->last_touch.store(ticks(), std::memory_order_relaxed);
@@ -608,7 +608,7 @@ void settle_before_write(Cell* c) {
   try {
     copy->bytes = c->pool->allocate(c->nbytes);
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
-    if (queues) copy->filled_on = stream_now();
+    if (queues) copy->filled_on = copy->pool->stream();
   } catch (...) {
     delete copy;
     throw;

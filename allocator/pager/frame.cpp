@@ -17,7 +17,7 @@ void make_room_for(const c10::StorageImpl* s) {
   if (all <= limit) return;
   uint64_t released = 0;
   for (int i = 0; released < all - limit; ++i) {
-    const uint64_t n = reclaim_callback(nullptr, all - limit - released, s->nbytes(), i);
+    const uint64_t n = reclaim_callback(budget.pool, all - limit - released, s->nbytes(), i);
     if (!n) throw_out_of_memory(s->nbytes());
     released += n;
   }

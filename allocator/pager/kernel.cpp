@@ -521,8 +521,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       Frame indices;
       if (C10_UNLIKELY(info->reads_raw)) pin_indices(indices, *stack, op.schema().arguments().size());
       op.redispatchBoxed(below, stack);
-    }
       return;
+    }
     default:
       break;
   }

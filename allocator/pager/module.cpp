@@ -364,7 +364,7 @@ PyObject* py_settle(PyObject*, PyObject*) {
     for (int i = 0; i < 1000; ++i) {
       const uint64_t now = mm_arena_resident(budget.arena);
       beyond = now > limit ? now - limit : 0;
-      if (!beyond || !reclaim_callback(nullptr, beyond, beyond, i)) break;
+      if (!beyond || !reclaim_callback(budget.pool, beyond, beyond, i)) break;
     }
     Py_END_ALLOW_THREADS;
     mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing

@@ -283,8 +283,8 @@ static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
   return released;
 }
 
-uint64_t reclaim_callback(void*, uint64_t need, uint64_t request, int) {
-  if (!budget.open.load(std::memory_order_relaxed)) return 0;
+uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
+  if (!budget.open.load(std::memory_order_relaxed) || asking != budget.pool) return 0;
   for (int i = 0; frozen.load() > 0; ++i) {
     if (tl_froze || i == 2000) return 0;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -440,7 +440,7 @@ void bring_back(Cell* c) {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (absence != Absence::kEvicted)
       note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
-    last = come_back_locked(c, std::move(bytes), stream_now(), &trash);
+    last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
   }
   if (last) last_user_is_gone(c);
 }

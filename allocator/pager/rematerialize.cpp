@@ -197,7 +197,7 @@ bool give_to_cell(Version* v, StoragePtr& made) {
     std::lock_guard<std::mutex> lock(graph_lock());
     at::DataPtr& p = pointer_of(made.get());
     c->last_touch.store(ticks(), std::memory_order_relaxed);
-    last = come_back_locked(c, std::move(p), stream_now(), &trash);
+    last = come_back_locked(c, std::move(p), c->pool->stream(), &trash);
     p.clear();
   }
   made.reset();

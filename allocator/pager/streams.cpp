@@ -6,7 +6,7 @@ void use_queued(Cell* c) {
   mm_device* device = c->pool->queue();
   const void* p = c->bytes.get();
   if (!device || !p || !mm_arena_owns(c->pool->arena, p)) return;
-  const mm_stream now = stream_now();
+  const mm_stream now = c->pool->stream();
   // The program keeps what another stream uses alive, but not from leaving.
   if (rule_holds(kRuleUses) && mm_device_home(device, p) != now) mm_device_used(device, const_cast<void*>(p), now);
   // It put its streams in order behind the op that made the bytes, not behind our bringing them back elsewhere.

@@ -55,7 +55,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 // and whoever touches it reads again and is told why.
 void end_read(Read r, int result) {
   if (result < 0) note_tier_error(-result);
-  const mm_stream filled_on = home_of(r.cell->pool, r.bytes.get());
+  const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
   const bool good = result >= 0 && sum_agrees(r.cell, r.bytes.get());
   bool last;
   {
@@ -164,7 +164,7 @@ bool begin_read(Cell* c) {
 static int wait_for_read(const Read& r) {
   if (r.cell->pool->on_host()) return mm_tier_wait(budget.tier, r.cell->slot);
   if (!rule_holds(kRulePrefetched)) return 0;
-  return mm_tier_use(budget.tier, r.cell->slot, home_of(r.cell->pool, r.bytes.get()));
+  return mm_tier_use(budget.tier, r.cell->slot, r.cell->pool->home(r.bytes.get()));
 }
 
 bool finish_read(Cell* c) {

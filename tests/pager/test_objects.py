@@ -107,3 +107,19 @@ def test_what_is_found_is_of_the_types_asked_for() -> None:
     assert all(any(x is y for y in both) for x in there[1:]) and not any(x is there[0] for x in both)
     assert len({id(x) for x in both}) == len(both)
     assert all(issubclass(type(x), torch.Tensor) for x in tensors)
+
+
+def test_a_trial_holds_nothing_when_it_is_over() -> None:
+    """What it read is the program's alone again when the op returns, not when some thread gets to it: else the bytes of what
+    ends then stay, and the budget is spent for nothing."""
+    with memmgr.budget("1GB", quiet=True):
+        native = pager.load()
+        holders = set()
+        for i in range(300):  # each a kind of its own
+            x = torch.ones(20_000 + i)
+            x.exp()
+            info = native.describe(x)
+            assert info is not None
+            holders.add(info["holders"])
+        assert native.stats()["trials"] >= 300
+    assert holders == {2}, holders  # the tensor's, and that of who asks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from budget.in_backward import in_backward
 from budget.there import bytes_already_there
 
 import memmgr
@@ -39,21 +39,15 @@ def test_a_wait_is_counted_once(policy: str) -> None:
 
 
 def test_a_pass_is_an_outermost_backward() -> None:
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                x = torch.ones_like(grad, requires_grad=True)
-                x.sin().sum().backward()
-            return grad
+    def runs_another(grad: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = torch.ones_like(grad, requires_grad=True)
+            x.sin().sum().backward()
+        return grad
 
     with memmgr.budget(None, quiet=True) as mm:
         for _ in range(3):
-            Inner.apply(torch.ones(1000, requires_grad=True)).sum().backward()
+            in_backward(runs_another)(torch.ones(1000, requires_grad=True)).sum().backward()
     assert mm.stats()["passes"] == 3
 
 

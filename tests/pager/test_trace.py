@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from budget import models
+from budget.in_backward import in_backward
 from budget.there import bytes_already_there
 from torch import nn
 
@@ -209,20 +210,14 @@ def test_a_traced_pass_has_the_same_bits(policy: str, tmp_path: Path) -> None:
 
 
 def test_a_pass_that_fails_is_not_the_trace(tmp_path: Path) -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise ValueError("on purpose")
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
 
     w = nn.Parameter(torch.randn(64, 64))
     with memmgr.budget(None, quiet=True, disk=False, trace=tmp_path / "run.trace", trace_pass=2):
         w.exp().sum().backward()
         with pytest.raises(ValueError, match="on purpose"):
-            Fails.apply(w.sin()).sum().backward()  # type: ignore[no-untyped-call]
+            in_backward(fail)(w.sin()).sum().backward()
         assert not (tmp_path / "run.trace").exists()
         w.exp().sum().backward()
     assert [op.name for _, op in program(read_trace(tmp_path / "run.trace"))][:2] == ["aten::exp", "aten::sum"]

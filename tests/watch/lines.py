@@ -166,6 +166,12 @@ def lines(samples: int = 60, pid: int = 4242) -> list[dict[str, Any]]:
     ]
 
 
+def plan(**changed: Any) -> dict[str, Any]:
+    """A plan that was made."""
+    made = {"type": "event", "what": "plan", "seconds": 2.0, "took_seconds": 0.25, "ops": 40}
+    return {**made, "rematerialize": 6, "offload": 5, **changed}
+
+
 def end(**changed: Any) -> dict[str, Any]:
     return {"type": "end", "seconds": 30.0, "stats": stats(**changed), "summary": "memmgr: done", "failed": False}
 

@@ -100,15 +100,7 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
 
 def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
     events = [
-        {
-            "type": "event",
-            "what": "plan",
-            "seconds": 2.0,
-            "took_seconds": 0.25,
-            "ops": 40,
-            "rematerialize": 6,
-            "offload": 5,
-        },
+        lines.plan(),
         {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule fits"},
         {"type": "event", "what": "daemon_error", "seconds": 4.0, "text": "KeyError: 'lost'"},
     ]

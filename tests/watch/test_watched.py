@@ -109,16 +109,7 @@ def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, wi
 
 
 def test_plans_device_and_tier_are_shown() -> None:
-    plan = {
-        "type": "event",
-        "what": "plan",
-        "seconds": 2.0,
-        "took_seconds": 0.25,
-        "ops": 40,
-        "rematerialize": 6,
-        "offload": 5,
-        "overhead": 1.026,
-    }
+    plan = lines.plan(overhead=1.026)
     none = {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule fits"}
     found = [lines.hello(device="cuda:1", tier="host")]
     for i in range(10):

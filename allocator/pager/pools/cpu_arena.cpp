@@ -107,8 +107,9 @@ Pool* cpu_pool() {
   char why[200] = {};
   mm_arena* arena = mm_arena_create(MM_UNLIMITED, 0, why, sizeof why);
   TORCH_CHECK(arena, "memmgr: no address range for the arena: ", why);
-  mm_arena_set_reclaim(arena, &reclaim_callback, nullptr);
-  return made = new CpuPool(arena);
+  made = new CpuPool(arena);
+  mm_arena_set_reclaim(arena, &reclaim_callback, made);
+  return made;
 }
 
 }  // namespace memmgr::pager

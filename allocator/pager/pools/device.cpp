@@ -18,7 +18,7 @@
 
 namespace memmgr::pager {
 
-bool queues = false;
+std::atomic<bool> queues{false};
 
 namespace {
 
@@ -33,10 +33,12 @@ class DevicePool final : public Pool {
 
   bool is_cuda() const { return device.type() == c10::kCUDA; }
   mm_device* queue() const override { return memory_; }
-  mm_stream stream() const {
+  mm_stream stream() const override {
     const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
     return guard->getStreamNativeHandle(guard->getStream(device));
   }
+
+  mm_stream home(const void* block) const override { return mm_device_home(memory_, block); }
 
   c10::DeleterFnPtr deleter() const override { return is_cuda() ? plugin->release : &free_on_device; }
   c10::Allocator* allocator() const override { return c10::GetAllocator(device.type()); }
@@ -169,9 +171,9 @@ DeviceAllocator& the_allocator_of_devices() {
 
 // ---- CUDA's ----
 
-void* take_for_cuda(size_t nbytes, mm_stream stream) {
-  return static_cast<DevicePool*>(budget.pool)->take(nbytes, stream);
-}
+std::atomic<DevicePool*> cuda_open{nullptr};  // or the last one that was: another thread may be on its way here
+
+void* take_for_cuda(size_t nbytes, mm_stream stream) { return cuda_open.load()->take(nbytes, stream); }
 
 const mm_plugin_hooks* hooks_of(int ordinal) {
   static mm_plugin_hooks hooks[64];  // one a device: another thread may still be looking at the last budget's
@@ -186,6 +188,7 @@ void DevicePool::install() {
   main_ = stream();
   queues = true;
   if (is_cuda()) {
+    cuda_open = this;
     plugin->set_hooks(hooks_of(device.index()));
     return;
   }
@@ -229,8 +232,9 @@ Pool* device_pool(c10::Device where, const char* driver_path) {
     memory = mm_device_open(driver, where.index(), MM_UNLIMITED, MM_MEMORY_MAPPED, why, sizeof why);
   }
   TORCH_CHECK(memory, "memmgr: no device memory: ", why);
-  mm_arena_set_reclaim(mm_device_arena(memory), &reclaim_callback, nullptr);
-  return pools()[ordinal] = new DevicePool(where, memory);
+  pools()[ordinal] = new DevicePool(where, memory);
+  mm_arena_set_reclaim(mm_device_arena(memory), &reclaim_callback, static_cast<Pool*>(pools()[ordinal]));
+  return pools()[ordinal];
 }
 
 void use_plugin(const mm_plugin* table) {
@@ -239,10 +243,6 @@ void use_plugin(const mm_plugin* table) {
   plugin = table;
 }
 
-mm_stream stream_now() { return queues ? static_cast<DevicePool*>(budget.pool)->stream() : nullptr; }
-mm_stream home_of(const Pool* pool, const void* block) {
-  return pool->queue() ? mm_device_home(pool->queue(), block) : nullptr;
-}
 bool rule_holds(StreamRule rule) { return !(left_out.load(std::memory_order_relaxed) & rule); }
 void leave_out(uint32_t rules) { left_out = rules; }
 

@@ -8,6 +8,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "memmgr/device.h"
@@ -58,6 +59,8 @@ class Pool {
   virtual void forget_in_child() = 0;
   virtual const char* out_of_memory_words() const = 0;
   virtual mm_device* queue() const { return nullptr; }
+  virtual mm_stream stream() const { return nullptr; }           // that the calling thread queues on there
+  virtual mm_stream home(const void*) const { return nullptr; }  // in whose order a block was allocated
 
  protected:
   Pool(c10::Device where, mm_arena* from) : device(where), arena(from) {}
@@ -75,10 +78,7 @@ void use_plugin(const mm_plugin* plugin);
 // ---- what a device queues ----
 
 // The open budget's device queues its work.
-extern bool queues;
-// The stream that the calling thread queues on there; null without a device.
-mm_stream stream_now();
-mm_stream home_of(const Pool* pool, const void* block);
+extern std::atomic<bool> queues;
 bool rule_holds(StreamRule rule);
 void leave_out(uint32_t rules);
 
