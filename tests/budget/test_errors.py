@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 
 import memmgr
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr.native import pager
 
+from . import models
 from .in_backward import in_backward
 from .there import bytes_already_there
 
@@ -130,6 +134,189 @@ def test_an_op_that_can_never_fit(policy: str) -> None:
 def test_an_error_in_backward_is_ours_too() -> None:
     """A backward that needs more than forward did."""
 
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad + torch.ones(50_000_000)[0]
+
+    with memmgr.budget(20 * MB, quiet=True):
+        x = torch.ones(1000, requires_grad=True)
+        y = in_backward(lambda grad: grad + torch.ones(50 * MB)[0])(x).sum()
+        with pytest.raises(memmgr.BudgetError) as caught:
+            y.backward()
+        check_error(caught.value, 20 * MB)
+
+
+def test_without_grad_mode_too() -> None:
+    with memmgr.budget(20 * MB, quiet=True), torch.no_grad(), pytest.raises(memmgr.BudgetError) as caught:
+        torch.ones(10_000_000)
+    check_error(caught.value, 20 * MB)
+
+
+def test_held_tensors_are_named() -> None:
+    """What the program keeps in a list and nobody can make again cannot leave, and the error says that it is there."""
+    kept = []
+    with (
+        pytest.raises(memmgr.BudgetError) as caught,
+        memmgr.budget(20 * MB, disk=False, quiet=True),
+        torch.no_grad(),
+    ):
+        x = torch.ones(500_000, requires_grad=True)
+        for _ in range(100):
+            x = x.sin()
+            kept.append(x)
+    check_error(caught.value, 20 * MB)
+    assert "other tensors" in str(caught.value)
+    assert 6 <= len(kept) <= 10
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", torch.device("meta")])
+def test_a_device_that_cannot_be_managed_is_refused(device: Any) -> None:
+    """Rather than a budget that nobody keeps."""
+    with pytest.raises(
+        NotImplementedError, match=r"cannot be kept: memmgr has an allocator for CUDA only; device='cpu'"
+    ):
+        memmgr.budget("1GB", device=device)
+
+
+def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
+    """The optimizer ran out of memory in the middle of making them; the error says what all of them will take."""
+    from memmgr._stock import missing_states
+
+    native = pager.load()
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    first, second, *_ = parameters = list(model.parameters())
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    before = missing_states(native, "cpu")
+    optimizer = torch.optim.AdamW(parameters)
+    assert missing_states(native, "cpu") - before == 8 * bytes_of(model) // 4
+    moments = {"exp_avg": torch.zeros_like(first), "exp_avg_sq": torch.zeros_like(first)}
+    optimizer.state[first] = {"step": torch.zeros(()), **moments}
+    optimizer.state[second] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(second)}
+    assert missing_states(native, "cpu") - before == 8 * bytes_of(model) // 4 - 3 * first.nbytes
+
+
+def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the soak: on an undefined tensor `is_leaf` raises, and the out-of-memory error became that."""
+    half = torch.ones(3)
+    asked: list[int] = []
+    whole = torch._C.TensorBase.is_leaf
+
+    def is_leaf(tensor: torch.Tensor) -> bool:
+        if tensor is half:
+            asked.append(1)
+            raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
+        return bool(whole.__get__(tensor))
+
+    limit = bytes_already_there() + 4 * MB
+    with memmgr.budget(limit, disk=False, quiet=True), monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "is_leaf", property(is_leaf), raising=False)
+        with pytest.raises(memmgr.BudgetError, match="Held now"):
+            held = [torch.randn(MB // 4) for _ in range(8)]
+            held.clear()
+    assert asked
+
+
+# ---- the words -------------------------------------------------------------------------------------------------------
+
+
+def gpt(seed: int = 0) -> models.Training:
+    torch.manual_seed(seed)
+    return models.gpt(layers=2, width=128, context=64, batch=4)
+
+
+def tries(make: Callable[[], models.Training], limit: int, **options: Any) -> list[int]:
+    """The budgets that it takes until one works, each as the error before it says."""
+    tried = []
+    for _ in range(5):
+        gc.collect()
+        tried.append(limit)
+        training = make()
+        try:
+            with memmgr.budget(limit, quiet=True, **options):
+                for _ in range(3):
+                    training.step()
+            return tried
+        except memmgr.BudgetError as error:
+            assert error.enough_bytes >= error.floor_bytes > limit
+            limit = error.enough_bytes
+        del training
+    raise AssertionError(f"none of {tried} worked")
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "convnet"])
+def test_the_budget_that_it_names_works_after_at_most_one_more_try(model: str) -> None:
+    """The first error may be that of opening, which knows no activation."""
+    make = models.MODELS[model] if model != "gpt" else gpt
+    there = bytes_already_there()
+    tried = tries(make, there + 200_000)
+    assert len(tried) <= 3, tried
+    training = make()
+    with memmgr.budget(None, quiet=True) as mm:
+        training.step()
+        training.step()
+    assert tried[-1] <= 2 * mm.stats()["floor_bytes"], "so much that anything would do"
+
+
+def test_it_says_what_a_whole_step_takes_once_there_is_an_optimizer() -> None:
+    text = _opened_too_small(6 * MB, wide())
+    assert "should do for a whole step" not in text and "the rest of the run may need more" in text
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = _opened_too_small(6 * MB, model)
+    assert "should do for a whole step" in text and "Still to come: " in text
+    del optimizer
+
+
+def _opened_too_small(limit: Any, model: nn.Module) -> str:
+    with pytest.raises(memmgr.BudgetError) as caught:
+        memmgr.budget(limit, disk=False, quiet=True).__enter__()
+    del model
+    return str(caught.value)
+
+
+def _spent(limit: Any) -> memmgr.BudgetError:
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(limit, quiet=True):
+        torch.ones(10 * MB, requires_grad=True).exp()
+    return caught.value
+
+
+def _sizes(text: str) -> set[str]:
+    """The units in it, of sizes for people: torch says bytes, and so does the exact floor."""
+    return set(re.findall(r"\d ([kKMGT]i?B)\b", text))
+
+
+def test_sizes_are_in_the_units_of_the_user() -> None:
+    there = bytes_already_there() // MB
+    binary, decimal = _spent(f"{there + 20}MiB"), _spent(f"{there + 20}MB")
+    assert "MiB" in _sizes(str(binary)) <= {"KiB", "MiB", "GiB"}, str(binary)
+    assert "MB" in _sizes(str(decimal)) <= {"kB", "MB", "GB"}, str(decimal)
+    assert f"the budget of {there + 20} MiB is spent" in str(binary)
+    assert _sizes(_opened_too_small("6MiB", wide())) <= {"KiB", "MiB"}
+
+
+def test_opening_says_the_same_in_the_same_words() -> None:
+    opening, spent = _opened_too_small(6 * MB, wide()), str(_spent(bytes_already_there() + 20 * MB))
+    for words in (
+        "DefaultCPUAllocator: can't allocate memory",
+        " memmgr: ",
+        "Held now: ",
+        "Smallest budget that would have worked",
+    ):
+        assert words in opening and words in spent
+    assert "6 MB" in opening and "on the device already" in opening
+    assert [line.partition(" ")[0] for line in opening.splitlines()] == [
+        line.partition(" ")[0] for line in spent.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_it_is_one_error_not_a_chain(where: str) -> None:
     with memmgr.budget(bytes_already_there() + 20 * MB, quiet=True):
         x = torch.ones(1000, requires_grad=True)
         y = in_backward(lambda grad: grad + torch.ones(50 * MB)[0])(x).sum()
