@@ -35,12 +35,7 @@ def advice(stats: dict[str, Any]) -> list[str]:
     """
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
-    # While the recorder sleeps nobody sees what an op needs at once.
-    seen = unmanaged <= 1.1 * int(stats.get("recorded_peak_bytes") or unmanaged)
-    floor = (
-        f"the floor (the smallest budget that could work) is {'about' if seen else 'at least'} "
-        f"{show_size(int(stats['floor_bytes']))}"
-    )
+    floor = f"the floor (the smallest budget that could work) is about {show_size(int(stats['floor_bytes']))}"
     if budget == UNLIMITED:
         return [f"with a budget of {show_size(unmanaged)} or more nothing would have to leave; {floor}"]
     if unmanaged <= budget:

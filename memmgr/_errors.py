@@ -35,8 +35,7 @@ class BudgetError(OutOfMemoryError):
         tier_bytes: how large the tier below (`disk=`, or `host=` on an accelerator) would have to be, in bytes, where that was
             full and not the budget too small; else 0.
 
-    Known limitation: where C++ code outside the dispatch mode and outside backward allocates, the plain
-    `torch.OutOfMemoryError` arrives instead, with the floor in its text.
+    Known limitation: where C++ code allocates outside of an op, the plain `torch.OutOfMemoryError` arrives instead.
     """
 
     floor_bytes: int = 0
@@ -46,7 +45,7 @@ class BudgetError(OutOfMemoryError):
 
 
 class RecomputeError(RuntimeError):
-    """A recomputed tensor differs from what was dropped, or cannot be recomputed: raised instead of a wrong gradient."""
+    """Bytes came back other than they left, made again or read back: raised instead of a wrong gradient."""
 
 
 @dataclass(frozen=True)

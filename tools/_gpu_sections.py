@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memmgr.tools import _cuda_probe
 from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
@@ -194,24 +193,15 @@ def overlap(device: str, quick: bool) -> bool:
     return good
 
 
-class _Nothing(TorchDispatchMode):
-    """The least that any dispatch mode costs."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def timings(device: str, quick: bool) -> bool:
     """Host time per recorded op and per saved tensor, then step times at 50 %."""
-    _head("host µs per op, median of interleaved rounds", "plain", "empty dispatch mode", "under a budget")
+    _head("host µs per op, median of interleaved rounds", "plain", "under a budget")
     per_op = _op_costs(device, rounds=3 if quick else 15, ops=200 if quick else 1000)
     for name, costs in per_op.items():
         _line(name, *(f"{1e6 * cost:.2f}" for cost in costs))
     saving, not_saving = per_op["sin (saves its input)"], per_op["neg (saves nothing)"]
-    saved = (saving[2] - saving[0]) - (not_saving[2] - not_saving[0])
-    print(
-        f"\nRecording an op: {1e6 * (not_saving[2] - not_saving[0]):.2f} µs; a saved tensor: {1e6 * saved:.2f} µs more.\n"
-    )
+    saved = (saving[1] - saving[0]) - (not_saving[1] - not_saving[0])
+    print(f"\nAn op: {1e6 * (not_saving[1] - not_saving[0]):.2f} µs; a saved tensor: {1e6 * saved:.2f} µs more.\n")
     good = True
     _head("run at 50 % of the need", "s/step", "ratio", "evictions", "offloads", "recomputing", "stalled")
     for base in SIZES[quick][: 1 if quick else 2]:
@@ -237,8 +227,8 @@ def timings(device: str, quick: bool) -> bool:
     return good
 
 
-def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, float, float]]:
-    """Seconds per op: plain, under an empty dispatch mode, under a budget that nothing has to leave for."""
+def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, float]]:
+    """Seconds per op: plain, and under a budget that nothing has to leave for."""
     import memmgr
 
     x = torch.zeros(64, device=device, requires_grad=True)
@@ -250,20 +240,17 @@ def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, floa
             y = op(y)
         return (time.perf_counter() - before) / ops
 
-    costs: dict[str, tuple[float, float, float]] = {}
+    costs: dict[str, tuple[float, float]] = {}
     for name, op in {"neg (saves nothing)": torch.neg, "sin (saves its input)": torch.sin}.items():
-        seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
+        seconds: tuple[list[float], list[float]] = ([], [])
         for index in range(rounds + 1):
             plain = chain(op)
-            with _Nothing():  # type: ignore[no-untyped-call]
-                empty = chain(op)
-            # A fresh context each time: after passes that fitted with room to spare the recorder sleeps.
             with memmgr.budget("1GB", device=device, quiet=True):
                 managed = chain(op)
             if index:  # the first round warms up
-                for measured, value in zip(seconds, (plain, empty, managed), strict=True):
+                for measured, value in zip(seconds, (plain, managed), strict=True):
                     measured.append(value)
-        costs[name] = (statistics.median(seconds[0]), statistics.median(seconds[1]), statistics.median(seconds[2]))
+        costs[name] = (statistics.median(seconds[0]), statistics.median(seconds[1]))
     return costs
 
 

@@ -102,7 +102,7 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line
         state = "lost"
     else:
         state = str(watched.sample.get("phase", "waiting"))
-        if state != "asleep" and watched.by_plan():
+        if watched.by_plan():
             state += " by plan"
     now = float(watched.sample.get("seconds", watched.hello.get("seconds", 0.0)))
     right = f"{clean(state)}  {show_seconds(now)}"

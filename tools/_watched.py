@@ -123,7 +123,6 @@ class Watched:
 
     def _take_sample(self, line: dict[str, Any]) -> None:
         total = line["total"]
-        before = self.sample.get("phase")
         self.sample = line
         self.points.append(
             Point(
@@ -139,8 +138,6 @@ class Watched:
                 int(total.get("planned_passes", 0)),
             )
         )
-        if before not in (None, line["phase"]) and "asleep" in (before, line["phase"]):
-            self._note(line, "asleep: the run fits" if line["phase"] == "asleep" else "awake")
 
     def _take_passes(self, line: dict[str, Any]) -> None:
         self.pass_count += int(line["count"])
@@ -176,7 +173,7 @@ class Watched:
                 text += f", predicted {float(line['overhead']):.3f}x"
             if "lower_bound" in line:
                 text += f", bound {float(line['lower_bound']):.3f}x"
-        if line["what"] in ("no_plan", "daemon_error"):
+        if line["what"] == "no_plan":
             text += f": {line.get('text', '?')}"
         if line["what"] in ("plan", "no_plan"):
             self.plans.append((float(line["seconds"]), text))

@@ -250,7 +250,7 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         said = f"the smallest budget that would have worked so far: {size(floor)}. Next:"
         return [said, "  " + command(args, budget=_round_up(max(enough, floor), binary=binary))]
     if not stats:
-        return ["nothing was saved for backward in this process, so no budget was opened"]
+        return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
 
     lines = advice(stats)

@@ -123,7 +123,6 @@ class Allocator final : public CUDAAllocator {
     void* p = nullptr;
     if (hooks) {
       p = hooks->allocate(bytes, stream);
-      if (!p && hooks->only_trying()) hooks->out_of_memory(bytes);
     } else {
       p = mm_device_alloc(meter.device(), bytes, stream, MM_SIDE_LOW);
       if (!p && mm_device_trim(meter.device(), 0) > 0) {

@@ -4,6 +4,7 @@
 
 #include "budget.h"
 #include "foreign.h"
+#include "pools/pool.h"
 #include "reclaim.h"
 #include "threads.h"
 
@@ -13,6 +14,10 @@ void escape(Cell* c, Escape why) {
   pin(c, ticks());
   try {
     bring_back(c);
+    if (c->filled_on != kNotFilled) {  // whoever has the address waits for nobody
+      c->pool->settle();
+      c->filled_on = kNotFilled;
+    }
     begin_new_version(c);  // whoever has the address may write there at any time
   } catch (...) {
     unpin(c);

@@ -141,8 +141,7 @@ class Call {
     }
     if (info_->seeded) drew = true;
     // Nobody draws between another's noting of the state and its draw.
-    if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign)
-      drawing_ = std::unique_lock<std::mutex>(drawing_lock());
+    if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
     if (info_->kind != OpClass::kForeign || is_collective()) {
       call_below(op_, below_, stack_);
     } else {
@@ -206,7 +205,7 @@ class Call {
   }
 
   void record(Frame& frame, const c10::IValue* args, size_t n) {
-    if (info_->seeded) drawing_ = std::unique_lock<std::mutex>(drawing_lock());
+    if (info_->seeded) drawing_ = begin_drawing();
     recipe_ = describe(info_, below_, args, n);
     if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
     if (!recipe_) return;
@@ -543,6 +542,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       ordinary(op, info, below, stack);
   } catch (const c10::OutOfMemoryError& e) {
     if (tl_depth == 0) raise_budget_error(e);
+    throw;
+  } catch (const WrongBytes& e) {
+    if (tl_depth == 0) raise_wrong_bytes(e);
     throw;
   }
 }

@@ -54,6 +54,7 @@ double seconds_of_ticks(uint64_t n) {
 namespace {
 
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
+PyObject* recompute_error = nullptr;    // its class
 
 void set_out_of_memory(const char* text) {
   note_refused();
@@ -72,6 +73,8 @@ PyObject* guarded(F&& body) {
     return body();
   } catch (const c10::OutOfMemoryError& e) {
     set_out_of_memory(e.what_without_backtrace());
+  } catch (const WrongBytes& e) {
+    PyErr_SetString(recompute_error ? recompute_error : PyExc_RuntimeError, e.what_without_backtrace());
   } catch (const c10::Error& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
   } catch (const std::exception& e) {
@@ -685,9 +688,12 @@ PyObject* py_drain(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_set_budget_error(PyObject*, PyObject* make) {
-  Py_INCREF(make);
-  Py_XSETREF(make_budget_error, make);
+// set_errors(make_budget_error, recompute_error)
+PyObject* py_set_errors(PyObject*, PyObject* args) {
+  PyObject *make, *wrong;
+  if (!PyArg_ParseTuple(args, "OO", &make, &wrong)) return nullptr;
+  Py_XSETREF(make_budget_error, Py_NewRef(make));
+  Py_XSETREF(recompute_error, Py_NewRef(wrong));
   Py_RETURN_NONE;
 }
 
@@ -788,7 +794,8 @@ PyMethodDef methods[] = {
     {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
     {"stats", py_stats, METH_NOARGS, "figures"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
-    {"set_budget_error", py_set_budget_error, METH_O, "(text) -> the exception that out of memory becomes"},
+    {"set_errors", py_set_errors, METH_VARARGS,
+     "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
     {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
     {"begin_capture", py_begin_capture, METH_NOARGS, "a graph is about to be captured"},
@@ -806,14 +813,25 @@ PyModuleDef definition = {
 
 PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
 
-void raise_budget_error(const c10::OutOfMemoryError& e) {
-  if (!Py_IsInitialized() || !make_budget_error) return;
+// What `set` has made Python's error is thrown as torch hands such errors on.
+template <class F>
+[[noreturn]] static void throw_python(F&& set) {
   const PyGILState_STATE gil = PyGILState_Ensure();
-  set_out_of_memory(e.what_without_backtrace());
+  set();
   python_error error;
   error.persist();
   PyGILState_Release(gil);
   throw error;
+}
+
+void raise_budget_error(const c10::OutOfMemoryError& e) {
+  if (!Py_IsInitialized() || !make_budget_error) return;
+  throw_python([&] { set_out_of_memory(e.what_without_backtrace()); });
+}
+
+void raise_wrong_bytes(const c10::Error& e) {
+  if (!Py_IsInitialized() || !recompute_error) return;
+  throw_python([&] { PyErr_SetString(recompute_error, e.what_without_backtrace()); });
 }
 
 }  // namespace memmgr::pager

@@ -344,9 +344,10 @@ bool sum_agrees(const Cell* c, const void* data) {
 
 void check_sum(const Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
-  TORCH_CHECK(false, "memmgr: ", c->nbytes, " bytes came back other than they left (",
-              c->absence == Absence::kEvicted ? "rematerialized" : "read back",
-              "). The run must not go on with them; please report this.");
+  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                   "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
+                       (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
+                       "). The run must not go on with them; please report this.");
 }
 
 // What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.

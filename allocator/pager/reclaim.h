@@ -10,6 +10,12 @@
 namespace memmgr::pager {
 
 // What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
+// Bytes came back other than they left: the run must not go on with them (memmgr.RecomputeError).
+class WrongBytes : public c10::Error {
+ public:
+  using c10::Error::Error;
+};
+
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
 // Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once.

@@ -7,12 +7,23 @@
 
 #include "budget.h"
 #include "pools/pool.h"
+#include "reclaim.h"
 
 namespace memmgr::pager {
 
 std::mutex& drawing_lock() {
   static auto* m = new std::mutex;
   return *m;
+}
+
+// Whoever has the lock may want the GIL meanwhile, so nobody waits for it with the GIL.
+std::unique_lock<std::mutex> begin_drawing() {
+  std::unique_lock<std::mutex> lock(drawing_lock(), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const WithoutGil released;
+    lock.lock();
+  }
+  return lock;
 }
 
 namespace {

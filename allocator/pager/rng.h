@@ -12,6 +12,7 @@ namespace memmgr::pager {
 
 // Held from noting a state until the op has drawn: what lies between is nobody else's.
 std::mutex& drawing_lock();
+std::unique_lock<std::mutex> begin_drawing();
 
 // Is there a way to run this op on a generator that is given?
 bool can_draw_again(const OpInfo* info);

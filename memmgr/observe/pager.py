@@ -157,7 +157,7 @@ class PagerFigures:
             "budget_bytes": asked.limit_bytes,
             "policy": asked.policy.name,
             "disk_folder": asked.folder,
-            "tier": "disk" if self._native.tier_stats() else None,
+            "tier": ("disk" if self.device_type == "cpu" else "host") if self._native.tier_stats() else None,
         }
 
     def sample(self) -> dict[str, Any]:

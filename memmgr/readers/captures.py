@@ -57,9 +57,9 @@ class Captures:
     def _begin(self, original: Any) -> Any:
         @functools.wraps(original)
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._pager.begin_capture()
-            self._under_way.add(id(graph))
+            self._under_way.add(id(graph))  # first: Ctrl-C may come in between
             try:
+                self._pager.begin_capture()
                 return original(graph, *args, **kwargs)
             except BaseException:
                 self._ended(graph)

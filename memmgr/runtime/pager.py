@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memmgr._device import DRIVER_VARIABLE, host_bytes
+from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
 from memmgr._stock import Stock, saved_without_hooks
 from memmgr._telemetry import Telemetry
@@ -41,14 +42,16 @@ class PagerRuntime:
         self.config = config
         self.native: Pager = native.load()
         planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
-        offload = config.policy.offloads and config.folder is not None
+        self._below = self._below_bytes()
+        offload = self._below is not None
         self.plans = Plans(
             self.native,
             config.limit_bytes,
             planner=(config.policy.planner or None) if planned else None,
             recompute=config.policy.recomputes,
             offload=offload,
-            disk_bytes=config.disk_bytes,
+            below_bytes=self._below or 0,
+            device=config.device.type,
             happened=self._happened,
         )
         self._file = TraceFile(config.trace, config.trace_pass) if config.trace is not None else None
@@ -77,11 +80,12 @@ class PagerRuntime:
         config, pager = self.config, self.native
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
+        on_cpu = config.device.type == "cpu"
         gc.collect()  # what is garbage already shall not count against the budget
-        pager.set_budget_error(self._explain.spent)
+        pager.set_errors(self._explain.spent, RecomputeError)
         pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
-            folder=config.folder if config.policy.offloads else None,
+            folder=config.folder if on_cpu and self._below is not None else None,
             disk_bytes=config.disk_bytes,
             throttle=config.throttle,
             small_bytes=config.small_bytes,
@@ -95,7 +99,7 @@ class PagerRuntime:
             apart=config.placement.apart,
             device=str(config.device),
             driver=os.environ.get(DRIVER_VARIABLE),
-            host_bytes=self._host_bytes(),
+            host_bytes=0 if on_cpu else self._below or 0,
         )
         try:
             self._measure_link()
@@ -112,11 +116,15 @@ class PagerRuntime:
             self.close(failed=True)
             raise
 
-    def _host_bytes(self) -> int:
+    def _below_bytes(self) -> int | None:
+        """The room of the tier below; None: there is none; 0: what the file system has."""
         config = self.config
-        if config.device.type == "cpu" or not config.policy.offloads:
-            return 0
-        return config.host_bytes or host_bytes(config.device, config.limit_bytes)
+        if not config.policy.offloads:
+            return None
+        if config.device.type == "cpu":
+            return config.disk_bytes if config.folder is not None else None
+        size = host_bytes(config.device, config.limit_bytes) if config.host_bytes is None else config.host_bytes
+        return size or None
 
     def _take_stock(self) -> None:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's."""

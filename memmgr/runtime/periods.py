@@ -12,7 +12,6 @@ from memmgr.native.pager import Pager
 from memmgr.policies.trace import Trace
 
 from .plans import Plans
-from .timeline import measured
 
 
 class TraceFile:
@@ -74,5 +73,5 @@ class Periods:
             if not noted or not info["ops"] or info["overflow"]:
                 return
             if completed and self._file is not None and self._file.wants(passes):
-                self._file.write(measured(self._pager.timeline(), self._plans.links()).trace)
+                self._file.write(self._plans.measured().trace)
             self._plans.period_ended(info)

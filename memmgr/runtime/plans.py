@@ -47,7 +47,8 @@ class Plans:
         planner: who makes them; None: nobody, so nothing is ever measured for them.
         recompute: whether ops may run again.
         offload: whether there is a tier.
-        disk_bytes: its room; 0: the file system's.
+        below_bytes: its room; 0: the file system's.
+        device: the type of the managed one.
         happened: told of each (`Telemetry.happened`).
     """
 
@@ -59,7 +60,8 @@ class Plans:
         planner: str | None,
         recompute: bool,
         offload: bool,
-        disk_bytes: int = 0,
+        below_bytes: int = 0,
+        device: str = "cpu",
         happened: Callable[..., None] = lambda what, **fields: None,
     ) -> None:
         self._pager = pager
@@ -67,7 +69,9 @@ class Plans:
         self._planner: Planner | None = PLANNERS[planner] if planner else None
         self._recompute = recompute
         self._offload = offload
-        self._disk_bytes = disk_bytes
+        self._below_bytes = below_bytes
+        self._tier = "disk" if device == "cpu" else "host"
+        self._device = device
         self._happened = happened
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
@@ -94,7 +98,7 @@ class Plans:
             # before: where no period is like another, planning buys nothing.
             if self._busy() or (len(self._known) >= FIRST_PLANS and not before):
                 return
-            known = self._known[key] = _Known(self._measured(), trials)
+            known = self._known[key] = _Known(self.measured(), trials)
             while len(self._known) > MOST_PLANS:
                 self._known.popitem(last=False)
         else:
@@ -102,7 +106,7 @@ class Plans:
             if self._busy():
                 return
             if trials < known.trials:
-                known.of, known.trials = self._measured(), trials
+                known.of, known.trials = self.measured(), trials
             elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
                 known.tries += 1
             else:
@@ -118,10 +122,11 @@ class Plans:
         if not self._offload:
             return ()
         write, read = self._pager.link()
-        return (TierLink("disk", 1 / write, 1 / read, 0.0, self._disk_bytes or None),)
+        return (TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None),)
 
-    def _measured(self) -> Measured:
-        return measured(self._pager.timeline(), self.links())
+    def measured(self) -> Measured:
+        """The period that was noted last."""
+        return measured(self._pager.timeline(), self.links(), self._device)
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None

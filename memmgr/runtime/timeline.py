@@ -95,7 +95,7 @@ class _Builder:
         s = self.storage(f"c.{name}", size, ordinal)
         self.add(Op("constant", 0.0, (), (s,), OpKind.CONSTANT), 0)
 
-    def build(self, links: tuple[TierLink, ...]) -> Trace:
+    def build(self, links: tuple[TierLink, ...], device: str) -> Trace:
         if len(self.other):
             self.constant("elsewhere", int(self.other.max()))
         seen: set[int] = set()
@@ -118,7 +118,7 @@ class _Builder:
             Storage(s.name, s.size_bytes, s.maker, self.released.get(i, HELD), self.pinned(i, s))
             for i, s in enumerate(self.storages)
         )
-        return Trace(tuple(self.ops), storages, "cpu", self.backward_at, links, copy_on_write=False)
+        return Trace(tuple(self.ops), storages, device, self.backward_at, links, copy_on_write=False)
 
     def pinned(self, storage: int, s: Storage) -> int:
         ordinal = self.ordinal[storage]
@@ -176,18 +176,19 @@ class _Builder:
             self.add(Op(UNPACK, size * _PACK_SECONDS_PER_BYTE, (bits,), (new,)), k)
 
 
-def measured(columns: TimelineColumns, links: tuple[TierLink, ...]) -> Measured:
+def measured(columns: TimelineColumns, links: tuple[TierLink, ...], device: str = "cpu") -> Measured:
     """The period that ended last.
 
     Args:
         columns: from the pager.
         links: the tiers below, as they were measured.
+        device: the type of the managed one.
 
     Raises:
         TraceError: the columns do not make a trace.
     """
     builder = _Builder(columns)
-    trace = builder.build(links).check()
+    trace = builder.build(links, device).check()
     return Measured(trace, builder.position, builder.ordinal, builder.hashes)
 
 

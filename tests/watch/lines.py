@@ -138,7 +138,7 @@ def event_lines() -> list[dict[str, Any]]:
             ],
             "unlisted": 2,
         },
-        {"type": "event", "what": "sleep", "seconds": 6.0},
+        {"type": "event", "what": "no_plan", "seconds": 6.0, "ops": 9, "text": "no schedule fits"},
         {"type": "dropped", "lines": 3},
         {"type": "news", "of": "a type that is not known yet"},
     ]

@@ -101,16 +101,14 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
 def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:
     events = [
         lines.plan(),
-        {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule fits"},
-        {"type": "event", "what": "daemon_error", "seconds": 4.0, "text": "KeyError: 'lost'"},
+        {"type": "event", "what": "no_plan", "seconds": 3.0, "ops": 9, "text": "no schedule is found"},
     ]
     stats = lines.end(planned_passes=15, plan_seconds=0.11)
     said = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", [*lines.lines(), *events, stats])))
     for piece in (
         "15 of 20 passes followed a plan to their end; making plans took 110 ms",
         "2.0 s: plan: of 40 ops 6 run again, 5 offloads; made in 0.25 s",
-        "no plan: no schedule fits",
-        "at 4.0 s: daemon error: KeyError: &#x27;lost&#x27;",
+        "no plan: no schedule is found",
     ):
         assert piece in said, piece
 

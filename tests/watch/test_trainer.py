@@ -131,7 +131,7 @@ def test_where_ones_own_checkpointing_is_not_needed_the_summary_says_so(
     how: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "lora": False}
     for own in (True, False):
         kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if own else {}
-        _trainer(tmp_path, [MemmgrCallback("1GB", _sleep=False)], **how, **kwargs, gradient_checkpointing=own).train()
+        _trainer(tmp_path, [MemmgrCallback("1GB")], **how, **kwargs, gradient_checkpointing=own).train()
         said = [line for line in capsys.readouterr().err.splitlines() if "own checkpointing recomputes" in line]
         assert len(said) == int(own)
 

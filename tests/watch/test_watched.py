@@ -30,7 +30,7 @@ def test_the_state_is_what_the_lines_say() -> None:
     assert next(iter(modules)) == "Net.first.0" and modules["Net.first.0"]["recompute"].seconds == 1.0
     assert modules["?"]["stall"].count == 3
     said = [words for _, words in watched.log]
-    assert "sleep" in said and "3 lines were dropped: this reader was slow" in said
+    assert "no plan: no schedule fits" in said and "3 lines were dropped: this reader was slow" in said
     watched.feed(lines.end(passes=7))
     assert watched.stats["passes"] == 7
 
@@ -164,7 +164,7 @@ def test_cells_are_sorted_and_filtered(order: str) -> None:
     assert [row[3] for row in text.cell_rows(watched, order, "FIRST.0")] == ["Net.first.0"]
     assert [row[0] for row in text.module_rows(watched, "first")] == ["Net.first.1", "Net.first.0"]
     assert [row[0] for row in text.holder_rows(watched, "optim")] == ["optimizer state"]
-    assert len(text.log_lines(watched, "sleep")) == 1
+    assert len(text.log_lines(watched, "no schedule")) == 1
 
 
 @pytest.mark.parametrize(

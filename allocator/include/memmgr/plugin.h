@@ -14,9 +14,8 @@ extern "C" {
 typedef struct {
   int ordinal;
   void* (*allocate)(size_t bytes, mm_stream stream);  // a block; NULL: no room, and nothing more can be let go
-  int (*only_trying)(void);             // the calling thread can do without: its failures are nobody's out-of-memory
-  void (*out_of_memory)(size_t bytes);  // throws c10::OutOfMemoryError
-  void (*freed)(uint64_t bytes);        // a block of this device, by the calling thread
+  void (*out_of_memory)(size_t bytes);                // throws c10::OutOfMemoryError
+  void (*freed)(uint64_t bytes);                      // a block of this device, by the calling thread
 } mm_plugin_hooks;
 
 typedef struct {

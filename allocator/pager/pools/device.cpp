@@ -177,8 +177,7 @@ void* take_for_cuda(size_t nbytes, mm_stream stream) { return cuda_open.load()->
 
 const mm_plugin_hooks* hooks_of(int ordinal) {
   static mm_plugin_hooks hooks[64];  // one a device: another thread may still be looking at the last budget's
-  hooks[ordinal] = {ordinal, &take_for_cuda, [] { return 0; }, [](size_t n) { throw_out_of_memory(n); },
-                    &note_scratch_given};
+  hooks[ordinal] = {ordinal, &take_for_cuda, [](size_t n) { throw_out_of_memory(n); }, &note_scratch_given};
   return &hooks[ordinal];
 }
 
