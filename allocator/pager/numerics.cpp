@@ -42,15 +42,10 @@ Switches read_switches() {
 #if defined(__x86_64__)
   s[14] = static_cast<int64_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
 #endif
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   size_t i = 16;
   for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
     for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL})
       s[i++] = static_cast<int64_t>(c.float32Precision(b, o));
-#else
-  s[16] = static_cast<int64_t>(c.float32MatmulPrecision());
-  s[17] = c.allowTF32CuDNN();
-#endif
   return s;
 }
 
@@ -72,17 +67,12 @@ void write_switches(const Switches& now, const Switches& then) {
   if (differs(13)) at::set_num_threads(static_cast<int>(then[13]));
   if (differs(14)) c.setFlushDenormal(then[14] != 0);
   if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   size_t i = 16;
   for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
     for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL}) {
       if (differs(i)) c.setFloat32Precision(b, o, static_cast<at::Float32Precision>(then[i]));
       ++i;
     }
-#else
-  if (differs(16)) c.setFloat32MatmulPrecision(static_cast<at::Float32MatmulPrecision>(then[16]));
-  if (differs(17)) c.setAllowTF32CuDNN(then[17]);
-#endif
 }
 
 struct Interned {
