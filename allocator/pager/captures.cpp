@@ -62,6 +62,10 @@ void begin_capture() {
   budget.options.may_evict = may_evict;
   cut_recipes(true);
   budget.pool->settle();
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([](Cell* c) { c->filled_on = kNotFilled; });  // nobody has to wait in the graph
+  }
   nothing_leaves(true);
   captures++;
 }
