@@ -1,4 +1,6 @@
-// The Python module: opening and closing, what the readers ask for, figures. Nothing here is on the way of an op.
+// The Python module: opening and closing. Nothing here is on the way of an op.
+#include "module.h"
+
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -66,11 +68,11 @@ void set_out_of_memory(const char* text) {
   Py_XDECREF(error);
 }
 
-// What torch throws becomes Python's error of the same meaning.
-template <class F>
-PyObject* guarded(F&& body) {
+}  // namespace
+
+void set_python_error() {
   try {
-    return body();
+    throw;
   } catch (const c10::OutOfMemoryError& e) {
     set_out_of_memory(e.what_without_backtrace());
   } catch (const WrongBytes& e) {
@@ -80,10 +82,7 @@ PyObject* guarded(F&& body) {
   } catch (const std::exception& e) {
     PyErr_SetString(PyExc_RuntimeError, e.what());
   }
-  return nullptr;
 }
-
-}  // namespace
 
 StoragePtr storage_of(PyObject* o) {
   if (THPVariable_Check(o)) {
@@ -291,12 +290,6 @@ PyObject* py_close(PyObject*, PyObject*) {
   });
 }
 
-PyObject* py_see_this_thread(PyObject*, PyObject* on) {
-  const bool before = thread_is_seen();
-  see_this_thread(PyObject_IsTrue(on) == 1);
-  return PyBool_FromLong(before);
-}
-
 // adopt(tensor or cdata) -> bytes that became (or are) a cell
 PyObject* py_adopt(PyObject*, PyObject* o) {
   return guarded([&]() -> PyObject* {
@@ -342,22 +335,6 @@ PyObject* py_adopt_all(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(bytes);
 }
 
-// name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
-// mapped, and never used for another storage.
-PyObject* py_name(PyObject*, PyObject* o) {
-  return guarded([&]() -> PyObject* {
-    const StoragePtr s = storage_of(o);
-    Cell* c = s ? cell_of(s.get()) : nullptr;
-    if (!c || !budget.open) return PyLong_FromLong(0);
-    uint64_t name = (uint64_t{1} << 62) + c->serial;
-    if (THPVariable_Check(o)) {
-      const at::Tensor& t = THPVariable_Unpack(o);
-      name += static_cast<uint64_t>(t.storage_offset()) * t.itemsize();
-    }
-    return PyLong_FromUnsignedLongLong(name);
-  });
-}
-
 // settle(): what was adopted past the limit leaves. Returns the bytes that are resident beyond it still.
 PyObject* py_settle(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -373,319 +350,6 @@ PyObject* py_settle(PyObject*, PyObject*) {
     mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing
     return PyLong_FromUnsignedLongLong(beyond);
   });
-}
-
-PyObject* py_escape(PyObject*, PyObject* args) {
-  PyObject* o;
-  int why;
-  if (!PyArg_ParseTuple(args, "Oi", &o, &why)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    const StoragePtr s = storage_of(o);
-    if (!s || !budget.open) Py_RETURN_FALSE;
-    PyThreadState* saved = PyEval_SaveThread();
-    try {
-      Cell* c = cell_of(s.get());
-      if (!c && adoptable(s.get())) {
-        make_room_for(s.get());
-        c = adopt(s.get());
-      }
-      if (c) escape(c, static_cast<Escape>(why));
-    } catch (...) {
-      PyEval_RestoreThread(saved);
-      throw;
-    }
-    PyEval_RestoreThread(saved);
-    Py_RETURN_TRUE;
-  });
-}
-
-// ---- Pin: keeps the bytes of tensors where they are while it lives ----
-
-struct PinObject {
-  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region, reader;
-};
-
-void pin_dealloc(PyObject* self) {
-  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
-  if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
-  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
-  for (auto& [c, s] : *pins) {
-    watch_writes(c);
-    unpin(c);
-  }
-  delete pins;
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject pin_type = [] {
-  PyTypeObject t{PyVarObject_HEAD_INIT(nullptr, 0)};
-  t.tp_name = "memmgr._pager.Pin";
-  t.tp_basicsize = sizeof(PinObject);
-  t.tp_flags = Py_TPFLAGS_DEFAULT;
-  t.tp_dealloc = pin_dealloc;
-  t.tp_doc = "Keeps the bytes of storages in memory, where they are, while it lives (rule 9: scoped).";
-  return t;
-}();
-
-// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
-// an op. reader: it lives as long as a call of this thread, which has said whether it writes.
-PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader) {
-  auto* self = PyObject_New(PinObject, &pin_type);
-  if (!self) return nullptr;
-  self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = self->reader = false;
-  PyObject* result = guarded([&]() -> PyObject* {
-    PyThreadState* saved = PyEval_SaveThread();
-    try {
-      for (StoragePtr& s : storages) {
-        Cell* c = cell_of(s.get());
-        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) {
-          make_room_for(s.get());
-          c = adopt(s.get());
-        }
-        if (!c) continue;
-        pin(c, ticks());
-        self->cells->emplace_back(c, std::move(s));
-        bring_back(c);
-        if (written) begin_new_version(c);
-      }
-    } catch (...) {
-      PyEval_RestoreThread(saved);
-      throw;
-    }
-    PyEval_RestoreThread(saved);
-    self->region = region;
-    self->reader = reader;
-    if (region) ++tl_regions;
-    if (reader) ++tl_readers;
-    return reinterpret_cast<PyObject*>(self);
-  });
-  if (!result) Py_DECREF(self);
-  return result;
-}
-
-// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
-PyObject* py_pin(PyObject*, PyObject* args) {
-  PyObject* sequence;
-  int written = 0, region = 0, held = 0;
-  if (!PyArg_ParseTuple(args, "O|ppp", &sequence, &written, &region, &held)) return nullptr;
-  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
-  if (!items) return nullptr;
-  std::vector<StoragePtr> storages;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
-    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
-  Py_DECREF(items);
-  return new_pin(std::move(storages), written, region, !held);
-}
-
-// pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
-PyObject* py_pin_reducer(PyObject*, PyObject* args) {
-  PyObject* reducer;
-  int gradients;
-  if (!PyArg_ParseTuple(args, "Op", &reducer, &gradients)) return nullptr;
-  std::vector<StoragePtr> storages = storages_of_reducer(reducer, gradients);
-  if (storages.empty()) Py_RETURN_NONE;
-  return new_pin(std::move(storages), false, false, false);
-}
-
-PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
-
-PyObject* py_unguard_all(PyObject*, PyObject*) {
-  unguard_functions();
-  forget_foreign_calls();
-  Py_RETURN_NONE;
-}
-
-PyObject* py_watch_foreign(PyObject*, PyObject*) {
-  watch_foreign_calls();
-  Py_RETURN_NONE;
-}
-
-PyObject* py_libraries(PyObject*, PyObject*) {
-  PyObject* list = PyList_New(0);
-  for (const std::string& path : libraries_that_use_torch()) {
-    PyObject* name = list ? PyUnicode_DecodeFSDefault(path.c_str()) : nullptr;
-    if (name) PyList_Append(list, name);
-    Py_XDECREF(name);
-  }
-  return list;
-}
-
-PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
-  const bool on = PyObject_IsTrue(begin) == 1;
-  Py_BEGIN_ALLOW_THREADS;
-  reducers_listen(on);
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
-// take_away(tensor, turn) -> bytes that left: for tests
-PyObject* py_take_away(PyObject*, PyObject* args) {
-  PyObject* o;
-  int turn = -1;
-  if (!PyArg_ParseTuple(args, "O|i", &o, &turn)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    StoragePtr s = storage_of(o);
-    Cell* c = s ? cell_of(s.get()) : nullptr;
-    uint64_t n = 0;
-    if (c) {
-      Py_BEGIN_ALLOW_THREADS;
-      n = let_go(c, turn < 0 ? Way::kCheaper : turn % 2 ? Way::kOffload : Way::kEvict);
-      Py_END_ALLOW_THREADS;
-    }
-    return PyLong_FromUnsignedLongLong(n);
-  });
-}
-
-// What is known about a cell, noted under the lock. Python's objects are made after it: making one may collect garbage,
-// and with it end a storage, which takes the lock.
-struct CellRow {
-  unsigned long long nbytes;
-  const char* residency;
-  unsigned pins, depth, needed, holders;
-  bool escaped, recipe, trusted, clean, small, orphan;
-  std::string op;
-
-  explicit CellRow(Cell* c) {
-    static const char* names[] = {"resident", "offloaded", "evicted", "packed"};
-    const uint32_t state = c->state.load();
-    const Version* v = c->version;
-    nbytes = c->nbytes;
-    residency = state & kAbsent ? names[static_cast<int>(c->absence)] : "resident";
-    pins = state & kPinMask;
-    depth = v ? v->depth : 0;
-    needed = v ? v->needed : 0;
-    holders = c->storage.use_count();
-    escaped = c->escape != Escape::kNone;
-    recipe = v && v->recipe;
-    trusted = recipe && v->recipe->kind->trust.load() == Trust::kYes;
-    if (recipe) op = v->recipe->info->op.operator_name().name;
-    clean = c->slot >= 0;
-    small = c->small;
-    orphan = !c->storage._unsafe_get_target();
-  }
-
-  PyObject* object() const {
-    const auto flag = [](bool on) { return on ? Py_True : Py_False; };
-    return Py_BuildValue("{sK ss sI sO sO sO ss sI sO sI sI sO sO}", "nbytes", nbytes, "residency", residency, "pins",
-                         pins, "escaped", flag(escaped), "recipe", flag(recipe), "trusted", flag(trusted), "op",
-                         op.c_str(), "depth", depth, "clean", flag(clean), "needed", needed, "holders", holders,
-                         "small", flag(small), "orphan", flag(orphan));
-  }
-};
-
-// describe(tensor) -> dict or None
-PyObject* py_describe(PyObject*, PyObject* o) {
-  const StoragePtr s = storage_of(o);
-  std::optional<CellRow> row;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    if (Cell* c = s ? cell_of(s.get()) : nullptr) row.emplace(c);
-  }
-  if (!row) Py_RETURN_NONE;
-  return row->object();
-}
-
-// cells() -> [dict]: all of them
-PyObject* py_cells(PyObject*, PyObject*) {
-  std::vector<CellRow> rows;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    for_each_cell_locked([&](Cell* c) { rows.emplace_back(c); });
-  }
-  PyObject* list = PyList_New(0);
-  for (const CellRow& r : rows) {
-    PyObject* row = list ? r.object() : nullptr;
-    if (row) PyList_Append(list, row);
-    Py_XDECREF(row);
-  }
-  return list;
-}
-
-void put(PyObject* dict, const char* key, uint64_t value) {
-  PyObject* v = PyLong_FromUnsignedLongLong(value);
-  if (v) PyDict_SetItemString(dict, key, v);
-  Py_XDECREF(v);
-}
-
-PyObject* py_stats(PyObject*, PyObject*) {
-  PyObject* d = PyDict_New();
-  if (!d || !budget.arena) return d;
-  mm_arena_stats a{};
-  mm_arena_stats_get(budget.arena, &a);
-  put(d, "budget_bytes", a.budget_bytes);
-  put(d, "resident_bytes.current", a.live_bytes + a.outside_bytes);
-  put(d, "resident_bytes.peak", a.resident_peak_bytes);
-  put(d, "unmanaged_peak_bytes", a.unmanaged_peak_bytes);
-  put(d, "floor_bytes", floor_bytes());
-  put(d, "reclaims", a.reclaims);
-  put(d, "remapped_bytes", a.remapped_bytes);
-  put(d, "resident_cell_bytes", resident_cell_bytes.load());
-  put(d, "escaped_bytes", escaped_bytes.load());
-  put(d, "absent_cells", static_cast<uint64_t>(absent_cells.load()));
-  put(d, "recipe_bytes", recipe_bytes.load());
-  put(d, "works_in_flight", works_in_flight());
-#define COUNTER(name) put(d, #name, counters.name.load());
-  COUNTER(evictions)
-  COUNTER(evicted_bytes)
-  COUNTER(offloads)
-  COUNTER(packed)
-  COUNTER(offload_bytes)
-  COUNTER(clean_drops)
-  COUNTER(reloads)
-  COUNTER(reload_bytes)
-  COUNTER(rematerialized_ops)
-  COUNTER(rematerializations)
-  COUNTER(ops)
-  COUNTER(recorded_ops)
-  COUNTER(adopted)
-  COUNTER(adopted_bytes)
-  COUNTER(escapes)
-  COUNTER(trials)
-  COUNTER(refused_kinds)
-  COUNTER(tier_errors)
-  COUNTER(copies_before_write)
-  COUNTER(trap_retries)
-  COUNTER(admission_waits)
-  COUNTER(retries)
-  COUNTER(foreign_writes)
-  COUNTER(unseen_ops)
-  COUNTER(cut_recipes)
-  COUNTER(reads_ahead)
-  COUNTER(writes_ahead)
-  COUNTER(late_reads)
-  COUNTER(planned_periods)
-  COUNTER(short_periods)
-  COUNTER(remat_ns)
-  COUNTER(stall_ns)
-#undef COUNTER
-  uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    cells = count_cells_locked();
-    for_each_cell_locked([&](Cell* c) {
-      pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
-      orphans += c->storage._unsafe_get_target() ? 0 : 1;
-      largest = std::max(largest, c->nbytes);
-      if (c->state.load() & kAbsent) (c->absence == Absence::kEvicted ? evicted : offloaded) += c->nbytes;
-    });
-  }
-  put(d, "cells", cells);
-  put(d, "pinned_cells", pinned);
-  put(d, "orphans", orphans);
-  put(d, "evicted_now_bytes", evicted);
-  put(d, "offloaded_now_bytes", offloaded);
-  put(d, "largest_cell_bytes", largest);
-  return d;
-}
-
-PyObject* py_drain(PyObject*, PyObject*) {
-  Py_BEGIN_ALLOW_THREADS;
-  drop_what_waits();
-  Py_END_ALLOW_THREADS;
-  poll_works();
-  Py_RETURN_NONE;
 }
 
 // set_errors(make_budget_error, recompute_error)
@@ -713,105 +377,23 @@ PyObject* py_use_plugin(PyObject*, PyObject* o) {
   });
 }
 
-PyObject* py_leave_out(PyObject*, PyObject* o) {
-  const unsigned long rules = PyLong_AsUnsignedLong(o);
-  if (PyErr_Occurred()) return nullptr;
-  leave_out(static_cast<uint32_t>(rules));
-  Py_RETURN_NONE;
-}
-
-PyObject* py_device_stats(PyObject*, PyObject*) {
-  PyObject* d = PyDict_New();
-  mm_device* device = d && budget.pool ? budget.pool->queue() : nullptr;
-  if (!device) return d;
-  mm_device_stats s{};
-  mm_device_stats_get(device, &s);
-  put(d, "waits", s.waits);
-  put(d, "cross_reuses", s.cross_reuses);
-  put(d, "synchronizations", s.synchronizations);
-  put(d, "maps", s.maps);
-  put(d, "unmaps", s.unmaps);
-  put(d, "driver_errors", s.driver_errors);
-  return d;
-}
-
-// read_ahead(tensor or cdata) -> is it on its way? for tests
-PyObject* py_read_ahead(PyObject*, PyObject* o) {
-  return guarded([&]() -> PyObject* {
-    const StoragePtr s = storage_of(o);
-    Cell* c = s ? cell_of(s.get()) : nullptr;
-    return PyBool_FromLong(c && begin_read(c));
-  });
-}
-
-PyObject* py_begin_capture(PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    PyThreadState* saved = PyEval_SaveThread();
-    try {
-      if (budget.open) begin_capture();
-    } catch (...) {
-      PyEval_RestoreThread(saved);
-      throw;
-    }
-    PyEval_RestoreThread(saved);
-    Py_RETURN_NONE;
-  });
-}
-
-PyObject* py_end_capture(PyObject*, PyObject*) {
-  Py_BEGIN_ALLOW_THREADS;
-  end_capture();
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
-PyObject* py_check_arena(PyObject*, PyObject*) {
-  char why[400] = {};
-  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0)
-    return PyErr_Format(PyExc_RuntimeError, "%s", why);
-  Py_RETURN_NONE;
-}
-
 PyMethodDef methods[] = {
     {"open", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&py_open)), METH_VARARGS | METH_KEYWORDS,
      "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
-    {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
     {"adopt_all", py_adopt_all, METH_NOARGS, "adopts every tensor that Python knows -> bytes"},
-    {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
-    {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
-    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
-    {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
-    {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
-    {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
-    {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},
-    {"libraries_that_use_torch", py_libraries, METH_NOARGS, "paths of the loaded libraries that name c10's symbols"},
-    {"reducers_listen", py_reducers_listen, METH_O, "a backward with reducers that wait begins (True) or ends"},
-    {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
-    {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
-    {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
-    {"stats", py_stats, METH_NOARGS, "figures"},
-    {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
-    {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
-    {"begin_capture", py_begin_capture, METH_NOARGS, "a graph is about to be captured"},
-    {"end_capture", py_end_capture, METH_NOARGS, "its capture has ended"},
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
-    {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
-    {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
-    {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_pager", "memmgr's pager", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
-
-PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
 
 // What `set` has made Python's error is thrown as torch hands such errors on.
 template <class F>
@@ -838,10 +420,10 @@ void raise_wrong_bytes(const c10::Error& e) {
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
-  if (PyType_Ready(&pin_type) < 0) return nullptr;
   PyObject* module = PyModule_Create(&definition);
-  if (module && (!add_plan_functions(module) || !add_ranking_functions(module) ||
-                 PyModule_AddFunctions(module, observe_methods) < 0))
+  if (module &&
+      (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
+       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, observe_methods) < 0))
     Py_CLEAR(module);
   return module;
 }

@@ -1,0 +1,240 @@
+// Figures, and what tests ask for.
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "budget.h"
+#include "captures.h"
+#include "foreign.h"
+#include "module.h"
+#include "pools/pool.h"
+#include "recipe.h"
+#include "reclaim.h"
+#include "transfer.h"
+#include "works.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// take_away(tensor, turn) -> bytes that left: for tests
+PyObject* py_take_away(PyObject*, PyObject* args) {
+  PyObject* o;
+  int turn = -1;
+  if (!PyArg_ParseTuple(args, "O|i", &o, &turn)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    uint64_t n = 0;
+    if (c) {
+      Py_BEGIN_ALLOW_THREADS;
+      n = let_go(c, turn < 0 ? Way::kCheaper : turn % 2 ? Way::kOffload : Way::kEvict);
+      Py_END_ALLOW_THREADS;
+    }
+    return PyLong_FromUnsignedLongLong(n);
+  });
+}
+
+// What is known about a cell, noted under the lock. Python's objects are made after it: making one may collect garbage,
+// and with it end a storage, which takes the lock.
+struct CellRow {
+  unsigned long long nbytes;
+  const char* residency;
+  unsigned pins, depth, needed, holders;
+  bool escaped, recipe, trusted, clean, small, orphan;
+  std::string op;
+
+  explicit CellRow(Cell* c) {
+    static const char* names[] = {"resident", "offloaded", "evicted", "packed"};
+    const uint32_t state = c->state.load();
+    const Version* v = c->version;
+    nbytes = c->nbytes;
+    residency = state & kAbsent ? names[static_cast<int>(c->absence)] : "resident";
+    pins = state & kPinMask;
+    depth = v ? v->depth : 0;
+    needed = v ? v->needed : 0;
+    holders = c->storage.use_count();
+    escaped = c->escape != Escape::kNone;
+    recipe = v && v->recipe;
+    trusted = recipe && v->recipe->kind->trust.load() == Trust::kYes;
+    if (recipe) op = v->recipe->info->op.operator_name().name;
+    clean = c->slot >= 0;
+    small = c->small;
+    orphan = !c->storage._unsafe_get_target();
+  }
+
+  PyObject* object() const {
+    const auto flag = [](bool on) { return on ? Py_True : Py_False; };
+    return Py_BuildValue("{sK ss sI sO sO sO ss sI sO sI sI sO sO}", "nbytes", nbytes, "residency", residency, "pins",
+                         pins, "escaped", flag(escaped), "recipe", flag(recipe), "trusted", flag(trusted), "op",
+                         op.c_str(), "depth", depth, "clean", flag(clean), "needed", needed, "holders", holders,
+                         "small", flag(small), "orphan", flag(orphan));
+  }
+};
+
+// describe(tensor) -> dict or None
+PyObject* py_describe(PyObject*, PyObject* o) {
+  const StoragePtr s = storage_of(o);
+  std::optional<CellRow> row;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (Cell* c = s ? cell_of(s.get()) : nullptr) row.emplace(c);
+  }
+  if (!row) Py_RETURN_NONE;
+  return row->object();
+}
+
+// cells() -> [dict]: all of them
+PyObject* py_cells(PyObject*, PyObject*) {
+  std::vector<CellRow> rows;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for_each_cell_locked([&](Cell* c) { rows.emplace_back(c); });
+  }
+  PyObject* list = PyList_New(0);
+  for (const CellRow& r : rows) {
+    PyObject* row = list ? r.object() : nullptr;
+    if (row) PyList_Append(list, row);
+    Py_XDECREF(row);
+  }
+  return list;
+}
+
+void put(PyObject* dict, const char* key, uint64_t value) {
+  PyObject* v = PyLong_FromUnsignedLongLong(value);
+  if (v) PyDict_SetItemString(dict, key, v);
+  Py_XDECREF(v);
+}
+
+PyObject* py_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  if (!d || !budget.arena) return d;
+  mm_arena_stats a{};
+  mm_arena_stats_get(budget.arena, &a);
+  put(d, "budget_bytes", a.budget_bytes);
+  put(d, "resident_bytes.current", a.live_bytes + a.outside_bytes);
+  put(d, "resident_bytes.peak", a.resident_peak_bytes);
+  put(d, "unmanaged_peak_bytes", a.unmanaged_peak_bytes);
+  put(d, "floor_bytes", floor_bytes());
+  put(d, "reclaims", a.reclaims);
+  put(d, "remapped_bytes", a.remapped_bytes);
+  put(d, "resident_cell_bytes", resident_cell_bytes.load());
+  put(d, "escaped_bytes", escaped_bytes.load());
+  put(d, "absent_cells", static_cast<uint64_t>(absent_cells.load()));
+  put(d, "recipe_bytes", recipe_bytes.load());
+  put(d, "works_in_flight", works_in_flight());
+#define COUNTER(name) put(d, #name, counters.name.load());
+  COUNTER(evictions)
+  COUNTER(evicted_bytes)
+  COUNTER(offloads)
+  COUNTER(packed)
+  COUNTER(offload_bytes)
+  COUNTER(clean_drops)
+  COUNTER(reloads)
+  COUNTER(reload_bytes)
+  COUNTER(rematerialized_ops)
+  COUNTER(rematerializations)
+  COUNTER(ops)
+  COUNTER(recorded_ops)
+  COUNTER(adopted)
+  COUNTER(adopted_bytes)
+  COUNTER(escapes)
+  COUNTER(trials)
+  COUNTER(refused_kinds)
+  COUNTER(tier_errors)
+  COUNTER(copies_before_write)
+  COUNTER(trap_retries)
+  COUNTER(admission_waits)
+  COUNTER(retries)
+  COUNTER(foreign_writes)
+  COUNTER(unseen_ops)
+  COUNTER(cut_recipes)
+  COUNTER(reads_ahead)
+  COUNTER(writes_ahead)
+  COUNTER(late_reads)
+  COUNTER(planned_periods)
+  COUNTER(short_periods)
+  COUNTER(remat_ns)
+  COUNTER(stall_ns)
+#undef COUNTER
+  uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    cells = count_cells_locked();
+    for_each_cell_locked([&](Cell* c) {
+      pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
+      orphans += c->storage._unsafe_get_target() ? 0 : 1;
+      largest = std::max(largest, c->nbytes);
+      if (c->state.load() & kAbsent) (c->absence == Absence::kEvicted ? evicted : offloaded) += c->nbytes;
+    });
+  }
+  put(d, "cells", cells);
+  put(d, "pinned_cells", pinned);
+  put(d, "orphans", orphans);
+  put(d, "evicted_now_bytes", evicted);
+  put(d, "offloaded_now_bytes", offloaded);
+  put(d, "largest_cell_bytes", largest);
+  return d;
+}
+
+PyObject* py_drain(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS;
+  drop_what_waits();
+  Py_END_ALLOW_THREADS;
+  poll_works();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_leave_out(PyObject*, PyObject* o) {
+  const unsigned long rules = PyLong_AsUnsignedLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  leave_out(static_cast<uint32_t>(rules));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_device_stats(PyObject*, PyObject*) {
+  PyObject* d = PyDict_New();
+  mm_device* device = d && budget.pool ? budget.pool->queue() : nullptr;
+  if (!device) return d;
+  mm_device_stats s{};
+  mm_device_stats_get(device, &s);
+  put(d, "waits", s.waits);
+  put(d, "cross_reuses", s.cross_reuses);
+  put(d, "synchronizations", s.synchronizations);
+  put(d, "maps", s.maps);
+  put(d, "unmaps", s.unmaps);
+  put(d, "driver_errors", s.driver_errors);
+  return d;
+}
+
+// read_ahead(tensor or cdata) -> is it on its way? for tests
+PyObject* py_read_ahead(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    return PyBool_FromLong(c && begin_read(c));
+  });
+}
+
+PyObject* py_check_arena(PyObject*, PyObject*) {
+  char why[400] = {};
+  if (budget.arena && mm_arena_check(budget.arena, why, sizeof why) != 0)
+    return PyErr_Format(PyExc_RuntimeError, "%s", why);
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+PyMethodDef figure_methods[] = {
+    {"take_away", py_take_away, METH_VARARGS, "take_away(tensor, turn=-1) -> bytes that left; for tests"},
+    {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
+    {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
+    {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
+    {"stats", py_stats, METH_NOARGS, "figures"},
+    {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
+    {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
+    {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
+    {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace memmgr::pager

@@ -1,0 +1,231 @@
+// What the readers ask for (rule 9): pins, escapes, threads, functions of extensions, captures.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+
+#include "budget.h"
+#include "captures.h"
+#include "escape.h"
+#include "foreign.h"
+#include "frame.h"
+#include "module.h"
+#include "reclaim.h"
+#include "reducer.h"
+#include "threads.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+PyObject* py_see_this_thread(PyObject*, PyObject* on) {
+  const bool before = thread_is_seen();
+  see_this_thread(PyObject_IsTrue(on) == 1);
+  return PyBool_FromLong(before);
+}
+
+// name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
+// mapped, and never used for another storage.
+PyObject* py_name(PyObject*, PyObject* o) {
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    Cell* c = s ? cell_of(s.get()) : nullptr;
+    if (!c || !budget.open) return PyLong_FromLong(0);
+    uint64_t name = (uint64_t{1} << 62) + c->serial;
+    if (THPVariable_Check(o)) {
+      const at::Tensor& t = THPVariable_Unpack(o);
+      name += static_cast<uint64_t>(t.storage_offset()) * t.itemsize();
+    }
+    return PyLong_FromUnsignedLongLong(name);
+  });
+}
+
+PyObject* py_escape(PyObject*, PyObject* args) {
+  PyObject* o;
+  int why;
+  if (!PyArg_ParseTuple(args, "Oi", &o, &why)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const StoragePtr s = storage_of(o);
+    if (!s || !budget.open) Py_RETURN_FALSE;
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      Cell* c = cell_of(s.get());
+      if (!c && adoptable(s.get())) {
+        make_room_for(s.get());
+        c = adopt(s.get());
+      }
+      if (c) escape(c, static_cast<Escape>(why));
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    Py_RETURN_TRUE;
+  });
+}
+
+// ---- Pin: keeps the bytes of tensors where they are while it lives ----
+
+struct PinObject {
+  PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
+  bool region, reader;
+};
+
+void pin_dealloc(PyObject* self) {
+  auto* pins = reinterpret_cast<PinObject*>(self)->cells;
+  if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
+  if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
+  for (auto& [c, s] : *pins) {
+    watch_writes(c);
+    unpin(c);
+  }
+  delete pins;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyTypeObject pin_type = [] {
+  PyTypeObject t{PyVarObject_HEAD_INIT(nullptr, 0)};
+  t.tp_name = "memmgr._pager.Pin";
+  t.tp_basicsize = sizeof(PinObject);
+  t.tp_flags = Py_TPFLAGS_DEFAULT;
+  t.tp_dealloc = pin_dealloc;
+  t.tp_doc = "Keeps the bytes of storages in memory, where they are, while it lives (rule 9: scoped).";
+  return t;
+}();
+
+// A pin of these. region: this thread's ops are not paged meanwhile, since whoever called reads what they make without
+// an op. reader: it lives as long as a call of this thread, which has said whether it writes.
+PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, bool reader) {
+  auto* self = PyObject_New(PinObject, &pin_type);
+  if (!self) return nullptr;
+  self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
+  self->region = self->reader = false;
+  PyObject* result = guarded([&]() -> PyObject* {
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      for (StoragePtr& s : storages) {
+        Cell* c = cell_of(s.get());
+        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) {
+          make_room_for(s.get());
+          c = adopt(s.get());
+        }
+        if (!c) continue;
+        pin(c, ticks());
+        self->cells->emplace_back(c, std::move(s));
+        bring_back(c);
+        if (written) begin_new_version(c);
+      }
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    self->region = region;
+    self->reader = reader;
+    if (region) ++tl_regions;
+    if (reader) ++tl_readers;
+    return reinterpret_cast<PyObject*>(self);
+  });
+  if (!result) Py_DECREF(self);
+  return result;
+}
+
+// pin(sequence of tensors or cdatas[, written[, region[, held]]]) -> Pin. held: beyond this call.
+PyObject* py_pin(PyObject*, PyObject* args) {
+  PyObject* sequence;
+  int written = 0, region = 0, held = 0;
+  if (!PyArg_ParseTuple(args, "O|ppp", &sequence, &written, &region, &held)) return nullptr;
+  PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
+  if (!items) return nullptr;
+  std::vector<StoragePtr> storages;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
+    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
+  Py_DECREF(items);
+  return new_pin(std::move(storages), written, region, !held);
+}
+
+// pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
+PyObject* py_pin_reducer(PyObject*, PyObject* args) {
+  PyObject* reducer;
+  int gradients;
+  if (!PyArg_ParseTuple(args, "Op", &reducer, &gradients)) return nullptr;
+  std::vector<StoragePtr> storages = storages_of_reducer(reducer, gradients);
+  if (storages.empty()) Py_RETURN_NONE;
+  return new_pin(std::move(storages), false, false, false);
+}
+
+PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
+
+PyObject* py_unguard_all(PyObject*, PyObject*) {
+  unguard_functions();
+  forget_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_watch_foreign(PyObject*, PyObject*) {
+  watch_foreign_calls();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_libraries(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (const std::string& path : libraries_that_use_torch()) {
+    PyObject* name = list ? PyUnicode_DecodeFSDefault(path.c_str()) : nullptr;
+    if (name) PyList_Append(list, name);
+    Py_XDECREF(name);
+  }
+  return list;
+}
+
+PyObject* py_reducers_listen(PyObject*, PyObject* begin) {
+  const bool on = PyObject_IsTrue(begin) == 1;
+  Py_BEGIN_ALLOW_THREADS;
+  reducers_listen(on);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_begin_capture(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyThreadState* saved = PyEval_SaveThread();
+    try {
+      if (budget.open) begin_capture();
+    } catch (...) {
+      PyEval_RestoreThread(saved);
+      throw;
+    }
+    PyEval_RestoreThread(saved);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_end_capture(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS;
+  end_capture();
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef reader_methods[] = {
+    {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
+    {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
+    {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
+    {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
+    {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
+    {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
+    {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},
+    {"libraries_that_use_torch", py_libraries, METH_NOARGS, "paths of the loaded libraries that name c10's symbols"},
+    {"reducers_listen", py_reducers_listen, METH_O, "a backward with reducers that wait begins (True) or ends"},
+    {"begin_capture", py_begin_capture, METH_NOARGS, "a graph is about to be captured"},
+    {"end_capture", py_end_capture, METH_NOARGS, "its capture has ended"},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+PyObject* pin_arguments(std::vector<StoragePtr> storages) { return new_pin(std::move(storages), true, false, true); }
+
+bool add_reader_functions(PyObject* module) {
+  return PyType_Ready(&pin_type) == 0 && PyModule_AddFunctions(module, reader_methods) == 0;
+}
+
+}  // namespace memmgr::pager
