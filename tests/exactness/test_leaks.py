@@ -27,7 +27,6 @@ SLACK = {
     "tensors": 20,
     "small blocks": 400,
     "cells": 40,
-    "handled cells": 20,
     "tier bytes": 1 << 16,
 }
 """What the process may grow by between the warm state and the end: malloc's own slack, not one thing a pass."""

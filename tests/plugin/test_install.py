@@ -13,7 +13,7 @@ import torch
 
 import memmgr
 from memmgr import _cuda, _device
-from memmgr.native.build import NotBuiltError
+from memmgr.native.build import NotBuiltError, include_folder, package_sources
 
 
 @pytest.fixture
@@ -180,8 +180,8 @@ def test_headers_are_looked_for_beside_torch_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_sources_travel_with_the_package() -> None:
-    assert (_cuda.sources() / "plugin.cpp").is_file()
-    assert (_cuda.include_folder(_cuda.sources()) / "memmgr" / "plugin.h").is_file()
+    sources = package_sources("cuda", "plugin.cpp")
+    assert (include_folder(sources) / "memmgr" / "plugin.h").is_file()
 
 
 # ---- who asks: torch for its entry point, or the script --------------------------------------------------------------
