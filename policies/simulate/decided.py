@@ -10,7 +10,7 @@ from memmgr.policies.rules.registry import Policy
 from memmgr.policies.rules.types import Action
 from memmgr.policies.trace import TierLink, Trace
 
-from .base import Run, Simulation, finished
+from .simulator import Run, Simulation, finished
 
 ON_DEMAND = -1
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from memmgr.policies.rules.registry import parse_policy
-from memmgr.policies.simulate.base import Run
-from memmgr.policies.simulate.simulator import simulate
+from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.schedule import replay
 

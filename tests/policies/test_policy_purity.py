@@ -14,7 +14,7 @@ import memmgr.policies
 
 ROOM = Path(memmgr.policies.__file__).parent
 SOURCES = sorted(ROOM.rglob("*.py"))
-LEAST_SOURCES = 40  # fewer would mean that files are not seen, not that they have gone
+LEAST_SOURCES = 38  # fewer would mean that files are not seen, not that they have gone
 MOST_LINES = 450
 
 ARROWS = {
