@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A storage that nobody saved, made again before one op and read before a later one to make others.
+    """A storage that is made again before one op and read before a later one to make others.
 
     Attributes:
         storage: number in the trace.
@@ -84,15 +84,12 @@ class Carried:
 
 
 def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
-    """What a schedule keeps from one burst of recomputation to another although the program never saved it.
-
-    A live run knows what autograd saved by the order of saving; of the rest it knows what recipes read.
+    """What a schedule keeps from one burst of recomputation to another.
 
     Args:
         trace: the pass.
         steps: a schedule for it that `schedule.replay` accepts.
     """
-    saved = set(trace.saved)
     made: dict[int, int] = {}  # what is there because it was made again: before which op
     found: dict[Carried, None] = {}
     stage = 0
@@ -107,8 +104,7 @@ def carried(trace: Trace, steps: Sequence[Step]) -> list[Carried]:
                 if made.get(s, stage) < stage:
                     found[Carried(s, made[s], stage)] = None
             for s in op.outputs:
-                if s not in saved:
-                    made.setdefault(s, stage)
+                made.setdefault(s, stage)
     return list(found)
 
 
