@@ -1,6 +1,6 @@
 """The trace file: one JSON object a line, gzip if the name ends in .gz. `memmgr simulate` reads it.
 
-It is written as the pass goes on, so a process that dies leaves a file without its last line, which the reader refuses.
+A process that dies while it writes leaves a file without its last line, which the reader refuses.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class TraceWriter:
             "out": [[s.name, s.size_bytes] for s in outputs],
             "kind": int(op.kind),
             "writes": op.writes,
-            "saves": op.saves,
-            "uses": op.uses,
             "pinned": pinned,
         }
         self._line({key: value for key, value in record.items() if value or key in ("op", "s")})
@@ -188,7 +186,5 @@ def _op(record: dict[str, Any], ops: list[Op], storages: list[Storage]) -> None:
             tuple(range(first, len(storages))),
             OpKind(record.get("kind", 0)),
             pairs,
-            tuple(record.get("saves", ())),
-            tuple(record.get("uses", ())),
         )
     )

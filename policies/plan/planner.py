@@ -145,7 +145,7 @@ def _absences(timeline: Timeline) -> tuple[Absence, ...]:
         for event, following in zip(made, made[1:], strict=False):
             end = timeline.reach(s, following)
             stage = timeline.stage(following)
-            own = timeline.problem.wanted[stage] if stage < timeline.problem.n_ops else timeline.problem.held
+            own = timeline.problem.inputs[stage] if stage < timeline.problem.n_ops else timeline.problem.held
             after = max(timeline.stage(max(end, event)), 0)
             found.append(Absence(s, timeline.op(following) < 0, after, stage, s not in own))
     return tuple(sorted(found, key=lambda a: (a.after, a.back, a.storage)))

@@ -162,10 +162,10 @@ class Simulation:
             for s in trace.released_before[k]:
                 self.release(s)
             self.before(k)
-            self.gather(op.wanted, k)
-            self.pins.update(op.wanted)
+            self.gather(op.inputs, k)
+            self.pins.update(op.inputs)
             self.run_op(k, Do.COMPUTE)
-            self.pins -= Counter(op.wanted)
+            self.pins -= Counter(op.inputs)
             self.program += op.seconds
             for s in op.outputs:
                 self.held[s] = True

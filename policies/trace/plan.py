@@ -137,6 +137,6 @@ def absences(trace: Trace, steps: Iterable[Step]) -> tuple[Absence, ...]:
             computed += 1
             continue
         stage = stage if reads else computed
-        wanted = trace.ops[computed].wanted if computed < len(trace.ops) else trace.held_at_end
+        wanted = trace.ops[computed].inputs if computed < len(trace.ops) else trace.held_at_end
         found += [Absence(s, reads, gone[s], computed, s not in wanted) for s in fresh if s in gone]
     return tuple(sorted(found, key=lambda a: (a.after, a.back, a.storage)))

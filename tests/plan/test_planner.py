@@ -203,9 +203,9 @@ def live(*, copy_on_write: bool) -> Trace:
         Op("rand", 1.0, (3,), (4,), OpKind.ONCE),
         Op("g", 1.0, (4,), (5,)),
         Op("loss", 1.0, (5,), (6,)),
-        Op("b", 1.0, (6,), (7,), uses=(4,)),
-        Op("b", 1.0, (7,), (8,), uses=(3,)),
-        Op("b", 1.0, (8,), (9,), uses=(1,)),
+        Op("b", 1.0, (6, 4), (7,)),
+        Op("b", 1.0, (7, 3), (8,)),
+        Op("b", 1.0, (8, 1), (9,)),
     )
     released = [HELD, 10, 4, 9, 8, 7, 8, 9, 10, HELD]
     makers = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -251,8 +251,8 @@ def chain(steps: int) -> Trace:
     """h = f(h, x) for all steps, then backward reads every h again; x is half of all bytes, and is done with by then."""
     n = steps
     ops = [Op("x", 100.0, (), (0,)), Op("zeros", 1.0, (), (1,))]
-    ops += [Op("f", 1.0, (k - 1, 0), (k,), saves=(k - 1,)) for k in range(2, n + 2)]
-    ops += [Op("grad", 1.0, (k - 1,), (k,), OpKind.ONCE, uses=(2 * n + 2 - k,)) for k in range(n + 2, 2 * n + 2)]
+    ops += [Op("f", 1.0, (k - 1, 0), (k,)) for k in range(2, n + 2)]
+    ops += [Op("grad", 1.0, (k - 1, 2 * n + 2 - k), (k,), OpKind.ONCE) for k in range(n + 2, 2 * n + 2)]
     released = [n + 2, *(2 * n + 3 - k for k in range(1, n + 1)), n + 3, *(k + 2 for k in range(n + 2, 2 * n + 2))]
     storages = tuple(Storage(str(k), 10 * n if k == 0 else 10, k, r) for k, r in enumerate(released))
     return Trace(tuple(ops), storages, copy_on_write=True).check()
@@ -332,15 +332,15 @@ def test_a_plan_says_how_far_it_may_be_from_the_best() -> None:
 
 
 def test_what_is_carried_from_one_burst_to_another() -> None:
-    """u is saved by nobody; a and b are made from it again, before op 4 and before op 5."""
+    """a and b are made from u again, before op 5 and before op 4."""
     x, u, a, b = range(4)
     ops = (
         Op("constant", 0.0, (), (x,), OpKind.CONSTANT),
         Op("u", 1.0, (x,), (u,)),
-        Op("a", 1.0, (u,), (a,), saves=(a,)),
-        Op("b", 1.0, (u,), (b,), saves=(b,)),
-        Op("uses b", 1.0, (), (), OpKind.VIEW, uses=(b,)),
-        Op("uses a", 1.0, (), (), OpKind.VIEW, uses=(a,)),
+        Op("a", 1.0, (u,), (a,)),
+        Op("b", 1.0, (u,), (b,)),
+        Op("reads b", 1.0, (b,), (), OpKind.VIEW),
+        Op("reads a", 1.0, (a,), (), OpKind.VIEW),
     )
     released = (HELD, 4, 6, 5)
     names = ("c.x", "1.0", "2.0", "3.0")

@@ -21,9 +21,9 @@ from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, judge_records, replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
-from . import passes
 from .judge import needs_judge, verdict
 from .operator_logs import SHARED, log, needs_logs
+from .passes import LINK, layers
 from .synthetic import network
 
 RECOMPUTE_ONLY = ("dtr", "dtr_eq", "msps", "lru+evict", "largest+evict", "price+evict", "auto")
@@ -146,11 +146,14 @@ def test_with_a_link_the_rules_hold(policy: str, passes: float) -> None:
 @pytest.mark.parametrize("policy", ["evict", "auto", "offload", "delta", "dtr", "lru+offload", "msps+evict"])
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.4])
 def test_what_it_does_with_a_measured_pass_is_a_schedule(policy: str, share: float) -> None:
-    trace = passes.layers(24)
+    trace = layers(24)
     budget = int(trace.unmanaged_peak[0] * share)
-    link = None if "evict" in policy or policy == "dtr" else passes.LINK
-    found = passes.run(trace, budget, policy, link)
+    tier = None if "evict" in policy or policy == "dtr" else LINK
+    found = run(policy, trace, budget, tier)
     assert found.feasible and found.steps
+    cost = replay(trace, found.steps, budget, write_rate=20.0, read_rate=20.0, latency_seconds=0.01)
+    assert cost.valid, cost.why
+    assert (cost.peak_bytes, cost.seconds) == (found.peak_bytes, pytest.approx(found.seconds))
     assert any(s.do == Do.FREE and s.target < 24 for s in found.steps[: trace.backward_at])
 
 
