@@ -55,6 +55,11 @@ def holds(trace: Trace, made: Plan, link: TierLink | None = None) -> None:
     assert made.seconds >= made.bound_seconds * (1 - 1e-6)
 
 
+def comes_back(made: Plan) -> bool:
+    """Whether anything is made again or read back."""
+    return any(step.do in (Do.RECOMPUTE, Do.RELOAD) for step in made.steps)
+
+
 # ---- judged
 
 
@@ -86,7 +91,7 @@ def test_the_judge_confirms_made_up_logs(seed: int, ratio: float, layers: bool) 
         assert said["valid"], said
         assert said["peak_bytes"] == made.peak_bytes
     if ratio >= 1:
-        assert made.seconds == pytest.approx(trace.seconds) and not made.absences
+        assert made.seconds == pytest.approx(trace.seconds) and not comes_back(made)
 
 
 def verdict_of(writer: LogWriter, trace: Trace, made: Plan) -> dict[str, object]:
@@ -229,10 +234,7 @@ def test_live_passes(copy_on_write: bool, rate: float | None) -> None:
             holds(trace, made, link)
             again = {step.target for step in made.steps if step.do is Do.RECOMPUTE}
             assert 4 not in again and 0 not in again
-            assert feasible > 1 or made.absences
-            for absence in made.absences:
-                assert absence.after < absence.back
-                assert absence.storage != 5 or not 5 <= absence.after < 6
+            assert feasible > 1 or comes_back(made)
     assert feasible > 2
 
 
@@ -326,9 +328,6 @@ def test_a_plan_says_how_far_it_may_be_from_the_best() -> None:
     assert 1 + lower_bound_seconds(trace, made.budget_bytes) / trace.seconds <= made.lower_bound + 1e-9
     assert 1 < made.lower_bound <= made.overhead
     assert made.gap == pytest.approx(made.overhead / made.lower_bound - 1)
-    away = {absence.storage for absence in made.absences}
-    again = {s for step in made.steps if step.do is Do.RECOMPUTE for s in trace.ops[step.target].outputs}
-    assert away and away <= again
 
 
 def test_what_is_carried_from_one_burst_to_another() -> None:
