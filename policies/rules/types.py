@@ -52,7 +52,7 @@ class Candidates:
         staleness_seconds: float64, time since the last access, on the virtual clock of op costs (DTR, section 3).
         cost_seconds: float64, device time of the op that made the cell.
         chain_seconds: float64, sum of the costs of the ancestors that a recompute has to run as well: those that are evicted
-            (e* of DTR) and, live, those that nobody saved, which the program lets go of before backward wants the cell.
+            (e* of DTR) and, live, those that the program itself has let go of.
         component_seconds: float64, union-find estimate of the evicted neighbourhood's cost (DTR's h_eq).
         recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7), and, where there is a tier, the room that
             running it takes is there beside the floor.
