@@ -27,7 +27,6 @@ from memmgr.policies import (
     Link,
     Price,
     Upcoming,
-    plan_writeback,
     rank,
 )
 
@@ -99,8 +98,6 @@ def main() -> None:
         for name, link in links.items():
             row(f"rank auto, {share:.1%}, {name}", partial(rank, c, price, auto, link, need, urgent_bytes=0))
     row("rank auto, everything, 2 GB/s", partial(rank, c, price, auto, fast, urgent_bytes=0))
-    everything = rank(c, price, auto, fast, urgent_bytes=0)
-    row("plan_writeback", partial(plan_writeback, c, everything, fast, resident_bytes=total, budget_bytes=total))
     upcoming = Upcoming.build(c.size_bytes)
     for name, prefetch in PREFETCHERS.items():
         row(f"prefetch {name}", partial(prefetch, upcoming, fast, total // 10, 1e-4, 0))

@@ -1,6 +1,6 @@
 """The trace file: one JSON object a line, gzip if the name ends in .gz. `memmgr simulate` reads it.
 
-It is written as the pass goes on, so a process that dies leaves a file without its last line, which the reader refuses.
+A process that dies while it writes leaves a file without its last line, which the reader refuses.
 """
 
 from __future__ import annotations
@@ -11,72 +11,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from memmgr.policies.trace import HELD, VERSION, Op, OpKind, Storage, TierLink, Trace, TraceError
 
 _MAGIC = "memmgr_trace"
-
-
-class TraceWriter:
-    """Writes a trace event by event; a context manager, whose normal end writes the closing line."""
-
-    def __init__(
-        self, path: Path, *, device: str = "", links: tuple[TierLink, ...] = (), copy_on_write: bool = True
-    ) -> None:  # fmt: skip
-        self._path, self._ops = path, 0
-        self._file: IO[str] | None = None
-        self._head = {
-            _MAGIC: VERSION,
-            "device": device,
-            "links": [asdict(link) for link in links],
-            "copy_on_write": copy_on_write,
-        }
-
-    def __enter__(self) -> TraceWriter:
-        opener = gzip.open if self._path.suffix == ".gz" else open
-        self._file = opener(self._path, "wt", encoding="utf-8")
-        self._line(self._head)
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        assert self._file is not None
-        if kind is None:
-            self._line({"end": self._ops})
-        self._file.close()
-
-    def _line(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-
-    def begin_backward(self) -> None:
-        """The next op is backward's first."""
-        self._line({"backward": True})
-
-    def release(self, storages: tuple[int, ...]) -> None:
-        """The program has let go of these."""
-        self._line({"free": storages})
-
-    def unpin(self, storages: tuple[int, ...]) -> None:
-        """The program itself no longer holds these; autograd may."""
-        self._line({"unpin": storages})
-
-    def op(self, op: Op, outputs: list[Storage]) -> None:
-        """One op has run."""
-        pinned = [i for i, s in enumerate(outputs) if s.pinned_until > 0]
-        record = {
-            "op": op.name,
-            "s": op.seconds,
-            "in": op.inputs,
-            "out": [[s.name, s.size_bytes] for s in outputs],
-            "kind": int(op.kind),
-            "writes": op.writes,
-            "saves": op.saves,
-            "uses": op.uses,
-            "pinned": pinned,
-        }
-        self._line({key: value for key, value in record.items() if value or key in ("op", "s")})
-        self._ops += 1
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -85,20 +24,48 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        for record in _records(trace):
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def _records(trace: Trace) -> Iterator[dict[str, Any]]:
+    """The lines: the head, what happens in its order, the end."""
+    yield {
+        _MAGIC: VERSION,
+        "device": trace.device,
+        "links": [asdict(link) for link in trace.links],
+        "copy_on_write": trace.copy_on_write,
+    }
     unpinned: dict[int, list[int]] = {}
     for i, s in enumerate(trace.storages):
         if 0 < s.pinned_until < HELD:
             unpinned.setdefault(s.pinned_until, []).append(i)
-    with TraceWriter(path, device=trace.device, links=trace.links, copy_on_write=trace.copy_on_write) as out:
-        for k in range(len(trace.ops) + 1):
-            if k == trace.backward_at:
-                out.begin_backward()
-            if k in unpinned:
-                out.unpin(tuple(unpinned[k]))
-            if trace.released_before[k]:
-                out.release(trace.released_before[k])
-            if k < len(trace.ops):
-                out.op(trace.ops[k], [trace.storages[s] for s in trace.ops[k].outputs])
+    for k in range(len(trace.ops) + 1):
+        if k == trace.backward_at:
+            yield {"backward": True}
+        if k in unpinned:  # the program itself no longer holds these
+            yield {"unpin": unpinned[k]}
+        if trace.released_before[k]:
+            yield {"free": trace.released_before[k]}
+        if k < len(trace.ops):
+            yield _ran(trace.ops[k], [trace.storages[s] for s in trace.ops[k].outputs])
+    yield {"end": len(trace.ops)}
+
+
+def _ran(op: Op, outputs: list[Storage]) -> dict[str, Any]:
+    """One op; what it has not is left out."""
+    record = {
+        "op": op.name,
+        "s": op.seconds,
+        "in": op.inputs,
+        "out": [[s.name, s.size_bytes] for s in outputs],
+        "kind": int(op.kind),
+        "writes": op.writes,
+        "pinned": [i for i, s in enumerate(outputs) if s.pinned_until > 0],
+    }
+    return {key: value for key, value in record.items() if value or key in ("op", "s")}
 
 
 def read_trace(path: Path) -> Trace:
@@ -188,7 +155,5 @@ def _op(record: dict[str, Any], ops: list[Op], storages: list[Storage]) -> None:
             tuple(range(first, len(storages))),
             OpKind(record.get("kind", 0)),
             pairs,
-            tuple(record.get("saves", ())),
-            tuple(record.get("uses", ())),
         )
     )

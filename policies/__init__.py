@@ -9,8 +9,6 @@ from .rules.prefetchers import PREFETCHERS, Prefetcher, Upcoming, fifo
 from .rules.rank import rank
 from .rules.registry import POLICIES, Policy, parse_policy
 from .rules.types import NO_LINK, Action, Candidates, Director, Filter, Link, Ranking
-from .rules.window import window_costs
-from .rules.writeback import Watermarks, WriteBack, plan_writeback
 
 __all__ = [
     "DIRECTORS",
@@ -31,11 +29,7 @@ __all__ = [
     "Price",
     "Ranking",
     "Upcoming",
-    "Watermarks",
-    "WriteBack",
     "fifo",
     "parse_policy",
-    "plan_writeback",
     "rank",
-    "window_costs",
 ]

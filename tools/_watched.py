@@ -16,8 +16,6 @@ from memmgr._sizes import UNLIMITED, show_size
 from memmgr._stream import PROTOCOL
 from memmgr.tools._wrong import Wrong
 
-KINDS = ("evict", "offload", "reload", "recompute", "stall")
-
 
 @dataclass(frozen=True)
 class Point:

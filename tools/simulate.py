@@ -33,8 +33,7 @@ from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_online, delta_taco
 from memmgr.policies.rules.registry import parse_policy
-from memmgr.policies.simulate.base import Run
-from memmgr.policies.simulate.simulator import simulate
+from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools._dtr_log import read_dtr_log

@@ -5,9 +5,8 @@
     memmgr simulate --log run.trace --policy all --ratio 0.6
 
 A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others), every op
-with its time, what it reads and makes, what autograd saves and asks back, and when the program lets go. The script runs to its
-end as under memmgr run, with the same bits. Without --budget nothing leaves memory; with one the trace says what the pass
-takes under it.
+with its time, what it reads and makes, and when the program lets go. The script runs to its end as under memmgr run, with the
+same bits. Without --budget nothing leaves memory; with one the trace says what the pass takes under it.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ from types import MappingProxyType
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_taco
-from memmgr.policies.simulate.base import Run
+from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
-from memmgr.policies.trace.live_terms import EFFORT
 from memmgr.policies.trace.schedule import Do, Step
+
+EFFORT = 100_000
+"""Steps of the planner's search for a period: about a third of a second."""
 
 
 @dataclass(frozen=True)

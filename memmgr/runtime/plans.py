@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies.trace import TierLink
-from memmgr.policies.trace.live_terms import budgets
 from memmgr.policies.trace.smooth import smoothed
 
 from .planners import PLANNERS, Planner, Scheduled
@@ -25,6 +24,20 @@ MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
 FIRST_PLANS = 3  # sequences that are planned although they were met once
 MOST_TRIES = 4  # plans that run short, each with twice the margin
+MARGIN = 0.01  # of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)
+
+
+def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
+    """The budgets to plan for, in bytes, the best first.
+
+    Args:
+        limit_bytes: the run's.
+        tries: how many plans ran short so far; each time a plan leaves twice as much free.
+    """
+    found = [int(limit_bytes * (1.0 - MARGIN * 2**tries))]
+    if not tries:
+        found.append(limit_bytes)  # so near the floor a plan without a margin is better than none
+    return found
 
 
 @dataclass

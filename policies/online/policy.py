@@ -110,13 +110,13 @@ class Online:
         self._saved += [False] * len(sizes)
         self._unread += [True] * len(sizes)
         self._program_seconds += op.seconds
-        self._gather(op.wanted)
-        for s in op.wanted:
+        self._gather(op.inputs)
+        for s in op.inputs:
             self._pins[s] += 1
         try:
             self._make(k, Do.COMPUTE)
         finally:
-            self._unpin(op.wanted)
+            self._unpin(op.inputs)
         if op.kind != OpKind.CONSTANT:
             self._learn(k, op)
 

@@ -100,7 +100,7 @@ class _Moment:
 
 
 def _moment(problem: Problem, at: int, last_use: list[int]) -> _Moment:
-    there = set(problem.wanted[at]) | set(problem.outputs[at])
+    there = set(problem.inputs[at]) | set(problem.outputs[at])
     there.update(s for s, k in enumerate(problem.maker) if k <= at <= problem.pinned[s])
     relevant: set[int] = set()
     # An op that runs at the moment has read its inputs, but after it they may be wanted again.
@@ -118,8 +118,8 @@ def _moment(problem: Problem, at: int, last_use: list[int]) -> _Moment:
 
 def _uses(problem: Problem) -> list[list[int]]:
     uses: list[list[int]] = [[] for _ in problem.size]
-    for k, wanted in enumerate(problem.wanted):
-        for s in wanted:
+    for k, inputs in enumerate(problem.inputs):
+        for s in inputs:
             uses[s].append(k)
     for s in problem.held:
         uses[s].append(problem.n_ops)

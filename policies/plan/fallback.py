@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.rules.registry import parse_policy
-from memmgr.policies.simulate.base import Simulation, finished
+from memmgr.policies.simulate.simulator import Simulation, finished
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Cost, Do, Step, replay
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
-from memmgr.policies.trace.plan import Absence, Plan, absences
+from memmgr.policies.trace.plan import Plan
 from memmgr.policies.trace.schedule import Do, Step
 
 from .bound import INFEASIBLE, SOLVE, with_link
@@ -93,15 +93,11 @@ def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
             steps, cost = found
             best = _improved(problem, trace, budget_bytes, steps, bound, effort) if link is None else None
             if best is None:
-                away = absences(trace, steps)
-                return Plan(
-                    budget_bytes, True, steps, away, cost.peak_bytes, cost.seconds, unmanaged, unmanaged + bound
-                )
+                return Plan(budget_bytes, True, steps, cost.peak_bytes, cost.seconds, unmanaged, unmanaged + bound)
             seconds = unmanaged + best.extra_seconds
     if best is None:
-        return Plan(budget_bytes, False, (), (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
-    steps = _steps(best)
-    return Plan(budget_bytes, True, steps, _absences(best), best.peak, seconds, unmanaged, unmanaged + bound)
+        return Plan(budget_bytes, False, (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
+    return Plan(budget_bytes, True, _steps(best), best.peak, seconds, unmanaged, unmanaged + bound)
 
 
 def _improved(
@@ -137,15 +133,3 @@ def _steps(timeline: Timeline) -> tuple[Step, ...]:
                 steps.extend(Step(Do.OFFLOAD, s) for s in timeline.problem.outputs[op] if s in back)
         steps.extend(Step(Do.FREE, s) for s in ends.get(key, ()))
     return tuple(steps)
-
-
-def _absences(timeline: Timeline) -> tuple[Absence, ...]:
-    found = []
-    for s, made in enumerate(timeline.made):
-        for event, following in zip(made, made[1:], strict=False):
-            end = timeline.reach(s, following)
-            stage = timeline.stage(following)
-            own = timeline.problem.wanted[stage] if stage < timeline.problem.n_ops else timeline.problem.held
-            after = max(timeline.stage(max(end, event)), 0)
-            found.append(Absence(s, timeline.op(following) < 0, after, stage, s not in own))
-    return tuple(sorted(found, key=lambda a: (a.after, a.back, a.storage)))

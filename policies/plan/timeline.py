@@ -50,8 +50,8 @@ class Timeline:
         self.uses: list[list[int]] = [[] for _ in range(m)]
         self.pin = [own[t] if t >= 0 else -1 for t in p.pinned]
         self.gone = [own[k] if k >= 0 else _NEVER for k in p.written]
-        for k, wanted in enumerate(p.wanted):
-            for s in wanted:
+        for k, inputs in enumerate(p.inputs):
+            for s in inputs:
                 self.uses[s].append(own[k])
         change = np.zeros(n + 2, dtype=np.int64)
         held = set(p.held)

@@ -57,7 +57,7 @@ def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
             ready[s] = read_free
         else:
             own = op == t.stage(q)
-            wanted = p.held if op == p.n_ops else p.wanted[op] if own else p.inputs[op]
+            wanted = p.held if op == p.n_ops else p.inputs[op]
             for s in wanted:
                 if s in ready:
                     now = max(now, ready.pop(s)) if waiting else now

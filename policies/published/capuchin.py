@@ -29,8 +29,8 @@ from memmgr.policies.rules.filters import FILTERS
 from memmgr.policies.rules.prefetchers import off
 from memmgr.policies.rules.registry import Policy
 from memmgr.policies.rules.types import Action
-from memmgr.policies.simulate.base import Run
 from memmgr.policies.simulate.decided import ON_DEMAND, Accesses, Decision, run_decisions
+from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import OpKind, TierLink, Trace
 
 FEEDBACK_SHARE = 0.05

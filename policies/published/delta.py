@@ -17,9 +17,8 @@ from memmgr.policies.rules.filters import FILTERS
 from memmgr.policies.rules.prefetchers import fifo
 from memmgr.policies.rules.registry import Policy
 from memmgr.policies.rules.types import Action, Actions, Candidates, Ints, Link
-from memmgr.policies.simulate.base import Run
 from memmgr.policies.simulate.decided import Accesses, Decision, run_decisions
-from memmgr.policies.simulate.simulator import simulate
+from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import OpKind, TierLink, Trace
 
 _UNITS = 2000  # the knapsack's room in units of so much; what is heavier by a fraction counts as a whole unit more

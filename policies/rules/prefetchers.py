@@ -1,4 +1,4 @@
-"""Prefetchers: which offloaded cells to bring back now. Pure: the daemon asks, copies, and asks again."""
+"""Prefetchers: which offloaded cells to bring back now. Pure: the simulator asks, copies, and asks again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Upcoming:
 
     Attributes:
         size_bytes: int64 (n,).
-        distance: int64 (n,), saved-tensor uses until each is needed; never decreasing.
+        distance: int64 (n,), uses of others until each is needed; never decreasing.
     """
 
     size_bytes: Ints
@@ -52,7 +52,7 @@ Prefetcher: TypeAlias = Callable[[Upcoming, Link, int, float, int], Ints]
 """(upcoming, link, headroom_bytes, seconds_per_use, in_flight_bytes) -> indices to ask for now, a prefix of `upcoming`.
 
 headroom_bytes: budget - resident - reserve, where resident contains the blocks of the reads in flight.
-seconds_per_use: backward's pace, seconds from one saved-tensor use to the next; 0 if unknown: all is urgent.
+seconds_per_use: backward's pace, seconds from one use to the next; 0 if unknown: all is urgent.
 in_flight_bytes: asked for, not here yet; they come first.
 """
 

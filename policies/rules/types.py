@@ -32,9 +32,6 @@ _DTYPES: dict[str, type[np.generic]] = {
     "seconds_until_use": np.float64,
 }
 
-KEPT_SHARE = 0.01
-"""Roots that only recipes hold may cost this share of what is resident (design section 2: recording keeps nothing alive)."""
-
 
 class Action(IntEnum):
     """What happens to one cell."""
@@ -55,13 +52,13 @@ class Candidates:
         staleness_seconds: float64, time since the last access, on the virtual clock of op costs (DTR, section 3).
         cost_seconds: float64, device time of the op that made the cell.
         chain_seconds: float64, sum of the costs of the ancestors that a recompute has to run as well: those that are evicted
-            (e* of DTR) and, live, those that nobody saved, which the program lets go of before backward wants the cell.
+            (e* of DTR) and, live, those that the program itself has let go of.
         component_seconds: float64, union-find estimate of the evicted neighbourhood's cost (DTR's h_eq).
         recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7), and, where there is a tier, the room that
             running it takes is there beside the floor.
         clean: bool, a copy exists below: letting go costs no write.
         offloadable: bool, the tier below has room and may take it. A clean cell counts as offloadable either way.
-        next_use: int64, expected number of saved-tensor uses until this cell is needed (reverse of save order).
+        next_use: int64, expected number of uses of others until this cell is needed (reverse of the order of making).
         seconds_until_use: float64, estimated time until that use; +inf: never, or not in this pass; NaN: unknown,
             which `auto` treats as "now", so that the read back counts in full.
     """
@@ -222,15 +219,6 @@ class Ranking:
 
     def __len__(self) -> int:
         return len(self.order)
-
-    def until(self, candidates: Candidates, need_bytes: int) -> Ranking:
-        """The shortest prefix that frees `need_bytes`, or all of it."""
-        enough = int(np.searchsorted(candidates.size_bytes[self.order].cumsum(), need_bytes, side="left")) + 1
-        return Ranking(self.order[:enough], self.action[:enough])
-
-    def released_bytes(self, candidates: Candidates) -> int:
-        """Bytes that the whole ranking frees."""
-        return int(candidates.size_bytes[self.order].sum())
 
 
 Filter: TypeAlias = Callable[[Candidates], Floats]

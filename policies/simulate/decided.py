@@ -10,7 +10,7 @@ from memmgr.policies.rules.registry import Policy
 from memmgr.policies.rules.types import Action
 from memmgr.policies.trace import TierLink, Trace
 
-from .base import Run, Simulation, finished
+from .simulator import Run, Simulation, finished
 
 ON_DEMAND = -1
 
@@ -55,7 +55,7 @@ class Accesses:
         live = 0
         for k, op in enumerate(trace.ops):
             start.append(start[-1] + op.seconds)
-            for s in op.wanted:
+            for s in op.inputs:
                 ops[s].append(k)
             live += sum(trace.storages[s].size_bytes for s in op.outputs) - trace.handed_bytes[k]
             used.append(live)

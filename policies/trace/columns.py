@@ -15,8 +15,7 @@ class Problem:
         n_ops: number of ops; the *end* is stage n_ops, whose op (the same number) wants what is held at the end.
         size: bytes per storage.
         cost: seconds per op.
-        inputs: per op, what a recompute reads.
-        wanted: per op, what must be resident when the program runs it: inputs and saved tensors asked back.
+        inputs: per op, what must be resident when it runs.
         outputs: per op.
         maker: per storage.
         pinned: per storage, the stage up to which letting go frees nothing (constants: until their release); -1: none.
@@ -30,7 +29,6 @@ class Problem:
     size: list[int]
     cost: list[float]
     inputs: list[tuple[int, ...]]
-    wanted: list[tuple[int, ...]]
     outputs: list[tuple[int, ...]]
     maker: list[int]
     pinned: list[int]
@@ -61,7 +59,6 @@ class Problem:
             size,
             [op.seconds for op in trace.ops],
             [op.inputs for op in trace.ops],
-            [op.wanted for op in trace.ops],
             [op.outputs for op in trace.ops],
             [s.maker for s in trace.storages],
             pinned,

@@ -17,7 +17,7 @@ def least_bytes(problem: Problem) -> int:
     most = level = 0
     for k in range(problem.n_ops):
         level += held[k]
-        there = set(problem.wanted[k]) | set(problem.outputs[k])
+        there = set(problem.inputs[k]) | set(problem.outputs[k])
         loose = sum(problem.size[s] for s in there if not problem.maker[s] <= k <= problem.pinned[s])
         most = max(most, level + loose - problem.handed[k])
     loose = sum(problem.size[s] for s in problem.held if problem.pinned[s] < problem.n_ops)

@@ -121,11 +121,10 @@ class Replay:
             raise Broken(f"op {k} {'again' if again else 'for the first time'} after {self.computed} ops")
         if again and op.kind in (OpKind.CONSTANT, OpKind.ONCE):
             raise Broken(f"op {k} ({op.name}) cannot run again")
-        wanted = op.inputs if again else op.wanted
-        missing = [self.trace.storages[s].name for s in wanted if s not in self.resident]
+        missing = [self.trace.storages[s].name for s in op.inputs if s not in self.resident]
         if missing:
             raise Broken(f"op {k} runs without its inputs {missing[:3]}")
-        for s in wanted:
+        for s in op.inputs:
             self._wait(self.ready_at.get(s, 0.0))
         if not self.trace.copy_on_write and not again:
             for old, _ in op.writes:  # the new version takes the old one's block

@@ -32,7 +32,7 @@ def smoothed(trace: Trace) -> Trace:
     turn = len(trace.ops) if trace.backward_at is None else trace.backward_at
 
     def look(k: int, op: Op) -> _Look:
-        return op.name, op.kind, k < turn, tuple(sizes[s] for s in op.wanted), tuple(sizes[s] for s in op.outputs)
+        return op.name, op.kind, k < turn, tuple(sizes[s] for s in op.inputs), tuple(sizes[s] for s in op.outputs)
 
     alike: dict[_Look, list[float]] = {}
     looks = [look(k, op) for k, op in enumerate(trace.ops)]

@@ -1,4 +1,4 @@
-"""One measured pass as plain data: ops over storages, what is saved, used, written and let go of, and the links.
+"""One measured pass as plain data: ops over storages, what is written and let go of, and the links.
 
 **What a trace says.** Ops are numbered from 0 in the order in which the program ran them, constants included (an op that
 takes no time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes,
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-VERSION = 1
+VERSION = 2
 """Of the trace as data; the file carries it."""
 
 HELD = 2**62
@@ -65,8 +65,6 @@ class Op:
         outputs: storages that it makes, views left out.
         kind: see `OpKind`.
         writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
-        saves: storages that autograd saved when it ran (empty in operator logs).
-        uses: saved storages that autograd asked back for it or still has while it runs (empty in operator logs).
     """
 
     name: str
@@ -75,13 +73,6 @@ class Op:
     outputs: tuple[int, ...]
     kind: OpKind = OpKind.COMPUTE
     writes: tuple[tuple[int, int], ...] = ()
-    saves: tuple[int, ...] = ()
-    uses: tuple[int, ...] = ()
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """What must be resident when the program runs it: inputs, and what autograd asks back. A recompute reads inputs."""
-        return tuple(dict.fromkeys(self.inputs + self.uses)) if self.uses else self.inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +158,6 @@ class Trace:
         return tuple(tuple(row) for row in rows)
 
     @cached_property
-    def saved(self) -> tuple[int, ...]:
-        """What autograd saves, in the order of saving. An operator log does not say: empty."""
-        return tuple(dict.fromkeys(s for op in self.ops for s in op.saves))
-
-    @cached_property
     def handed_bytes(self) -> tuple[int, ...]:
         """Per op, bytes of the blocks that its in-place writes take over: not there twice. 0 with `copy_on_write`."""
         if self.copy_on_write:
@@ -209,7 +195,7 @@ class Trace:
         for k, op in enumerate(self.ops):
             if not op.seconds >= 0:
                 raise TraceError(f"op {k} ({op.name}) takes {op.seconds!r} seconds")
-            for s in op.wanted:
+            for s in op.inputs:
                 if s not in made:
                     raise TraceError(f"op {k} ({op.name}) reads storage {s}, which nothing has made")
                 if self.storages[s].released <= k:

@@ -166,6 +166,16 @@ def test_errors_are_one_line(words: list[str], says: str, file: Path, capsys: py
     assert says in said and said.count("\n") == 1
 
 
+def test_a_trace_of_an_older_version_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "pass.trace", layers(12))
+    head, rest = (tmp_path / "pass.trace").read_text().split("\n", 1)
+    assert '"memmgr_trace":2' in head
+    (tmp_path / "pass.trace").write_text(head.replace('"memmgr_trace":2', '"memmgr_trace":1') + "\n" + rest)
+    assert simulate("--log", tmp_path / "pass.trace", "--ratio", 0.5) == 2
+    said = capsys.readouterr().err
+    assert "pass.trace: trace version 1; this memmgr reads version 2" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b'{"INSTRUCTION":"ANNOTATE","ANNOTATION":"START"}\n', None]
 )

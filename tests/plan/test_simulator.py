@@ -15,16 +15,15 @@ from memmgr.policies.published.capuchin import capuchin, choose, triggers
 from memmgr.policies.published.delta import delta_online, delta_taco, director, knapsack
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.rules.types import Action
-from memmgr.policies.simulate.base import Run
 from memmgr.policies.simulate.decided import Accesses
-from memmgr.policies.simulate.neighbourhoods import Neighbourhoods
-from memmgr.policies.simulate.simulator import simulate
+from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, judge_records, replay
 from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, verdict
 from .operator_logs import SHARED, log, needs_logs
+from .passes import LINK, layers
 from .synthetic import network
 
 RECOMPUTE_ONLY = ("dtr", "dtr_eq", "msps", "lru+evict", "largest+evict", "price+evict", "auto")
@@ -39,48 +38,6 @@ def link_for(trace: Trace, passes: float) -> TierLink:
     """A link that carries the unmanaged peak so many times during a pass."""
     rate = passes * trace.unmanaged_peak[0] / trace.seconds
     return TierLink("host", rate, rate, trace.seconds / 1000)
-
-
-def test_what_nobody_saves_is_part_of_a_chain() -> None:
-    """It is there when b is dropped, and gone when backward wants b."""
-    builder = TraceBuilder()
-    builder.constant("c", 1)
-    builder.call("f", 5.0, ["c"], [("a", 10, -1)])
-    builder.call("f", 1.0, ["a"], [("b", 10, -1)])
-    trace = builder.build()
-    a, b = (op.outputs[0] for op in trace.ops[1:])
-    for saved, seconds in (({b}, 5.0), ({a, b}, 0.0), (None, 0.0)):
-        chains = Neighbourhoods(trace, lambda s: False, saved)
-        chains.ran(1)
-        chains.ran(2)
-        assert chains.chain_seconds(b) == chains.component_seconds(b) == seconds
-    gone: set[int] = set()
-    chains = Neighbourhoods(trace, gone.__contains__, {a, b})
-    chains.ran(1)
-    chains.ran(2)
-    gone.add(b)
-    chains.changed(b)
-    assert chains.component_seconds(a) == 1.0  # as live: what is evicted of what was made from it
-
-
-def test_an_eviction_above_what_nobody_saves_lengthens_the_chains_below() -> None:
-    builder = TraceBuilder()
-    builder.constant("c", 1)
-    for name, read, seconds in (("a", "c", 5.0), ("u", "a", 2.0), ("b", "u", 1.0)):
-        builder.call("f", seconds, [read], [(name, 10, -1)])
-    trace = builder.build()
-    a, _, b = (op.outputs[0] for op in trace.ops[1:])
-    gone: set[int] = set()
-    chains = Neighbourhoods(trace, gone.__contains__, {a, b})
-    for k in (1, 2, 3):
-        chains.ran(k)
-    assert chains.chain_seconds(b) == 2.0
-    gone.add(a)
-    chains.changed(a)
-    assert chains.chain_seconds(b) == 7.0
-    gone.clear()
-    chains.changed(a)
-    assert chains.chain_seconds(b) == 2.0
 
 
 def run(name: str, trace: Trace, budget: int, tier: TierLink | None = None) -> Run:
@@ -184,6 +141,20 @@ def test_with_a_link_the_rules_hold(policy: str, passes: float) -> None:
         cost = replay(trace, result.steps, budget, latency_seconds=tier.latency_seconds, **rates)
         assert cost.valid, cost.why
         assert (cost.peak_bytes, cost.seconds) == (result.peak_bytes, pytest.approx(result.seconds))
+
+
+@pytest.mark.parametrize("policy", ["evict", "auto", "offload", "delta", "dtr", "lru+offload", "msps+evict"])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.4])
+def test_what_it_does_with_a_measured_pass_is_a_schedule(policy: str, share: float) -> None:
+    trace = layers(24)
+    budget = int(trace.unmanaged_peak[0] * share)
+    tier = None if "evict" in policy or policy == "dtr" else LINK
+    found = run(policy, trace, budget, tier)
+    assert found.feasible and found.steps
+    cost = replay(trace, found.steps, budget, write_rate=20.0, read_rate=20.0, latency_seconds=0.01)
+    assert cost.valid, cost.why
+    assert (cost.peak_bytes, cost.seconds) == (found.peak_bytes, pytest.approx(found.seconds))
+    assert any(s.do == Do.FREE and s.target < 24 for s in found.steps[: trace.backward_at])
 
 
 @needs_logs

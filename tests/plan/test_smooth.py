@@ -39,10 +39,3 @@ def test_forward_and_backward_are_told_apart() -> None:
     trace = layers([1.0, 1.0, 1.0, 3.0, 3.0, 3.0])
     even = smoothed(replace(trace, backward_at=4))
     assert [op.seconds for op in even.ops[1:7]] == [1.0] * 3 + [3.0] * 3
-
-
-def test_what_backward_asks_for_counts() -> None:
-    trace = layers([1.0, 1.0, 1.0, 4.0, 4.0, 4.0])
-    ops = [replace(op, uses=(0,)) if 4 <= k <= 6 else op for k, op in enumerate(trace.ops)]
-    even = smoothed(replace(trace, ops=tuple(ops)))
-    assert [op.seconds for op in even.ops[1:7]] == [1.0] * 3 + [4.0] * 3

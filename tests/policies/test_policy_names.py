@@ -1,4 +1,4 @@
-"""Prefetchers, write-back and names."""
+"""Prefetchers and names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from memmgr.policies import (
     FILTERS,
     POLICIES,
     PREFETCHERS,
-    Action,
     Auto,
     Candidates,
     Link,
-    Ranking,
     Upcoming,
-    Watermarks,
     fifo,
     parse_policy,
-    plan_writeback,
     rank,
 )
 from memmgr.policies.rules.prefetchers import Bandwidth, Fifo
@@ -90,73 +86,6 @@ def test_fifo_is_delta_s_five_and_asking_twice_does_not_run_ahead() -> None:
 def test_bad_upcoming(size: list[int], distance: list[int]) -> None:
     with pytest.raises(ValueError):
         Upcoming.build(size, distance)
-
-
-# -- write-back ------------------------------------------------------------------------------------------------------
-
-CELLS = st.lists(st.tuples(st.integers(1, 100), st.booleans(), st.booleans(), st.booleans()), max_size=30)
-
-
-@settings(deadline=None)
-@given(
-    cells=CELLS,
-    resident=st.integers(0, 3000),
-    budget=st.integers(1, 3000),
-    queued=st.integers(0, 500),
-    d=st.sampled_from(sorted(DIRECTORS)),
-)
-def test_writeback_writes_dirty_offloads_down_to_the_mark(cells, resident, budget, queued, d) -> None:  # type: ignore[no-untyped-def]
-    size, recomputable, clean, room = zip(*cells, strict=True) if cells else ((), (), (), ())
-    c = Candidates.build(
-        np.array(size, np.int64),
-        cost_seconds=1.0,
-        recomputable=np.array(recomputable, bool),
-        clean=np.array(clean, bool),
-        offloadable=np.array(room, bool),
-    )
-    link = Link(1000.0, 1000.0, queued_write_bytes=queued)
-    ranking = rank(c, FILTERS["lru"], DIRECTORS[d], link)
-    marks = Watermarks(0.5, 0.8, 0.1)
-    plan = plan_writeback(c, ranking, link, resident_bytes=resident, budget_bytes=budget, watermarks=marks)
-    assert plan.total_bytes == c.size_bytes[plan.order].sum()
-    action = dict(zip(ranking.order.tolist(), ranking.action.tolist(), strict=True))
-    assert all(action[i] == Action.OFFLOAD and not c.clean[i] for i in plan.order.tolist())
-    goal = resident - 0.5 * budget
-    if goal <= 0:
-        assert len(plan.order) == 0
-    if len(plan.order):
-        assert queued + plan.total_bytes - c.size_bytes[plan.order[-1]] < goal
-        if resident < 0.8 * budget:
-            assert queued + plan.total_bytes <= 100 or (queued == 0 and len(plan.order) == 1)
-    elif goal > 0 and queued == 0:
-        # nothing to write: the head of the ranking down to the mark can leave at once
-        before = 0
-        for i in ranking.order.tolist():
-            if before >= goal:
-                break
-            assert action[i] == Action.EVICT or c.clean[i]
-            before += int(c.size_bytes[i])
-
-
-def test_writeback_leaves_small_cells() -> None:
-    c = Candidates.build([10, 1000, 10, 1000])
-    everything = Ranking(np.arange(4), np.full(4, Action.OFFLOAD, dtype=np.int8))
-    marks = Watermarks(low=0.0, least_bytes=100)
-    plan = plan_writeback(c, everything, LINK, resident_bytes=2020, budget_bytes=2020, watermarks=marks)
-    assert sorted(plan.order.tolist()) == [1, 3]
-
-
-def test_writeback_opens_up_at_the_high_mark() -> None:
-    c = Candidates.build(np.full(100, 10))
-    everything = Ranking(np.arange(100), np.full(100, Action.OFFLOAD, dtype=np.int8))
-    link = Link(1000.0, 1000.0)
-    marks = Watermarks(0.5, 0.8, queue_seconds=0.05)
-    trickle = plan_writeback(c, everything, link, resident_bytes=790, budget_bytes=1000, watermarks=marks)
-    flood = plan_writeback(c, everything, link, resident_bytes=1000, budget_bytes=1000, watermarks=marks)
-    assert trickle.total_bytes == 50
-    assert flood.total_bytes == 500
-    with pytest.raises(ValueError, match="watermarks"):
-        Watermarks(0.9, 0.5)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

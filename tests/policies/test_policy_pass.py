@@ -20,7 +20,6 @@ from memmgr.policies import (
     Policy,
     Upcoming,
     parse_policy,
-    plan_writeback,
     rank,
 )
 
@@ -256,9 +255,16 @@ class Run:
             return
         # what remains of forward decides how much has to go
         ranking = rank(c, self.policy.filter, self.policy.director, link, None)
-        plan = plan_writeback(c, ranking, link, resident_bytes=self.bytes, budget_bytes=self.budget)
-        for k in plan.order:
-            self.write(ids[int(k)])
+        queued = before = link.queued_write_bytes
+        for k, action in zip(ranking.order.tolist(), ranking.action.tolist(), strict=True):
+            size = int(c.size_bytes[k])
+            if before < self.bytes - LOW * self.budget and action == Action.OFFLOAD and not c.clean[k]:
+                trickle = self.bytes < HIGH * self.budget and queued
+                if trickle and queued + size > QUEUE_SECONDS * link.write_bytes_per_second:
+                    break
+                self.write(ids[k])
+                queued += size
+            before += size
 
     def prefetch(self) -> None:
         for i in [i for i, end in self.reads.items() if end <= self.now]:
@@ -279,6 +285,8 @@ class Run:
 MODELS = {"gpt": gpt(), "convnet": convnet()}
 BANDWIDTHS = (50e6, 200e6, 500e6, 1e9, 2e9, 8e9)
 CPU = 1 / 3e9  # a core's copy to the page cache
+LOW, HIGH = 0.7, 0.9  # of the budget: written early from here on, without limit from there on
+QUEUE_SECONDS = 0.1
 
 
 def go(model: str, policy: str, bandwidth: float, cpu: float, *, share: float = 0.5, belief: float = 1.0) -> Run:

@@ -14,13 +14,13 @@ import memmgr.policies
 
 ROOM = Path(memmgr.policies.__file__).parent
 SOURCES = sorted(ROOM.rglob("*.py"))
-LEAST_SOURCES = 40  # fewer would mean that files are not seen, not that they have gone
+LEAST_SOURCES = 35  # fewer would mean that files are not seen, not that they have gone
 MOST_LINES = 450
 
 ARROWS = {
     "": {"rules"},  # what the package itself hands on
     "rules": set(),
-    "trace": {"rules"},
+    "trace": set(),
     "online": {"rules", "trace"},
     "simulate": {"rules", "trace"},
     "plan": {"rules", "trace", "online", "simulate"},

@@ -160,7 +160,7 @@ def test_enough_or_everything_and_nothing_that_cannot_leave(
             assert c.recomputable[i] if action == Action.EVICT else c.offloadable[i] or c.clean[i]
     can = {"evict": c.recomputable, "offload": c.can_offload}.get(d, c.releasable)
     assert sorted(whole.order.tolist()) == np.flatnonzero(can).tolist()
-    freed = some.released_bytes(c)
+    freed = int(c.size_bytes[some.order].sum())
     if freed < need:
         assert sorted(some.order.tolist()) == np.flatnonzero(can).tolist()
     elif len(some):
