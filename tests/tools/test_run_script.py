@@ -123,7 +123,7 @@ def test_under_a_profiler_without_modules_it_is_not_managed_and_says_so(folder: 
 
 def test_inference_opens_it(folder: Path) -> None:
     (folder / "infer.py").write_text(
-        "import torch\nmodel = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))\n"
+        "import torch\ntorch.manual_seed(0)\nmodel = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))\n"
         "with torch.no_grad(): print('bits', model(torch.ones(64, 512)).sum().item())\n"
     )
     plain = python("infer.py", cwd=folder)
@@ -349,8 +349,6 @@ def _stats(**changed: float) -> dict[str, Any]:
 def test_what_the_summary_advises() -> None:
     assert advice(_stats())[0] == "the floor (the smallest budget that could work) is about 500 MB"
     assert "+800 MB of budget (1.8 GB)" in advice(_stats())[1]
-    assert "could work) is at least 500 MB" in advice(_stats(recorded_peak_bytes=10**9))[0]
-    assert "could work) is about 500 MB" in advice(_stats(recorded_peak_bytes=1.9 * 10**9))[0]
     own = own_checkpointing(_stats(unmanaged_peak_bytes=5 * 10**8, checkpoint_seconds=2.5))
     assert "own checkpointing recomputes for 25 % of the time while 500 MB of the budget are never used" in own[0]
     assert not own_checkpointing(_stats(unmanaged_peak_bytes=95 * 10**7, checkpoint_seconds=2.5))
@@ -401,7 +399,7 @@ def test_the_scripts_own_checkpointing_is_seen() -> None:
     x = torch.randn(512, 64)
     found = []
     for own in (False, True):
-        with library.budget("1GB", quiet=True, _sleep=False) as mm:
+        with library.budget("1GB", quiet=True) as mm:
             for _ in range(4):
                 y = checkpoint(layer, x, use_reentrant=False) if own else layer(x)
                 y.sum().backward()
