@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from exactness.harness import HUGE_BYTES
 from torch import nn
 
 import memmgr
+from memmgr.native import pager
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,3 +78,29 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
     assert torch.equal(got, want)
     assert stats["evictions"] > 0
     assert kernel.again == 1, f"run again {kernel.again} times: once to learn that it does not reproduce"
+
+
+@pytest.mark.parametrize("how", ["an op", "pin"])
+def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) -> None:
+    """Never a wrong value: the error is raised where the bytes are wanted, again when they are asked for again, and at the end."""
+    native = pager.load()
+    with (
+        pytest.raises(RuntimeError, match="came back other than they left"),
+        memmgr.budget("1GB", policy="offload", verify=True, quiet=True, disk=tmp_path),
+    ):
+        x = torch.randn(100_000)
+        assert native.take_away(x, 1) == x.nbytes
+        tiers = []
+        for file in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the listing's own
+                if str(tmp_path) in os.readlink(f"/proc/self/fd/{file}"):
+                    tiers.append(f"/proc/self/fd/{file}")
+        (tier,) = tiers
+        with open(tier, "r+b", buffering=0) as file:
+            file.write(b"\x5a" * x.nbytes)
+            os.fsync(file.fileno())
+        for _ in range(2):
+            with pytest.raises(
+                memmgr.RecomputeError, match=r"400000 bytes came back other than they left \(read back\)"
+            ):
+                x + 1 if how == "an op" else native.pin([x])
