@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ._budget import budget
+from ._budget import budget, current
 from ._conf import check_limit, give_up, is_strict, parse_conf
 from ._errors import BudgetError
 
@@ -146,6 +146,11 @@ class _Armed:
     def _open(self) -> None:
         assert isinstance(self._budget, budget)
         try:
+            if current() is not None:
+                raise RuntimeError(
+                    "MEMMGR_BUDGET is set, and the script has opened a budget of its own: there is one at a time, so unset the "
+                    "one or take out the other"
+                )
             self._budget.__enter__()
         except Exception as error:
             if self._strict:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+
+from memmgr.native import build, pager
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What is compiled at first use is compiled before the workers start, and before any test has a time-out."""
+    if not hasattr(config, "workerinput"):
+        with contextlib.suppress(build.NotBuiltError):
+            pager.load()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@
 #include "private_member.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "streams.h"
 #include "timeline.h"
 #include "transfer.h"
 
@@ -388,6 +389,11 @@ void unwatch_writes(c10::StorageImpl*) {}
 void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
   if (data) {
     set_data(pointer_of(s), data);
+    clear_trap(s);
+    return;
+  }
+  if (C10_UNLIKELY(queues && several_streams())) {
+    set_data(pointer_of(s), nullptr);
     clear_trap(s);
     return;
   }

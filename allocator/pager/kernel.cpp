@@ -20,6 +20,7 @@
 #include "reducer.h"
 #include "rematerialize.h"
 #include "rng.h"
+#include "streams.h"
 #include "threads.h"
 #include "timeline.h"
 #include "works.h"
@@ -233,7 +234,7 @@ class Call {
     if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
     if (info_->writes && recipe_) attach_write(frame);
     collect_outputs(*stack_, returns, &storages);
-    std::vector<Version*> versions(storages.size(), nullptr);
+    c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
     bool any = false;
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i])) continue;
@@ -258,7 +259,7 @@ class Call {
     note_run();
     for (size_t i = 0; i < storages.size(); ++i)
       if (!versions[i]) storages[i] = nullptr;
-    try_kind({storages.begin(), storages.end()});
+    try_kind(storages);
     if (recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes)
       attach(std::move(recipe_), versions);
     else
@@ -283,7 +284,7 @@ class Call {
       return;
     }
     note_run();
-    try_kind({s});
+    try_kind(s);
     if (recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes)
       attach(std::move(recipe_), {written->version});
     else
@@ -299,7 +300,7 @@ class Call {
   }
 
   // Rule 8: twice at its first use, and compared.
-  void try_kind(const std::vector<c10::StorageImpl*>& left) {
+  void try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
     Kind* kind = recipe_->kind;
     if (kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
     for (const TensorArg& a : recipe_->tensors)
@@ -366,6 +367,7 @@ bool bring_back_trapped(const char* what, Frame* frame) {
 
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
+  if (C10_UNLIKELY(queues)) note_stream();
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame, extra;
@@ -467,6 +469,19 @@ void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
   for (Cell* c : made) escape(c, Escape::kCaptured);
 }
 
+// Of a block that has gone there is nothing to say: what comes back is told as it is used. False: not a cell's.
+bool tell_stream(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  const size_t n = op.schema().arguments().size();
+  const c10::TensorImpl* t = (*stack)[stack->size() - n].toTensor().unsafeGetTensorImpl();
+  Cell* c = t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+  if (!c) return false;
+  const bool there = pin(c, c->last_touch.load(std::memory_order_relaxed));
+  if (there) call_below(op, below, stack);
+  unpin(c);
+  if (!there) stack->resize(stack->size() - n);
+  return true;
+}
+
 // A sparse tensor's `t` reads and swaps its indices.
 bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const size_t n = op.schema().arguments().size();
@@ -508,6 +523,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   counters.ops.fetch_add(1, std::memory_order_relaxed);
   switch (info->kind) {
     case OpClass::kView:
+      if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;
       if (is_view_of_storage(op, *stack)) {
         call_below(op, below, stack);
         if (C10_UNLIKELY(tl_foreign && !stack->empty())) tl_foreign->keep(stack->back());

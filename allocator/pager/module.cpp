@@ -25,6 +25,7 @@
 #include "recipe.h"
 #include "reclaim.h"
 #include "reducer.h"
+#include "streams.h"
 #include "threads.h"
 #include "transfer.h"
 #include "works.h"
@@ -140,6 +141,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_set_layout(budget.arena, o.remap, o.apart);
     pool->set_budget(limit);
     pool->install();
+    forget_streams();
     prepare_for_waiting();
     watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
     mm_arena_reset_peak(budget.arena);

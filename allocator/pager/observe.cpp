@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "budget.h"
+#include "pools/pool.h"
 #include "reclaim.h"
 
 namespace memmgr::pager {

@@ -203,6 +203,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   overwriter = overwriters().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
   lazy_clone = name == "aten::_lazy_clone";
+  tells_stream = name == "aten::record_stream";
   const auto& overload = handle.operator_name().overload_name;
   const std::string full = name + (overload.empty() ? "" : "." + overload);
   for (const char* raw : pager::reads_raw()) reads_raw |= full == std::string("aten::") + raw;

@@ -26,10 +26,11 @@ struct OpInfo {
   bool overwriter = false;     // writes its first argument without reading it
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
-  bool reads_raw = false;  // a composite that takes an argument's address and then runs ops
-  bool dear = false;       // to run again, as Coop has it: convolutions, products, and what consists of them
-  bool native = false;     // not torch's, with a kernel of C++: it may keep addresses to itself
-  int generator = -1;      // position of the generator
+  bool tells_stream = false;  // to the allocator: that a stream uses the block
+  bool reads_raw = false;     // a composite that takes an argument's address and then runs ops
+  bool dear = false;          // to run again, as Coop has it: convolutions, products, and what consists of them
+  bool native = false;        // not torch's, with a kernel of C++: it may keep addresses to itself
+  int generator = -1;         // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument

@@ -212,6 +212,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   d.hash.mix(keys.raw_repr());
   const bool statistics = info->training >= 0 && args[info->training].isBool() && args[info->training].toBool();
   r->args.reserve(n);
+  r->tensors.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {
     const c10::IValue& v = args[i];
     const bool left_out =
@@ -288,14 +289,14 @@ void discard(std::unique_ptr<Recipe> recipe) {
   recipe.reset();
 }
 
-void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs) {
+void attach(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs) {
   bool full;
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     Recipe* r = recipe.release();
     r->refs = 1;
-    r->outputs = outputs;
+    r->outputs.assign(outputs.begin(), outputs.end());
     r->module = module_of(r->info);
     for (const TensorArg& a : r->tensors) {
       if (!a.version) continue;

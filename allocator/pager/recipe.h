@@ -58,8 +58,8 @@ struct Recipe {
   c10::DispatchKeySet keys;       // below ours, as the op was called
   std::vector<c10::IValue> args;  // tensors left out
   std::vector<TensorArg> tensors;
-  std::vector<Version*> outputs;  // not counted; null: nobody wants it
-  at::Generator rng;              // a copy, in the state before the op drew; undefined: it draws nothing
+  c10::SmallVector<Version*, 2> outputs;  // not counted; null: nobody wants it
+  at::Generator rng;                      // a copy, in the state before the op drew; undefined: it draws nothing
   int numerics = 0;
   uint32_t module = 0;  // that was running, while somebody looks (observe.h)
   uint16_t depth = 1;
@@ -76,7 +76,7 @@ uint64_t recipe_bytes_limit();
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n);
 void discard(std::unique_ptr<Recipe> recipe);
 // The recipe makes these versions. Takes the lock.
-void attach(std::unique_ptr<Recipe> recipe, const std::vector<Version*>& outputs);
+void attach(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs);
 
 inline bool recipe_available_locked(const Recipe* r) { return !r->broken; }
 void need_inputs_locked(Recipe* r);

@@ -361,7 +361,7 @@ uint64_t end_kept_ghosts() {
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 
-bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, StoragePtr before) {
+bool reproduces(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before) {
   counters.trials++;
   std::vector<StoragePtr> again;
   {

@@ -16,7 +16,7 @@ at::DataPtr rematerialize(Cell* c);
 
 // Did a second run give what the first one left? `outputs` are the storages that it left, null where none is wanted;
 // `before` is what the op wrote to, as it was. The inputs are resident and pinned. Says false, too, when it failed.
-bool reproduces(const Recipe& r, const std::vector<c10::StorageImpl*>& outputs, StoragePtr before);
+bool reproduces(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before);
 
 // Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the
 // way stays until the last of them that is made of it has been. `keep`: what stays for later groups.

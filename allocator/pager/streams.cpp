@@ -1,6 +1,30 @@
 #include "streams.h"
 
+#include "budget.h"
+
 namespace memmgr::pager {
+
+static std::atomic<bool> several{false};
+
+bool several_streams() { return several.load(std::memory_order_relaxed); }
+void forget_streams() { several = false; }
+
+void note_stream() {
+  if (several_streams() || budget.pool->stream() == budget.pool->opened_on()) return;
+  std::vector<StoragePtr> held;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    several = true;  // who leaves from here on has no trap
+    for_each_cell_locked([&](Cell* c) {
+      const uint32_t state = c->state.load();
+      if (!(state & kAbsent) || (state & kBusy)) return;
+      held.push_back(hold(c));
+      if (held.back()) show_bytes(held.back().get(), nullptr, c);
+    });
+  }
+  for (StoragePtr& s : held)
+    if (s) drop(std::move(s));
+}
 
 void use_queued(Cell* c) {
   mm_device* device = c->pool->queue();

@@ -6,6 +6,13 @@
 
 namespace memmgr::pager {
 
+// Has more than one stream been used since the budget opened? Then absent cells have a null pointer and no trap: where
+// streams differ, autograd's engine asks a gradient for its address outside of any op, to tell the allocator. A read
+// behind our back faults then, where it would be an error.
+bool several_streams();
+void note_stream();  // the calling thread's
+void forget_streams();
+
 void use_queued(Cell* c);
 // What this thread queues from now on may use the bytes. The caller has a pin, and they are there.
 inline void use_here(Cell* c) {

@@ -292,6 +292,25 @@ def _two_threads(run: Callable[[], str]) -> str:
     return _digest([*made[0], *made[1]])
 
 
+def _two_streams(run: Callable[[], str]) -> str:
+    """Forward on two streams, so autograd tells the allocator of a gradient's streams by its address; and a program that does
+    so itself, of what is away."""
+    torch.manual_seed(6)
+    side, main = torch.Stream(DEVICE), torch.accelerator.current_stream()
+    w, v = (torch.randn(1 << 13).to(DEVICE).requires_grad_() for _ in range(2))
+    found: list[Tensor] = []
+    for _ in range(3):
+        side.wait_stream(main)
+        with side:
+            a = w.sin()
+        main.wait_stream(side)
+        a.record_stream(main)
+        (a * v.cos()).tanh().sum().backward()
+        found += [w.grad.clone(), v.grad.clone()]  # type: ignore[union-attr]
+        w.grad = v.grad = None
+    return _digest(found)
+
+
 def _forks(run: Callable[[], str]) -> str:
     """A child that lets go of what the device has; then training goes on."""
     torch.manual_seed(5)
@@ -319,6 +338,7 @@ PROGRAMS: dict[str, tuple[Callable[[Callable[[], str]], str], dict[str, Any]]] =
     "checkpoint": (_checkpointed, {"policy": "torture"}),
     "managed tensors": (_managed_tensors, {}),
     "a fork": (_forks, {"policy": "torture"}),
+    "two streams": (_two_streams, {"policy": "torture"}),
     "two threads": (_two_threads, {"policy": "torture"}),
     "verify": (_just_trains, {"verify": True, "policy": "torture"}),
 }

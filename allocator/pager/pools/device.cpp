@@ -38,6 +38,7 @@ class DevicePool final : public Pool {
     return guard->getStreamNativeHandle(guard->getStream(device));
   }
 
+  mm_stream opened_on() const override { return main_; }
   mm_stream home(const void* block) const override { return mm_device_home(memory_, block); }
 
   c10::DeleterFnPtr deleter() const override { return is_cuda() ? plugin->release : &free_on_device; }

@@ -60,6 +60,7 @@ class Pool {
   virtual const char* out_of_memory_words() const = 0;
   virtual mm_device* queue() const { return nullptr; }
   virtual mm_stream stream() const { return nullptr; }           // that the calling thread queues on there
+  virtual mm_stream opened_on() const { return nullptr; }        // current when the budget was opened
   virtual mm_stream home(const void*) const { return nullptr; }  // in whose order a block was allocated
 
  protected:
