@@ -75,8 +75,8 @@ def thousand_passes(policy: str) -> Iterator[None]:
 
 @scenario(700)
 def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
-    """Plans, kinds and interned circumstances are caches: they must be bounded. After 199 passes shapes come again, and
-    before the first snapshot as many were measured and planned as ever will be."""
+    """Plans and kinds are caches: they must be bounded. Shapes come again after 210 passes, which is how far apart the
+    snapshots are: at each the same sequences were met last, and the plans that are kept are those of the same shapes."""
     model = cases.MLP(depth=2)
 
     def step(n: int = 300) -> None:
@@ -84,7 +84,7 @@ def shapes_that_hardly_repeat(policy: str) -> Iterator[None]:
 
     with _budget(step, policy):
         for i in range(700):
-            step(20 + (i * 37) % 199)
+            step(20 + (i * 37) % 210)
             yield
 
 
@@ -241,10 +241,15 @@ def _natives() -> dict[str, int]:
     }
 
 
-def _snapshot() -> dict[str, Any]:
+def _planned() -> None:
+    """Waits for the plan that is being made. While one is made no other period is measured, so which plans there are after
+    so many passes would depend on how busy the machine is."""
     for thread in threading.enumerate():
-        if thread.name == "memmgr-plan":  # one that makes a plan just now ends by itself
+        if thread.name == "memmgr-plan":
             thread.join()
+
+
+def _snapshot() -> dict[str, Any]:
     gc.collect()
     ours = Counter(
         f"{type(o).__module__}.{type(o).__qualname__}"
@@ -275,6 +280,7 @@ def main(name: str, policy: str) -> None:
     done = 0
     for _ in SCENARIOS[name](policy):
         done += 1
+        _planned()
         if done in marks:
             taken.append(_snapshot())
     print("SNAPSHOTS", json.dumps(taken))
@@ -294,8 +300,8 @@ def main(name: str, policy: str) -> None:
 def test_flat(name: str, policy: str) -> None:
     grown = _grown(name, policy)
     if grown:
-        # What leaks, leaks with every pass and so in every run. Plans are made in a thread, and where the machine's other
-        # load makes one late its caches are warm late: what does not grow a second time is that.
+        # What leaks, leaks with every pass and so in every run. Caches of malloc's and of the interpreter's are warm late
+        # where the machine's other load comes between: what does not grow a second time is that.
         again = _grown(name, policy)
         grown = {key: (found, again[key]) for key, found in grown.items() if key in again}
     assert not grown, f"grew from 40 % over 70 % to the end, in two runs: {grown}"
