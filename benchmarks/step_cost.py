@@ -170,14 +170,15 @@ def turns(systems: list[System], quick: bool, threads: int, steps: int) -> dict[
             pipes[name].send(False)
             told[name] = pipes[name].recv()
     plain = names[0]
+    digests = {name: told[name].pop("digest") for name in names}
     return {
         name: {
             "seconds": seconds[name],
             "ratios": [mine / other for mine, other in zip(seconds[name], seconds[plain], strict=True)],
-            "same": told[name].pop("digest") == told[plain].get("digest") or name == plain,
+            "same": digests[name] == digests[plain],
             **told[name],
         }
-        for name in reversed(names)  # the first one's digest is read last
+        for name in names
     }
 
 
@@ -198,7 +199,7 @@ def _needs(model: str, quick: bool, checkpointed: bool) -> int:
 
 def _show(title: str, found: dict[str, dict[str, Any]]) -> None:
     print(f"\n{title}")
-    for name, row in reversed(found.items()):
+    for name, row in found.items():
         low, middle, high = statistics.quantiles(row["ratios"], n=4)
         took = statistics.median(row["seconds"]) * 1e3
         line = f"  {name:24} {took:8.1f} ms a step, {middle:.3f} of plain ({low:.3f} to {high:.3f})"

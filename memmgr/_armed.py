@@ -59,9 +59,8 @@ class NotOpenedError(RuntimeError):
 def _when_the_op_is_over(act: Callable[[], None]) -> None:
     """Calls `act` when the op that is saving a tensor has returned to Python.
 
-    A mode that begins in the middle of an op sees the rest of its kernel: of addmm the copy of the bias, not the product,
-    and would take that for the recipe of the result (rule 6). The interpreter's profile hook says when the frame that
-    called the op goes on.
+    The op under way began unseen: nobody has pinned what it reads, so a budget that opens in its middle could take that away
+    from under it (rule 12). The interpreter's profile hook says when the frame that called the op goes on.
     """
     caller: Any = sys._getframe(2)
     at = caller.f_lasti
@@ -79,7 +78,7 @@ class _Armed:
     """Waits for the first call of a module, and for the first saved tensor."""
 
     def __init__(self, opened: budget | Exception, strict: bool) -> None:
-        self._budget = opened  # or why there is none, which the first saved tensor is told
+        self._budget = opened  # or why there is none, which is said where it would open
         self._strict = strict
         self._fired = False
         self._lock = threading.Lock()
@@ -194,7 +193,8 @@ def _say_it_in_one_line() -> None:
 
 def arm() -> None:
     """Reads the environment and arms. What cannot be read ends the process here, before anything is trained; what only the
-    first saved tensor can find out (whether there is such a device) does so there. With `strict:off` either is a warning."""
+    first call of a module, or the first saved tensor, can find out (whether there is such a device) is said there. With
+    `strict:off` either is a warning."""
     text = os.environ.get("MEMMGR_CONF", "")
     strict = is_strict(text)
     opened: budget | Exception

@@ -6,11 +6,12 @@
     torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
 
 The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its exit
-code is this command's. The budget opens at the first tensor that autograd saves, on the device of that training, and
-what the script starts as further Python processes has it too (data loader workers train nothing and have none). Where it
-cannot be opened the script ends there, instead of training without: in one line with code 2, or, where what is on the
-device already is more than the budget, with a BudgetError. With several ranks each has the whole budget and a log of its
-own. (Inside torchrun write --write-log: it takes --log for one of its own options, wherever it stands.)
+code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves, on the
+device of that training, and what the script starts as further Python processes has it too (data loader workers train
+nothing and have none). Where it cannot be opened the script ends there, instead of training without: in one line with
+code 2, or, where what is on the device already is more than the budget, with a BudgetError. With several ranks each has
+the whole budget and a log of its own. (Inside torchrun write --write-log: it takes --log for one of its own options,
+wherever it stands.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 #include "captures.h"
 
 #include "budget.h"
+#include "hold.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"

@@ -2,9 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include <chrono>
 #include <cstring>
-#include <thread>
 
 #include "budget.h"
 #include "fork.h"
@@ -126,6 +124,7 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   auto&& context = p.move_context();
   const auto deleter = context.get_deleter();
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
+  note_home(c);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
   count_root_locked(c);
@@ -253,108 +252,6 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone(c);
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_, std::atomic<uint64_t>)
-
-StoragePtr hold(Cell* c) {
-  auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target());
-  if (!s) return {};
-  auto& counts = static_cast<c10::intrusive_ptr_target*>(s)->*private_member(CountOfTarget());
-  uint64_t seen = counts.load(std::memory_order_relaxed);
-  do {
-    const uint32_t strong = c10::detail::refcount(seen);
-    if (strong == 0 || (strong == 1 && c10::detail::has_pyobject(seen))) return {};
-  } while (!counts.compare_exchange_weak(seen, seen + c10::detail::kReferenceCountOne, std::memory_order_acquire,
-                                         std::memory_order_relaxed));
-  return StoragePtr::reclaim(s);
-}
-void drop(StoragePtr storage) {
-  const auto& counts = static_cast<c10::intrusive_ptr_target*>(storage.get())->*private_member(CountOfTarget());
-  if (c10::detail::has_pyobject(counts.load(std::memory_order_acquire))) drop_later(std::move(storage));
-}
-#else
-StoragePtr hold(Cell* c) { return c->storage.lock(); }
-void drop(StoragePtr storage) { drop_later(std::move(storage)); }
-#endif
-
-namespace {
-
-// Drops references where the GIL may be taken: a thread that has none of our locks and that nobody waits for.
-struct Dropper {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::condition_variable changed;
-  std::vector<StoragePtr> waiting;
-  bool busy = false;
-  bool stopping = false;
-  std::thread thread;
-};
-
-Dropper& dropper() {
-  static auto* d = new Dropper;
-  return *d;
-}
-
-void drop_for_ever() {
-  Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
-  for (;;) {
-    d.changed.wait(lock, [&] { return d.stopping || !d.waiting.empty(); });
-    if (d.waiting.empty()) return;
-    std::vector<StoragePtr> now;
-    now.swap(d.waiting);
-    d.busy = true;
-    lock.unlock();
-    now.clear();
-    lock.lock();
-    d.busy = false;
-    d.changed.notify_all();
-  }
-}
-
-}  // namespace
-
-void drop_later(StoragePtr storage) {
-  if (C10_UNLIKELY(budget.forked))
-    return;  // no thread to give it to: nobody here is inside malloc, and no lock is held
-  Dropper& d = dropper();
-  std::lock_guard<std::mutex> lock(d.lock);
-  if (!d.thread.joinable()) d.thread = std::thread(drop_for_ever);
-  d.waiting.push_back(std::move(storage));
-  d.changed.notify_all();
-}
-
-void drop_what_waits() {
-  Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
-  d.changed.wait(lock, [&] { return d.waiting.empty() && !d.busy; });
-}
-
-bool wait_for_dropper(double seconds) {
-  Dropper& d = dropper();
-  std::unique_lock<std::mutex> lock(d.lock);
-  if (d.waiting.empty() && !d.busy) return false;
-  d.changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return d.waiting.empty() && !d.busy; });
-  return true;
-}
-
-void stop_dropper() {
-  Dropper& d = dropper();
-  {
-    std::lock_guard<std::mutex> lock(d.lock);
-    d.stopping = true;
-    d.changed.notify_all();
-  }
-  if (d.thread.joinable()) d.thread.join();
-  d.stopping = false;
-}
-
-void forget_dropper_in_child() {
-  Dropper& d = dropper();
-  new (&d.changed) std::condition_variable;
-  new (&d.thread) std::thread;
-  d.busy = false;
-}
-
 // ---- the trap ----
 
 static constexpr char kTrap[] = "memmgr: the bytes of this tensor are not in memory at this moment [cell 0x";
@@ -453,6 +350,7 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* tr
   end_bits_locked(c);
   if (auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target())) show_bytes(s, bytes.get(), c);
   c->bytes = std::move(bytes);
+  note_home(c);
   c->filled_on.store(filled_on, std::memory_order_release);
   c->waited_for_filling.store(kNotFilled, std::memory_order_relaxed);
   resident_cell_bytes += c->nbytes;
@@ -537,6 +435,7 @@ void lend_bytes_locked(Version* v, at::DataPtr bytes) {
   c->pool = budget.pool;
   if (queues) c->filled_on = c->pool->stream();
   c->bytes = std::move(bytes);
+  note_home(c);
   c->version = v;
   c->last_touch.store(ticks(), std::memory_order_relaxed);
   v->cell = c;
@@ -615,6 +514,7 @@ void settle_before_write(Cell* c) {
     copy->bytes = c->pool->allocate(c->nbytes);
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
     if (queues) copy->filled_on = copy->pool->stream();
+    note_home(copy);
   } catch (...) {
     delete copy;
     throw;

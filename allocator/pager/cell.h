@@ -38,6 +38,8 @@ class Pool;
 struct Recipe;
 struct Version;
 
+// Memory that no device queues for.
+inline const mm_stream kNobodys = reinterpret_cast<mm_stream>(~uintptr_t{1});
 // Bytes that were there from the beginning.
 inline const mm_stream kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
 
@@ -69,6 +71,7 @@ struct Cell {
   uint64_t bits_bytes = 0;  // that they take of the budget; 0: there are none
   uint64_t checksum = 0;
   bool has_checksum = false;
+  mm_stream home = kNobodys;                              // in whose order the block was allocated
   std::atomic<mm_stream> filled_on{kNotFilled};           // in whose order they came back
   std::atomic<mm_stream> waited_for_filling{kNotFilled};  // who has waited for that last
 
@@ -137,17 +140,6 @@ bool adoptable(const c10::StorageImpl* s);
 Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
 // The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
 void unadopt(Cell* c);
-// A strong reference that never takes the GIL (rule 11); null where that cannot be had.
-StoragePtr hold(Cell* c);
-// Gives such a reference back. Where that may take the GIL a thread of ours does it, which may be late: until then the
-// bytes stay.
-void drop(StoragePtr storage);          // no lock is held, and this is not malloc
-void drop_later(StoragePtr storage);    // from wherever
-bool wait_for_dropper(double seconds);  // false: nothing waited to be dropped
-void drop_what_waits();                 // for tests, and at the end of a budget
-void stop_dropper();
-void forget_dropper_in_child();
-
 // Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls
 // this has the cell busy.
 void show_bytes(c10::StorageImpl* s, void* data, const Cell* c);

@@ -5,6 +5,7 @@
 #include <list>
 
 #include "budget.h"
+#include "hold.h"
 #include "reclaim.h"
 #include "rematerialize.h"
 #include "transfer.h"

@@ -9,6 +9,7 @@
 #include "admission.h"
 #include "budget.h"
 #include "cell.h"
+#include "hold.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"

@@ -5,6 +5,7 @@
 #include <ATen/SparseTensorImpl.h>
 
 #include "budget.h"
+#include "hold.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "streams.h"

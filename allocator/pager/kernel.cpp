@@ -13,6 +13,7 @@
 #include "escape.h"
 #include "foreign.h"
 #include "frame.h"
+#include "hold.h"
 #include "ops.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -475,10 +476,16 @@ bool tell_stream(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch
   const c10::TensorImpl* t = (*stack)[stack->size() - n].toTensor().unsafeGetTensorImpl();
   Cell* c = t->has_storage() ? cell_of(t->unsafe_storage().unsafeGetStorageImpl()) : nullptr;
   if (!c) return false;
-  const bool there = pin(c, c->last_touch.load(std::memory_order_relaxed));
-  if (there) call_below(op, below, stack);
-  unpin(c);
-  if (!there) stack->resize(stack->size() - n);
+  struct Pinned {
+    explicit Pinned(Cell* c) : cell(c), there(pin(c, c->last_touch.load(std::memory_order_relaxed))) {}
+    ~Pinned() { unpin(cell); }
+    Cell* const cell;
+    const bool there;
+  } pinned(c);
+  if (pinned.there)
+    call_below(op, below, stack);
+  else
+    stack->resize(stack->size() - n);
   return true;
 }
 

@@ -17,6 +17,7 @@
 #include "foreign.h"
 #include "fork.h"
 #include "frame.h"
+#include "hold.h"
 #include "kernel.h"
 #include "module_plans.h"
 #include "module_ranking.h"

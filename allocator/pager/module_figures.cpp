@@ -6,6 +6,7 @@
 #include "budget.h"
 #include "captures.h"
 #include "foreign.h"
+#include "hold.h"
 #include "module.h"
 #include "pools/pool.h"
 #include "recipe.h"

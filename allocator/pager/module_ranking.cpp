@@ -70,21 +70,23 @@ PyObject* py_set_ranking(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// wait_for_pressure(seconds) -> whether an order is wanted
-PyObject* py_wait_for_pressure(PyObject*, PyObject* o) {
-  const double seconds = PyFloat_AsDouble(o);
-  if (PyErr_Occurred()) return nullptr;
-  bool wanted = false;
+PyObject* py_wait_for_pressure(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
-  wanted = wait_for_pressure(seconds);
+  wait_for_pressure();
   Py_END_ALLOW_THREADS;
-  return PyBool_FromLong(wanted);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_end_wait_for_pressure(PyObject*, PyObject*) {
+  end_wait_for_pressure();
+  Py_RETURN_NONE;
 }
 
 PyMethodDef ranking_methods[] = {
     {"candidates", py_candidates, METH_NOARGS, "what can leave now, in columns"},
     {"set_ranking", py_set_ranking, METH_VARARGS, "set_ranking(serials, ways): who leaves next, and how"},
-    {"wait_for_pressure", py_wait_for_pressure, METH_O, "wait_for_pressure(seconds) -> whether an order is wanted"},
+    {"wait_for_pressure", py_wait_for_pressure, METH_NOARGS, "returns when an order is wanted, or none any more"},
+    {"end_wait_for_pressure", py_end_wait_for_pressure, METH_NOARGS, "none is wanted any more"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "foreign.cpp"
 #include "fork.cpp"
 #include "frame.cpp"
+#include "hold.cpp"
 #include "kernel.cpp"
 #include "module.cpp"
 #include "module_figures.cpp"

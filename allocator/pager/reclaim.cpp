@@ -13,6 +13,7 @@
 #include "budget.h"
 #include "captures.h"
 #include "follow.h"
+#include "hold.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"

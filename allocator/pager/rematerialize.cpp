@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "budget.h"
+#include "hold.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"

@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include "budget.h"
+#include "hold.h"
 
 namespace memmgr::pager {
 
@@ -26,13 +27,17 @@ void note_stream() {
     if (s) drop(std::move(s));
 }
 
-void use_queued(Cell* c) {
-  mm_device* device = c->pool->queue();
+void note_home(Cell* c) {
   const void* p = c->bytes.get();
-  if (!device || !p || !mm_arena_owns(c->pool->arena, p)) return;
+  c->home = c->pool->queue() && p && mm_arena_owns(c->pool->arena, p) ? c->pool->home(p) : kNobodys;
+}
+
+void use_queued(Cell* c) {
+  if (c->home == kNobodys) return;
+  mm_device* device = c->pool->queue();
   const mm_stream now = c->pool->stream();
   // The program keeps what another stream uses alive, but not from leaving.
-  if (rule_holds(kRuleUses) && mm_device_home(device, p) != now) mm_device_used(device, const_cast<void*>(p), now);
+  if (rule_holds(kRuleUses) && c->home != now) mm_device_used(device, c->bytes.get(), now);
   // It put its streams in order behind the op that made the bytes, not behind our bringing them back elsewhere.
   const mm_stream filled = c->filled_on.load(std::memory_order_acquire);
   if (filled == kNotFilled || filled == now || c->waited_for_filling.load(std::memory_order_relaxed) == now) return;

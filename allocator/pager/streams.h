@@ -13,6 +13,9 @@ bool several_streams();
 void note_stream();  // the calling thread's
 void forget_streams();
 
+// The cell has other bytes: in whose order their block was allocated. The caller has it busy.
+void note_home(Cell* c);
+
 void use_queued(Cell* c);
 // What this thread queues from now on may use the bytes. The caller has a pin, and they are there.
 inline void use_here(Cell* c) {

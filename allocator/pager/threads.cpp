@@ -16,6 +16,7 @@
 
 #include "budget.h"
 #include "fork.h"
+#include "hold.h"
 #include "kernel.h"
 #include "recipe.h"
 #include "reclaim.h"

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "budget.h"
+#include "hold.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 

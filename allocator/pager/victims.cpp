@@ -44,14 +44,17 @@ Pressure& pressure() {
   return *p;
 }
 
-void want_order() {
-  if (budget.options.order != Order::kRanked) return;
+void tell_ranker() {
   Pressure& p = pressure();
   {
     std::lock_guard<std::mutex> lock(p.lock);
     p.wanted = true;
   }
   p.told.notify_one();
+}
+
+void want_order() {
+  if (budget.options.order == Order::kRanked) tell_ranker();
 }
 
 double io_seconds(const Cell* c) {
@@ -250,11 +253,13 @@ void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked) {
   all.ranked = all.queue.size();
 }
 
-bool wait_for_pressure(double seconds) {
+void wait_for_pressure() {
   Pressure& p = pressure();
   std::unique_lock<std::mutex> lock(p.lock);
-  p.told.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return p.wanted; });
-  return std::exchange(p.wanted, false);
+  p.told.wait(lock, [&] { return p.wanted; });
+  p.wanted = false;
 }
+
+void end_wait_for_pressure() { tell_ranker(); }
 
 }  // namespace memmgr::pager

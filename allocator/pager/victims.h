@@ -45,7 +45,8 @@ struct Candidate {
 std::vector<Candidate> candidates();
 // The first leaves first; who was touched since candidates() stays.
 void set_ranking(const std::vector<std::pair<uint64_t, Way>>& ranked);
-// Waits until an order is wanted, at most so long; without the GIL.
-bool wait_for_pressure(double seconds);
+// Waits until an order is wanted, or told to go on; without the GIL.
+void wait_for_pressure();
+void end_wait_for_pressure();
 
 }  // namespace memmgr::pager

@@ -61,7 +61,7 @@ class Explainer:
 
     def too_big(self, there_bytes: int) -> BudgetError:
         """What is there when the budget opens does not fit, and cannot leave."""
-        return self._error(f"{out_of_memory_words(self._asked.device)}", self._holdings(), there_bytes=there_bytes)
+        return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
 
     def _error(self, first: str, held: Holdings, **more: Any) -> BudgetError:
         tier = self._native.tier_stats()

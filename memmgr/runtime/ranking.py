@@ -24,7 +24,6 @@ _BUILT_IN = {
     "delta": Order.DELTA,
 }
 _WAYS = {int(Action.EVICT): 1, int(Action.OFFLOAD): 2}  # allocator/pager/victims.h
-_LOOK_SECONDS = 0.05
 
 
 def order_of(policy: Policy) -> Order:
@@ -57,6 +56,7 @@ class Ranker:
         """Waits for the thread."""
         self._stop = True
         if self._thread is not None:
+            self._pager.end_wait_for_pressure()
             self._thread.join()
 
     def complaints(self) -> list[str]:
@@ -66,9 +66,11 @@ class Ranker:
 
     def _loop(self) -> None:
         try:
-            while not self._stop:
-                if self._pager.wait_for_pressure(_LOOK_SECONDS) and not self._stop:
-                    self._rank()
+            while True:
+                self._pager.wait_for_pressure()
+                if self._stop:
+                    return
+                self._rank()
         except Exception as error:  # a policy that fails costs its order, not the run
             self.error = f"{type(error).__name__}: {error}"
 
