@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from ._budget import budget, stats
     from ._errors import BudgetError, RecomputeError
     from ._managed import ManagedTensor, manage
+    from ._pin import pin
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetError", "ManagedTensor", "RecomputeError", "__version__", "budget", "manage", "stats"]
+__all__ = ["BudgetError", "ManagedTensor", "RecomputeError", "__version__", "budget", "manage", "pin", "stats"]
 
 # `import torch` imports this package for its entry point (`_environ`), in every process of the environment: what the rest
 # costs to load is paid by those who ask for it.
@@ -23,6 +24,7 @@ _HOMES = {
     "RecomputeError": "_errors",
     "ManagedTensor": "_managed",
     "manage": "_managed",
+    "pin": "_pin",
 }
 
 

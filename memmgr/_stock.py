@@ -19,14 +19,14 @@ class Inventory(Protocol):
         """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
 
 
-def live_tensors(native: Inventory, device: torch.device | str) -> list[torch.Tensor]:
-    """The plain tensors on the device (with its number) that Python can see, gradients included.
+def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """The plain tensors on the device (with its number) among those that Python knows, and their gradients.
 
     Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
     """
     found: list[torch.Tensor] = []
     device = torch.device(device)
-    for thing in native.objects_of((torch.Tensor,)):
+    for thing in known:
         if type(thing) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             continue
         try:
@@ -40,12 +40,12 @@ def live_tensors(native: Inventory, device: torch.device | str) -> list[torch.Te
     return found
 
 
-def live_nodes(native: Inventory) -> list[Any]:
-    """The nodes of every autograd graph that a tensor which Python can see belongs to."""
+def live_nodes(known: Iterable[torch.Tensor]) -> list[Any]:
+    """The nodes of every autograd graph that one of these tensors belongs to."""
     seen: set[int] = set()
     found: list[Any] = []  # ids are compared, so the wrappers must live
     nodes: list[Any] = []
-    for thing in native.objects_of((torch.Tensor,)):
+    for thing in known:
         try:
             nodes.append(thing.grad_fn)
         except RuntimeError:
@@ -74,14 +74,14 @@ def raw_saved(node: Any) -> list[tuple[str, list[Any]]]:
     return found
 
 
-def saved_without_hooks(native: Inventory, device: torch.device | str) -> list[torch.Tensor]:
-    """What living graphs hold on the device, most of which Python does not see otherwise.
+def saved_without_hooks(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """What the graphs of these tensors hold on the device, most of which Python does not see otherwise.
 
     Known limitation: nodes that are written in C++ outside torch do not show what they save.
     """
     device = torch.device(device)
     found: list[torch.Tensor] = []
-    for node in live_nodes(native):
+    for node in live_nodes(known):
         for _, saved in raw_saved(node):
             tensors: list[Any] = [getattr(s, "data", None) for s in saved]  # with hooks: what they made of it
             found += [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
@@ -89,13 +89,18 @@ def saved_without_hooks(native: Inventory, device: torch.device | str) -> list[t
 
 
 class Stock:
-    """The bytes that were there before: they count against the budget until they are freed."""
+    """The bytes that were there before: they count against the budget until they are freed.
 
-    def __init__(self, native: Any, device: torch.device | str) -> None:
+    Args:
+        native: the pager.
+        tensors: all there are on the device, as far as they can be found.
+    """
+
+    def __init__(self, native: Any, tensors: Iterable[torch.Tensor]) -> None:
         self._finalizers: list[Any] = []
         self.bytes = 0
         seen: set[int] = set()
-        for tensor in (*live_tensors(native, device), *saved_without_hooks(native, device)):
+        for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):
@@ -177,7 +182,7 @@ def holders(
     for thing in native.objects_of((torch.Tensor,)):
         if type(thing) in (torch.Tensor, torch.nn.Parameter):
             take(_gradient(thing), "gradients")
-    for tensor in live_tensors(native, device):
+    for tensor in live_tensors(native.objects_of((torch.Tensor,)), device):
         take(tensor, "other tensors")
     kinds["saved for backward"] += sum(size for key, size in rest if key not in seen)
     kinds = {kind: size for kind, size in kinds.items() if size}

@@ -169,10 +169,20 @@ static void keep(Cell* c) {
 
 static bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
 
+static std::atomic<int64_t> newborns{0};
+static thread_local int64_t tl_newborns = 0;  // that this one has made, and not touched
+
+static void forget_newborn_locked(Cell* c) {
+  if (!c->newborn) return;
+  c->newborn = false;
+  newborns--;
+  if (tl_newborns > 0) tl_newborns--;
+}
+
 static void unstand_all_locked(Cell* c) {
   if (c->escape != Escape::kNone) escaped_bytes -= c->nbytes;
   c->escape = Escape::kNone;
-  c->newborn = false;
+  forget_newborn_locked(c);
   c->standing_pins = 0;
 }
 
@@ -289,7 +299,7 @@ void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
     clear_trap(s);
     return;
   }
-  if (C10_UNLIKELY(queues && several_streams())) {
+  if (C10_UNLIKELY(without_trap())) {
     set_data(pointer_of(s), nullptr);
     clear_trap(s);
     return;
@@ -380,6 +390,21 @@ void stand_unpinned_locked(Cell* c) {
   c->standing_pins--;
   c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
 }
+
+void begin_newborn_locked(Cell* c) {
+  c->version->uninitialized = true;
+  c->newborn = true;
+  stand_pinned_locked(c);
+  newborns++;
+  tl_newborns++;
+}
+
+void end_newborn_locked(Cell* c) {
+  forget_newborn_locked(c);
+  stand_unpinned_locked(c);
+}
+
+bool others_have_newborns() { return newborns.load(std::memory_order_relaxed) > tl_newborns; }
 
 // ---- versions ----
 

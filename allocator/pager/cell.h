@@ -193,6 +193,11 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* tr
 
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less
+// Nobody has written to it yet; it stays until an op has touched it (rule 3).
+void begin_newborn_locked(Cell* c);
+void end_newborn_locked(Cell* c);
+// Do other threads have some? They have only to go on, and these can leave.
+bool others_have_newborns();
 
 // Whether it is a root may have changed.
 void count_root_locked(Cell* c);

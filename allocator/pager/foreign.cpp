@@ -34,8 +34,7 @@ ForeignScope::~ForeignScope() {
     if (outer_ || !c->newborn) continue;
     // Whoever could write to it without telling has returned.
     new_version_locked(c, &trash);
-    c->newborn = false;
-    stand_unpinned_locked(c);
+    end_newborn_locked(c);
   }
 }
 
@@ -94,6 +93,23 @@ void collect(PyObject* o, int depth, std::vector<StoragePtr>* found) {
   }
 }
 
+// Calls `call` with these in memory, pinned and counted as written.
+template <class Call>
+PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
+  PyObject* pin = pin_arguments(std::move(storages));
+  if (!pin) return nullptr;
+  PyObject* result;
+  {
+    ForeignScope scope;
+    result = call();
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Py_DECREF(pin);
+  PyErr_Restore(type, value, trace);
+  return result;
+}
+
 // `visit` shows the arguments, `call` calls the original with them.
 template <class Visit, class Call>
 PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
@@ -106,18 +122,7 @@ PyObject* call_guarded(PyObject* self, Visit&& visit, Call&& call) {
   if (!budget.open.load()) return call(original);
   std::vector<StoragePtr> storages;
   visit(&storages);
-  PyObject* pin = pin_arguments(std::move(storages));
-  if (!pin) return nullptr;
-  PyObject* result;
-  {
-    ForeignScope scope;
-    result = call(original);
-  }
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  Py_DECREF(pin);
-  PyErr_Restore(type, value, trace);
-  return result;
+  return call_with(std::move(storages), [&] { return call(original); });
 }
 
 // pybind11's two conventions: before and from 3.0 on.
@@ -169,6 +174,15 @@ bool guard_function(PyObject* function) {
   guarded_functions()[self] = {function, def->ml_meth};
   def->ml_meth = guarded;
   return true;
+}
+
+PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs) {
+  std::vector<StoragePtr> storages;
+  if (budget.open.load()) {
+    collect(args, 0, &storages);
+    collect(kwargs, 0, &storages);
+  }
+  return call_with(std::move(storages), [&] { return PyObject_Call(function, args, kwargs); });
 }
 
 void unguard_functions() {

@@ -35,6 +35,8 @@ extern thread_local ForeignScope* tl_foreign;
 // it runs, and count as written. True: it is one, and was not guarded yet. The GIL is held.
 bool guard_function(PyObject* function);
 void unguard_functions();
+// Calls it with the same care; the GIL is held.
+PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);
 
 // The loaded libraries that name symbols of c10: who does not has no way to a tensor's bytes.
 std::vector<std::string> libraries_that_use_torch();

@@ -123,9 +123,7 @@ void Frame::end_newborns() {
   for (const Touched& t : cells_)
     if (C10_UNLIKELY(t.cell->newborn)) {
       std::lock_guard<std::mutex> lock(graph_lock());
-      if (!t.cell->newborn) continue;
-      t.cell->newborn = false;
-      stand_unpinned_locked(t.cell);
+      if (t.cell->newborn) end_newborn_locked(t.cell);
     }
 }
 

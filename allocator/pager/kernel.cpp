@@ -38,7 +38,7 @@ void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch:
 }
 
 void touch_arguments(Frame& frame, const OpInfo* info, const c10::IValue* args, size_t n) {
-  const bool statistics = info->training >= 0 && args[info->training].isBool() && args[info->training].toBool();
+  const bool statistics = info->moves_statistics(args);
   for (size_t i = 0; i < n; ++i) {
     if (!info->may_hold_tensors.empty() && !info->may_hold_tensors[i]) continue;
     bool written = info->written.empty() || info->written[i];
@@ -78,9 +78,7 @@ void adopt_outputs(const OpInfo* info, const torch::jit::Stack& stack, size_t re
     if (!c || !info->uninitialized) continue;
     {
       std::lock_guard<std::mutex> lock(graph_lock());
-      c->version->uninitialized = true;
-      c->newborn = true;
-      stand_pinned_locked(c);
+      begin_newborn_locked(c);
     }
     unpin(c);
   }
@@ -157,7 +155,7 @@ class Call {
     if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
     if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
       note_scratch(scratch_peak());
-      note_floor_now(frame);
+      note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
     }
     frame.end_newborns();
     outputs(frame);
@@ -187,23 +185,6 @@ class Call {
     if (!measures && kind->trials.load(std::memory_order_relaxed) < kMostInVain) return true;
     return mm_arena_resident(budget.arena) + bytes <=
            (measures ? most_resident.load(std::memory_order_relaxed) : limit);
-  }
-
-  // The floor: what this op had pinned, its own memory, and what can never leave.
-  static void note_floor_now(const Frame& frame) {
-    const uint64_t all = mm_arena_resident(budget.arena);
-    if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;  // two threads: one of them is enough
-    const uint64_t elsewhere = resident_cell_bytes.load(std::memory_order_relaxed) + scratch_now();  // outputs, mostly
-    const uint64_t fixed = all - std::min(all, elsewhere) + escaped_bytes.load(std::memory_order_relaxed) +
-                           in_flight_bytes.load(std::memory_order_relaxed);
-    const bool roots_stay = !may_be_offloaded();
-    uint64_t pinned = roots_stay ? root_bytes.load(std::memory_order_relaxed) : 0;
-    for (size_t i = 0; i < frame.cells().size(); ++i) {
-      bool again = false;
-      for (size_t k = 0; k < i; ++k) again |= frame.cells()[k].cell == frame.cells()[i].cell;
-      if (!again && !(roots_stay && frame.cells()[i].cell->root)) pinned += frame.cells()[i].cell->nbytes;
-    }
-    note_floor(fixed + pinned + scratch_peak());
   }
 
   void record(Frame& frame, const c10::IValue* args, size_t n) {
@@ -247,9 +228,7 @@ class Call {
       any = true;
       if (info_->uninitialized) {
         std::lock_guard<std::mutex> lock(graph_lock());
-        c->version->uninitialized = true;
-        c->newborn = true;
-        stand_pinned_locked(c);
+        begin_newborn_locked(c);
       }
     }
     if (!recipe_) return;
@@ -392,7 +371,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   bool alone = false;
   // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
   c10::SmallVector<c10::IValue, 10> copy;
-  const bool may_retry = absent_cells.load(std::memory_order_relaxed) > 0 || others_are_running();
+  const bool may_retry =
+      absent_cells.load(std::memory_order_relaxed) > 0 || others_are_running() || others_have_newborns();
+  constexpr int kMostPauses = 40;
+  int pauses = 0;
   if (may_retry) copy.append(args, args + n);
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
@@ -404,7 +386,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!may_retry || alone || tl_depth > 1 || call.began_writes || call.drew) throw;
+      if (!may_retry || tl_depth > 1 || call.began_writes || call.drew) throw;
+      if (alone && (++pauses > kMostPauses || !others_have_newborns())) throw;
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {
@@ -417,6 +400,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     }
     frame.release();
     admitted.reset();
+    if (pauses > 0) wait_for_others(0.005);  // until they have touched what they have made
     stack->resize(base);
     stack->insert(stack->end(), copy.begin(), copy.end());
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
@@ -496,23 +480,29 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
   return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
 }
 
-// The integers among the arguments, in memory while the frame lives.
-void pin_indices(Frame& frame, const torch::jit::Stack& stack, size_t n) {
+// What a composite reads raw, in memory while the frame lives. Such a one may write as well.
+void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->op.schema().arguments().size();
+  const bool all = info->reads_raw == RawReads::kAll;
   for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i)
     if (stack[i].isTensor() && stack[i].unsafeToTensorImpl()->has_storage() &&
-        c10::isIntegralType(stack[i].unsafeToTensorImpl()->dtype().toScalarType(), true))
-      frame.value(stack[i], false);
+        (all || c10::isIntegralType(stack[i].unsafeToTensorImpl()->dtype().toScalarType(), true)))
+      frame.value(stack[i], all);
   frame.pin_all();
+  frame.begin_writes();
 }
 
-// Torch's own composites that take an argument's address and then run ops (rule 9): a packed sequence's batch sizes,
-// say.
+// Torch's own composites that read raw: a packed sequence's batch sizes, say.
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  Frame indices;
+  Frame read;
   std::optional<InKernel> inside;
   if (budget.open.load(std::memory_order_relaxed)) inside.emplace();
-  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0)
-    pin_indices(indices, *stack, op.schema().arguments().size());
+  std::optional<ForeignScope> scope;
+  if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0) {
+    OpInfo* info = info_of(op);
+    pin_for_reader(read, info, *stack);
+    if (info->reads_raw == RawReads::kAll) scope.emplace();  // what its ops make it reads as well
+  }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);  // the composite itself; its ops find us again
 }
 
@@ -540,8 +530,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       }
       break;
     case OpClass::kComposite: {
-      Frame indices;
-      if (C10_UNLIKELY(info->reads_raw)) pin_indices(indices, *stack, op.schema().arguments().size());
+      Frame read;
+      std::optional<ForeignScope> scope;
+      if (C10_UNLIKELY(info->reads_raw != RawReads::kNone)) pin_for_reader(read, info, *stack);
+      if (C10_UNLIKELY(info->reads_raw == RawReads::kAll)) scope.emplace();
       op.redispatchBoxed(below, stack);
       return;
     }
@@ -575,8 +567,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
-  for (const char* name : reads_raw())
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw>());
+  for (const RawReader& reader : raw_readers())
+    m.impl(reader.name, torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw>());
 }
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

@@ -142,7 +142,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_set_layout(budget.arena, o.remap, o.apart);
     pool->set_budget(limit);
     pool->install();
-    forget_streams();
+    forget_askers();
     prepare_for_waiting();
     watch_forks();  // after the core has: handlers run backwards, and ours waits for the tier
     mm_arena_reset_peak(budget.arena);
@@ -306,28 +306,22 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// adopt_all() -> bytes: what earlier budgets had, the tensors that Python's garbage collector knows, and their
-// gradients. The list of its objects comes and goes without a bytecode in between, so nobody meets a reference that is
-// not his.
-PyObject* py_adopt_all(PyObject*, PyObject*) {
-  PyObject* gc = PyImport_ImportModule("gc");
-  PyObject* all = gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr;
-  Py_XDECREF(gc);
-  if (!all) return nullptr;
+// adopt_all(tensors) -> bytes: these, their gradients, and what earlier budgets had
+PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
+  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
   std::vector<StoragePtr> found;
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (adoptable(s) && s->nbytes() >= budget.options.small_bytes) found.push_back(StoragePtr::reclaim_copy(s));
   };
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
-    PyObject* o = PyList_GET_ITEM(all, i);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* o = PyList_GET_ITEM(tensors, i);
     if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
     const at::Tensor& t = THPVariable_Unpack(o);
     add(t);
     if (t.defined() && t.is_leaf()) add(t.grad());
   }
-  Py_DECREF(all);
   for (WeakStorage& w : former_cells())
     if (StoragePtr s = w.lock())
       if (adoptable(s.get()) && s->nbytes() >= budget.options.small_bytes) found.push_back(std::move(s));
@@ -385,7 +379,7 @@ PyMethodDef methods[] = {
      "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
-    {"adopt_all", py_adopt_all, METH_NOARGS, "adopts every tensor that Python knows -> bytes"},
+    {"adopt_all", py_adopt_all, METH_O, "adopts the tensors of a list and their gradients -> bytes"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},

@@ -9,8 +9,10 @@
 #include "foreign.h"
 #include "frame.h"
 #include "module.h"
+#include "pools/pool.h"
 #include "reclaim.h"
 #include "reducer.h"
+#include "streams.h"
 #include "threads.h"
 
 namespace memmgr::pager {
@@ -72,7 +74,10 @@ struct PinObject {
 
 void pin_dealloc(PyObject* self) {
   auto* pins = reinterpret_cast<PinObject*>(self)->cells;
-  if (reinterpret_cast<PinObject*>(self)->region) --tl_regions;
+  if (reinterpret_cast<PinObject*>(self)->region) {
+    --tl_regions;
+    if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
+  }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
   for (auto& [c, s] : *pins) {
     watch_writes(c);
@@ -121,7 +126,10 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
     PyEval_RestoreThread(saved);
     self->region = region;
     self->reader = reader;
-    if (region) ++tl_regions;
+    if (region) {
+      ++tl_regions;
+      begin_scratch();
+    }
     if (reader) ++tl_readers;
     return reinterpret_cast<PyObject*>(self);
   });
@@ -151,6 +159,22 @@ PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   std::vector<StoragePtr> storages = storages_of_reducer(reducer, gradients);
   if (storages.empty()) Py_RETURN_NONE;
   return new_pin(std::move(storages), false, false, false);
+}
+
+// call_foreign(function, args, kwargs) -> what it returns: C++ that is not torch's, called by other ways than
+// pybind11's.
+PyObject* py_call_foreign(PyObject*, PyObject* arguments) {
+  PyObject *function, *args, *kwargs;
+  if (!PyArg_ParseTuple(arguments, "OO!O!", &function, &PyTuple_Type, &args, &PyDict_Type, &kwargs)) return nullptr;
+  return call_foreign(function, args, kwargs);
+}
+
+PyObject* py_note_profiler(PyObject*, PyObject* on) {
+  const bool runs = PyObject_IsTrue(on) == 1;
+  Py_BEGIN_ALLOW_THREADS;
+  if (budget.open) note_profiler(runs);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
 }
 
 PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
@@ -211,6 +235,8 @@ PyMethodDef reader_methods[] = {
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"call_foreign", py_call_foreign, METH_VARARGS, "call_foreign(function, args, kwargs): C++ that is not torch's"},
+    {"note_profiler", py_note_profiler, METH_O, "a profiler asks for addresses from here on (True), or not any more"},
     {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
     {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
     {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},

@@ -14,12 +14,32 @@
 #include <mutex>
 
 #include "fork.h"
+#include "private_member.h"
 
 namespace memmgr::pager {
 
+// What there is of float32 precisions by backend and op: asking for them one by one, with their inheritance, took a
+// quarter of what a recorded op costs. All keys are there from the beginning, so the addresses of the values stay.
+using Precisions = std::unordered_map<std::pair<at::Float32Backend, at::Float32Op>, at::Float32Precision,
+                                      c10::hash<std::pair<at::Float32Backend, at::Float32Op>>>;
+MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision, Precisions)
+
 namespace {
 
-using Switches = std::array<int64_t, 23>;
+constexpr size_t kPrecisions = 9;
+using Switches = std::array<int64_t, 16 + kPrecisions>;
+
+const std::array<at::Float32Precision*, kPrecisions>& precisions() {
+  static const auto all = [] {
+    std::array<at::Float32Precision*, kPrecisions> found{};
+    auto& known = at::globalContext().*private_member(PrecisionsOfContext());
+    TORCH_INTERNAL_ASSERT(known.size() == kPrecisions);
+    size_t i = 0;
+    for (auto& entry : known) found[i++] = &entry.second;
+    return found;
+  }();
+  return all;
+}
 
 Switches read_switches() {
   const at::Context& c = at::globalContext();
@@ -42,10 +62,7 @@ Switches read_switches() {
 #if defined(__x86_64__)
   s[14] = static_cast<int64_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
 #endif
-  size_t i = 16;
-  for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
-    for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL})
-      s[i++] = static_cast<int64_t>(c.float32Precision(b, o));
+  for (size_t i = 0; i < kPrecisions; ++i) s[16 + i] = static_cast<int64_t>(*precisions()[i]);
   return s;
 }
 
@@ -67,12 +84,8 @@ void write_switches(const Switches& now, const Switches& then) {
   if (differs(13)) at::set_num_threads(static_cast<int>(then[13]));
   if (differs(14)) c.setFlushDenormal(then[14] != 0);
   if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
-  size_t i = 16;
-  for (const auto b : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN})
-    for (const auto o : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL}) {
-      if (differs(i)) c.setFloat32Precision(b, o, static_cast<at::Float32Precision>(then[i]));
-      ++i;
-    }
+  for (size_t i = 0; i < kPrecisions; ++i)
+    if (differs(16 + i)) *precisions()[i] = static_cast<at::Float32Precision>(then[16 + i]);
 }
 
 struct Interned {

@@ -128,6 +128,19 @@ const Names& never_again() {
   return *n;
 }
 
+// Their schemas do not say that they write to `running_mean` and `running_var`: in training, or, where there is no such
+// argument, always.
+const Names& writes_statistics() {
+  static const auto* n = new Names{"aten::native_batch_norm",
+                                   "aten::_native_batch_norm_legit",
+                                   "aten::cudnn_batch_norm",
+                                   "aten::miopen_batch_norm",
+                                   "aten::batch_norm_update_stats",
+                                   "aten::batch_norm_gather_stats",
+                                   "aten::batch_norm_gather_stats_with_counts"};
+  return *n;
+}
+
 bool holds_tensors(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
@@ -152,15 +165,23 @@ static bool is_native(const c10::OperatorHandle& op) {
   return op.dumpComputedTable().find(".py:") == std::string::npos;
 }
 
-const std::vector<const char*>& reads_raw() {
-  static const auto* names = new std::vector<const char*>{"lstm.data",
-                                                          "gru.data",
-                                                          "rnn_tanh.data",
-                                                          "rnn_relu.data",
-                                                          "_pad_packed_sequence",
-                                                          "tensor_split.tensor_indices_or_sections",
-                                                          "ctc_loss.Tensor"};
-  return *names;
+const std::vector<RawReader>& raw_readers() {
+  static const auto* readers =
+      new std::vector<RawReader>{{"lstm.data", RawReads::kIndices},
+                                 {"gru.data", RawReads::kIndices},
+                                 {"rnn_tanh.data", RawReads::kIndices},
+                                 {"rnn_relu.data", RawReads::kIndices},
+                                 {"_pad_packed_sequence", RawReads::kIndices},
+                                 {"tensor_split.tensor_indices_or_sections", RawReads::kIndices},
+                                 {"ctc_loss.Tensor", RawReads::kIndices},
+                                 {"_sobol_engine_draw", RawReads::kAll},
+                                 {"_sobol_engine_ff_", RawReads::kAll},
+                                 {"_sobol_engine_initialize_state_", RawReads::kAll},
+                                 {"_sobol_engine_scramble_", RawReads::kAll},
+                                 {"choose_qparams_optimized", RawReads::kAll},
+                                 {"_saturate_weight_to_fp16", RawReads::kAll},
+                                 {"fbgemm_pack_gemm_matrix_fp16", RawReads::kAll}};
+  return *readers;
 }
 
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
@@ -188,14 +209,13 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     if (a.type()->kind() == c10::TypeKind::GeneratorType ||
         (a.type()->kind() == c10::TypeKind::OptionalType && a.name() == "generator"))
       generator = static_cast<int>(i);
-    if (name == "aten::native_batch_norm" || name == "aten::_native_batch_norm_legit" ||
-        name == "aten::cudnn_batch_norm" || name == "aten::miopen_batch_norm") {
+    if (writes_statistics().count(name)) {
       if (a.name() == "running_mean") running_mean = static_cast<int>(i);
       if (a.name() == "running_var") running_var = static_cast<int>(i);
       if (a.name() == "training") training = static_cast<int>(i);
     }
   }
-  if (training < 0) running_mean = running_var = -1;
+  always_training = training < 0 && running_mean >= 0;
   for (const auto& r : schema.returns())
     if (holds_tensors(*r.type()) && !(r.alias_info() && !r.alias_info()->isWrite())) all_aliases = false;
   seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
@@ -206,7 +226,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   tells_stream = name == "aten::record_stream";
   const auto& overload = handle.operator_name().overload_name;
   const std::string full = name + (overload.empty() ? "" : "." + overload);
-  for (const char* raw : pager::reads_raw()) reads_raw |= full == std::string("aten::") + raw;
+  for (const RawReader& raw : raw_readers())
+    if (full == std::string("aten::") + raw.name) reads_raw = raw.reads;
   for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
     dear |= name.find(part) != std::string::npos;
   if (!own_namespaces().count(space)) {

@@ -17,6 +17,15 @@ enum class OpClass : uint8_t {
   kForeign,    // not torch's: paged around and inside, writes to what it does not declare, too (rule 4)
 };
 
+// Of a composite: which of its arguments' addresses it takes, and then runs ops or writes (rule 9).
+enum class RawReads : uint8_t { kNone, kIndices, kAll };  // the integers among them
+
+struct RawReader {
+  const char* name;  // in aten
+  RawReads reads;
+};
+const std::vector<RawReader>& raw_readers();
+
 struct OpInfo {
   c10::OperatorHandle op;
   OpClass kind = OpClass::kOrdinary;
@@ -27,24 +36,26 @@ struct OpInfo {
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
   bool tells_stream = false;  // to the allocator: that a stream uses the block
-  bool reads_raw = false;     // a composite that takes an argument's address and then runs ops
-  bool dear = false;          // to run again, as Coop has it: convolutions, products, and what consists of them
-  bool native = false;        // not torch's, with a kernel of C++: it may keep addresses to itself
-  int generator = -1;         // position of the generator
+  RawReads reads_raw = RawReads::kNone;
+  bool dear = false;    // to run again, as Coop has it: convolutions, products, and what consists of them
+  bool native = false;  // not torch's, with a kernel of C++: it may keep addresses to itself
+  int generator = -1;   // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
+  bool always_training = false;                            // it has no such argument
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument
   int writes = 0;
   std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
 
   explicit OpInfo(const c10::OperatorHandle& handle);
+  // Does this call of it move running statistics?
+  bool moves_statistics(const c10::IValue* args) const {
+    return always_training || (training >= 0 && args[training].isBool() && args[training].toBool());
+  }
 };
 
 // Is it foreign, with a C++ kernel that the dispatcher runs before it comes to the pager's key?
 bool runs_above_the_kernel(const c10::OperatorHandle& op);
-
-// The names in aten of those that read raw.
-const std::vector<const char*>& reads_raw();
 
 // Cached for the life of the process.
 OpInfo* info_of(const c10::OperatorHandle& op);

@@ -210,7 +210,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   Describer d{info, r.get(), {}, {}, true};
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(keys.raw_repr());
-  const bool statistics = info->training >= 0 && args[info->training].isBool() && args[info->training].toBool();
+  const bool statistics = info->moves_statistics(args);
   r->args.reserve(n);
   r->tensors.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {

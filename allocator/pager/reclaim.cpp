@@ -21,6 +21,7 @@
 #include "streams.h"
 #include "transfer.h"
 #include "victims.h"
+#include "works.h"
 
 namespace memmgr::pager {
 
@@ -456,6 +457,17 @@ void note_floor(uint64_t bytes) {
   while (seen < bytes && !floor_mark.compare_exchange_weak(seen, bytes)) {
   }
 }
+
+void note_working_set(uint64_t pinned_bytes) {
+  const uint64_t all = mm_arena_resident(budget.arena);
+  if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;  // two threads: one of them is enough
+  const uint64_t elsewhere = resident_cell_bytes.load(std::memory_order_relaxed) + scratch_now();  // outputs, mostly
+  const uint64_t fixed = all - std::min(all, elsewhere) + escaped_bytes.load(std::memory_order_relaxed) +
+                         in_flight_bytes.load(std::memory_order_relaxed);
+  const uint64_t roots = may_be_offloaded() ? 0 : root_bytes.load(std::memory_order_relaxed);
+  note_floor(fixed + roots + pinned_bytes + scratch_peak());
+}
+
 static thread_local uint64_t tl_refused_bytes = 0;
 void note_refused() { note_floor(std::exchange(tl_refused_bytes, 0)); }
 uint64_t floor_bytes() { return floor_mark.load(); }

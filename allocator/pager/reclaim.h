@@ -9,13 +9,13 @@
 
 namespace memmgr::pager {
 
-// What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
 // Bytes came back other than they left: the run must not go on with them (memmgr.RecomputeError).
 class WrongBytes : public c10::Error {
  public:
   using c10::Error::Error;
 };
 
+// What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
 // Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once.
@@ -48,6 +48,21 @@ void bring_back(Cell* c);
 
 // The most that has been pinned and could not leave, with the request that came to it.
 void note_floor(uint64_t bytes);
+// The same of something that runs: what it has pinned (`cell_at` of 0 to n), its own memory since begin_scratch(), and
+// what can never leave.
+void note_working_set(uint64_t pinned_bytes);
+template <class CellAt>
+void note_working_set(size_t n, CellAt&& cell_at) {
+  const bool roots_stay = !may_be_offloaded();  // they are counted as what never leaves
+  uint64_t pinned = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Cell* c = cell_at(i);
+    bool again = roots_stay && c->root;
+    for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
+    if (!again) pinned += c->nbytes;
+  }
+  note_working_set(pinned);
+}
 // What this thread was refused last, once that is an error and not a try that was made again.
 void note_refused();
 uint64_t floor_bytes();

@@ -6,16 +6,18 @@
 namespace memmgr::pager {
 
 static std::atomic<bool> several{false};
+static std::atomic<bool> profiled{false};
 
-bool several_streams() { return several.load(std::memory_order_relaxed); }
-void forget_streams() { several = false; }
+bool without_trap() { return several.load(std::memory_order_relaxed) || profiled.load(std::memory_order_relaxed); }
 
-void note_stream() {
-  if (several_streams() || budget.pool->stream() == budget.pool->opened_on()) return;
+void forget_askers() { several = profiled = false; }
+
+// What is absent is shown as the flag says from here on.
+static void set_asker(std::atomic<bool>& flag, bool on) {
   std::vector<StoragePtr> held;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    several = true;  // who leaves from here on has no trap
+    flag = on;  // who leaves from here on is shown so, too
     for_each_cell_locked([&](Cell* c) {
       const uint32_t state = c->state.load();
       if (!(state & kAbsent) || (state & kBusy)) return;
@@ -25,6 +27,15 @@ void note_stream() {
   }
   for (StoragePtr& s : held)
     if (s) drop(std::move(s));
+}
+
+void note_stream() {
+  if (!several.load(std::memory_order_relaxed) && budget.pool->stream() != budget.pool->opened_on())
+    set_asker(several, true);
+}
+
+void note_profiler(bool on) {
+  if (profiled.load(std::memory_order_relaxed) != on) set_asker(profiled, on);
 }
 
 void note_home(Cell* c) {

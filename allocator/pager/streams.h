@@ -6,12 +6,13 @@
 
 namespace memmgr::pager {
 
-// Has more than one stream been used since the budget opened? Then absent cells have a null pointer and no trap: where
-// streams differ, autograd's engine asks a gradient for its address outside of any op, to tell the allocator. A read
-// behind our back faults then, where it would be an error.
-bool several_streams();
+// Absent cells have a null pointer and no trap while somebody asks for addresses outside of any op and reads nothing:
+// autograd's engine, where more than one stream has been used since the budget opened, to tell the allocator of a
+// gradient; and profilers, which note them. A read behind our back faults then, where it would be an error.
+bool without_trap();
 void note_stream();  // the calling thread's
-void forget_streams();
+void note_profiler(bool on);
+void forget_askers();  // when a budget opens
 
 // The cell has other bytes: in whose order their block was allocated. The caller has it busy.
 void note_home(Cell* c);

@@ -128,13 +128,15 @@ class Pager(Protocol):
     def close(self) -> None: ...
     def see_this_thread(self, on: bool) -> bool: ...
     def adopt(self, tensor: Addressed) -> int: ...
-    def adopt_all(self) -> int: ...
+    def adopt_all(self, tensors: list[torch.Tensor]) -> int: ...
     def settle(self) -> int: ...
     def escape(self, tensor: Addressed, why: int) -> bool: ...
     def name(self, tensor: Addressed) -> int: ...
     def pin(
         self, tensors: Sequence[Addressed], written: bool = False, region: bool = False, held: bool = False
     ) -> Pin: ...
+    def call_foreign(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def note_profiler(self, on: bool) -> None: ...
     def guard(self, function: Any) -> bool: ...
     def unguard_all(self) -> None: ...
     def libraries_that_use_torch(self) -> list[str]: ...
@@ -206,7 +208,13 @@ def load() -> Pager:
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
     target = _cache.place(f"pager-{digest.hexdigest()[:20]}", "_pager.so")
-    if not target.is_file():
+    load_core()
+    if target.is_file():
+        try:
+            _loaded = _open(target)
+        except ImportError:  # what was built of sources that somebody was just editing
+            target.unlink()
+    if _loaded is None:
         python = Path(sysconfig.get_paths()["include"])
         if not (python / "Python.h").is_file():
             raise NotBuiltError("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")
@@ -214,17 +222,19 @@ def load() -> Pager:
         compile_library(
             sources / "pager.cpp", target, [include, python, api], ["c10", "torch_cpu", "torch_python"], what="pager"
         )
-    load_core()
-    loader = importlib.machinery.ExtensionFileLoader("memmgr._pager", str(target))
-    spec = importlib.util.spec_from_file_location("memmgr._pager", target, loader=loader)
-    if spec is None:
-        raise NotBuiltError(f"cannot load {target}")
-    try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError as error:
-        raise NotBuiltError(str(error)) from error
-    _loaded = cast(Pager, module)
+        try:
+            _loaded = _open(target)
+        except ImportError as error:
+            raise NotBuiltError(str(error)) from error
     if _cuda.in_place():
         _loaded.use_plugin(_cuda.address())
     return _loaded
+
+
+def _open(library: Path) -> Pager:
+    loader = importlib.machinery.ExtensionFileLoader("memmgr._pager", str(library))
+    spec = importlib.util.spec_from_file_location("memmgr._pager", library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return cast(Pager, module)

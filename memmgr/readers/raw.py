@@ -51,6 +51,21 @@ STORAGE_METHODS = {
     "tolist": False,
     "__iter__": False,
 }
+# Of modules in TorchScript: they write or copy all that the module holds.
+SCRIPT_METHODS = (
+    "save",
+    "save_to_buffer",
+    "_save_for_lite_interpreter",
+    "_save_to_buffer_for_lite_interpreter",
+    "__copy__",
+    "__deepcopy__",
+)
+# Where torch's profilers begin and end: they note addresses from callbacks, outside of the ops.
+PROFILERS = (
+    (torch.autograd.profiler, "_enable_profiler", "_disable_profiler"),
+    (torch.autograd.profiler_legacy, "_enable_profiler_legacy", "_disable_profiler_legacy"),
+    (torch.profiler.profiler, "_enable_execution_trace_observer", "_disable_execution_trace_observer"),
+)
 SHARING = ("share_memory_", "_share_memory_", "_share_filename_cpu_", "_share_fd_cpu_")
 
 
@@ -100,6 +115,11 @@ class RawReaders:
         for name, writes in STORAGE_METHODS.items():
             wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
         wrap(torch.Tensor, "tolist", self.scoped)
+        for name in ("apply_", "map_", "map2_"):
+            wrap(torch.Tensor, name, functools.partial(self.scoped, writes=True))
+        for name in SCRIPT_METHODS:
+            wrap(torch.jit._script.RecursiveScriptModule, name, self._of_module)
+        self._profilers()
         for module in (torch, torch.random):
             wrap(module, "set_rng_state", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
@@ -122,6 +142,44 @@ class RawReaders:
                 del pin
 
         return call
+
+    def _of_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for all parameters and buffers of a module."""
+
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            pin = self._pager.pin(storages([*module.parameters(), *module.buffers()]))
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                del pin
+
+        return call
+
+    def _profilers(self) -> None:
+        """While one runs, absent tensors show no trap: its callbacks ask for addresses, and read nothing."""
+        running = int(torch._C._autograd._profiler_enabled())
+        self._pager.note_profiler(running > 0)
+
+        def counted(original: Callable[..., Any], step: int) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal running
+                if step > 0:
+                    running += 1
+                    self._pager.note_profiler(True)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    if step < 0:
+                        running = max(0, running - 1)
+                        self._pager.note_profiler(running > 0)
+
+            return call
+
+        for module, begin, end in PROFILERS:
+            self._patches.wrap(module, begin, functools.partial(counted, step=1))
+            self._patches.wrap(module, end, functools.partial(counted, step=-1))
 
     def _pointer_in_scope(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The same, for a function that asks for addresses inside: they are its own until it returns."""

@@ -12,7 +12,7 @@ import torch
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
-from memmgr._stock import Stock, saved_without_hooks
+from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager
@@ -30,6 +30,9 @@ from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
 
+_links: dict[tuple[Any, ...], float] = {}
+"""What a byte takes one way to each tier that this process has had, in seconds."""
+
 
 class PagerRuntime:
     """One open budget.
@@ -43,6 +46,7 @@ class PagerRuntime:
         self.native: Pager = native.load()
         planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
         self._below = self._below_bytes()
+        self._tier = (str(config.device), config.folder, config.throttle)
         offload = self._below is not None
         self.plans = Plans(
             self.native,
@@ -81,7 +85,6 @@ class PagerRuntime:
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         on_cpu = config.device.type == "cpu"
-        gc.collect()  # what is garbage already shall not count against the budget
         pager.set_errors(self._explain.spent, RecomputeError)
         pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
@@ -104,6 +107,10 @@ class PagerRuntime:
         try:
             self._measure_link()
             self._take_stock()
+            if pager.resident() > config.limit_bytes // 2 or config.limit_bytes >= UNLIMITED:
+                # What is garbage already shall not count against the budget, nor leave for the tier. It takes some ten
+                # milliseconds, so where there is room enough Python may collect it when it likes.
+                gc.collect()
             self._readers.install()
             if pager.settle():
                 raise self._explain.too_big(pager.resident())
@@ -128,10 +135,12 @@ class PagerRuntime:
 
     def _take_stock(self) -> None:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's."""
-        self.native.adopt_all()
-        for tensor in saved_without_hooks(self.native, self.config.device):
+        known = self.native.objects_of((torch.Tensor,))
+        saved = saved_without_hooks(known, self.config.device)
+        self.native.adopt_all(known)
+        for tensor in saved:
             self.native.adopt(tensor)
-        self._stock = Stock(self.native, self.config.device)
+        self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])
         self.native.add_outside(self._stock.bytes)
 
     def _ended_pass(self, ended: Pass) -> None:
@@ -188,12 +197,15 @@ class PagerRuntime:
             self.native.take_away(tensor)
 
     def _measure_link(self) -> None:
-        """Writes and reads some megabytes: what a byte takes to the tier."""
+        """Writes and reads some megabytes: what a byte takes to the tier. The next budgets of the process know it."""
         for size in (8 << 20, 1 << 20, 64 << 10):
+            if self._tier in _links:
+                break
             times = self.native.tier_probe(size)
             if times is not None:
-                self.native.set_link(sum(times) / (2 * size))
-                return
+                _links[self._tier] = sum(times) / (2 * size)
+        if self._tier in _links:
+            self.native.set_link(_links[self._tier])
 
     def summary(self) -> str:
         """One line."""

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 namespace {
@@ -73,6 +74,15 @@ struct Holder {
   at::Tensor held;
 };
 
+// Called by TorchBind, which passes neither pybind11's functions nor the dispatcher.
+struct Bound : torch::CustomClassHolder {
+  explicit Bound(at::Tensor t) : kept(std::move(t)), seen(sum_const(kept)) {}
+  double sum(const at::Tensor& t) { return sum_const(t); }
+  double sum_kept() { return sum_const(kept); }
+  at::Tensor kept;
+  double seen;
+};
+
 at::Tensor op_sum(const at::Tensor& t) {
   at::Tensor out = at::empty({1}, t.options().dtype(at::kDouble));
   out.data_ptr<double>()[0] = sum_const(t);
@@ -113,6 +123,11 @@ TORCH_LIBRARY(memmgr_test, m) {
   m.def("fill(Tensor t, float value) -> ()");
   m.def("composite(Tensor t) -> Tensor", &op_sum);
   m.def("square(Tensor t) -> Tensor");
+  m.class_<Bound>("Bound")
+      .def(torch::init<at::Tensor>())
+      .def("sum", &Bound::sum)
+      .def("sum_kept", &Bound::sum_kept)
+      .def("seen", [](const c10::intrusive_ptr<Bound>& self) { return self->seen; });
 }
 TORCH_LIBRARY_IMPL(memmgr_test, CPU, m) {
   m.impl("sum", &op_sum);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
@@ -43,14 +44,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def extension(library: Path) -> Any:
-    """Imported before any budget, and a reference of its functions is taken then."""
+    """Loaded before any budget, as torch's own loader of extensions does: `sys.modules` does not know it."""
     spec = importlib.util.spec_from_file_location("memmgr_test_extension", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    import sys
-
-    sys.modules["memmgr_test_extension"] = module
     return module
 
 
@@ -96,6 +94,8 @@ READS: dict[str, Callable[[Any, torch.Tensor], float]] = {
     "custom op": lambda e, t: torch.ops.memmgr_test.sum(t).item(),
     "composite custom op": lambda e, t: torch.ops.memmgr_test.composite(t).item(),
     "autograd function": lambda e, t: torch.ops.memmgr_test.square(t).sum().item(),
+    "TorchBind method": lambda e, t: torch.classes.memmgr_test.Bound(torch.ones(1)).sum(t),
+    "TorchBind constructor": lambda e, t: torch.classes.memmgr_test.Bound(t).seen(),
 }
 
 
@@ -115,6 +115,50 @@ def test_what_it_reads_stays_while_it_allocates(extension: Any, pager: native.Pa
     assert not info["escaped"]
     left = sum(pager.stats()[how] for how in ("offloads", "evictions", "packed"))
     assert left > 0, "nobody had to leave, so nothing was tested"
+
+
+def test_what_it_has_kept_stays_while_it_is_pinned(extension: Any, pager: native.Pager) -> None:
+    """No argument shows it, so the user says it."""
+    t = _number()
+    bound = torch.classes.memmgr_test.Bound(t)
+    with memmgr.pin(t):
+        others.append(torch.ones(N) + 0)
+        assert bound.sum_kept() == N
+        assert pager.take_away(t, 1) == 0
+    assert pager.take_away(t, 1) > 0
+    pinned = memmgr.pin(t)
+    assert torch.equal(t, torch.ones(N)) and pager.take_away(t, 1) == 0
+    pinned.release()
+    pinned.release()
+    assert pager.take_away(t, 1) > 0
+
+
+def test_a_pin_outside_of_a_budget_is_nothing() -> None:
+    with memmgr.pin(torch.ones(N)):
+        pass
+
+
+def test_a_library_of_ops_that_was_loaded_before(library: Path) -> None:
+    """It has no module, so nothing else shows that there are ops above the kernel."""
+    script = """
+import sys, torch, memmgr
+torch.ops.load_library(sys.argv[1])
+n = 1 << 18
+with memmgr.budget("4.6MB", quiet=True):
+    for _ in range(3):
+        t = torch.ones(n) + 0
+        keep = [torch.zeros(n) + 1 for _ in range(2)]
+        for k in keep:
+            k.add_(1)
+        assert torch.ops.memmgr_test.composite(t).item() == n
+        x = torch.full((n,), 3.0, requires_grad=True)
+        y = torch.ops.memmgr_test.square(x)
+        keep = [torch.zeros(n) + 1 for _ in range(2)]
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full((n,), 6.0))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import memmgr
+import memmgr.native.pager
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -96,3 +99,177 @@ def test_memory_that_is_freed_by_asking_for_the_allocator_again(made: str) -> No
     """oneDNN's tensors end by whatever allocator is in place then, which is another one than they came from."""
     done = subprocess.run([sys.executable, "-c", MKLDNN, made], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "survived" in done.stdout, done.stderr
+
+
+# ---- found by the second one -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("policy", ["auto", "torture"])
+def test_statistics_that_an_op_moves_without_saying_so(policy: str, grad: bool) -> None:
+    """Rule 4: `batch_norm_update_stats` has no `training` among its arguments, so it always moves them."""
+
+    def run() -> list[float]:
+        torch.manual_seed(0)
+        mean, var, seen = torch.zeros(2048), torch.ones(2048), []
+        with torch.set_grad_enabled(grad):
+            for _ in range(4):
+                batch = torch.randn(8, 2048)
+                made = torch.batch_norm_update_stats(batch, mean, var, 0.1)
+                seen += [mean.sum().item(), var.sum().item(), *(m.sum().item() for m in made)]
+        return seen
+
+    want = run()
+    with memmgr.budget("1GB", policy=policy, quiet=True, verify=True):
+        assert run() == want
+
+
+def _saturated() -> torch.Tensor:
+    x = torch.linspace(-1e5, 1e5, 4096).view(64, 64)
+    y = x * nn.Parameter(torch.ones(64, 64))  # needs the bytes from before
+    torch._saturate_weight_to_fp16(x)
+    return torch.cat([x, y.detach()])
+
+
+def _mapped() -> torch.Tensor:
+    x, y = torch.ones(32, 32), torch.full((32, 32), 2.0)
+    z = x * nn.Parameter(torch.ones(32, 32))
+    x.map_(y, lambda a, b: a + b)  # type: ignore[attr-defined]
+    return torch.cat([x, z.detach()])
+
+
+def _sobol() -> torch.Tensor:
+    engine = torch.quasirandom.SobolEngine(50, scramble=True, seed=1)
+    first = engine.draw(8)
+    engine.fast_forward(3)
+    return torch.cat([first, engine.draw(4)])
+
+
+RAW: dict[str, Callable[[], torch.Tensor]] = {
+    "apply_": lambda: torch.ones(32, 32).apply_(lambda v: v + 1),
+    "map_": _mapped,
+    "Sobol": _sobol,
+    "qparams": lambda: torch.stack(torch.choose_qparams_optimized(torch.arange(4096.0), 4096, 200, 0.16, 8)),
+    "saturate": _saturated,
+    "script": lambda: _saved(torch.jit.script(nn.Linear(64, 64))),
+}
+
+
+def _saved(module: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.jit.save(module, buffer)
+    buffer.seek(0)
+    return torch.cat([p.detach().flatten() for p in torch.jit.load(buffer).parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|out of range).*")
+@pytest.mark.parametrize("name", RAW)
+def test_more_that_reads_raw(name: str) -> None:
+    torch.manual_seed(0)
+    want = RAW[name]()
+    with memmgr.budget("1GB", policy="torture", quiet=True, verify=True):
+        torch.manual_seed(0)
+        assert torch.equal(RAW[name](), want)
+
+
+PROFILED = """
+import json, sys, torch, memmgr
+from torch import nn
+
+def train():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        loss = model(torch.randn(64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+want = train()
+with memmgr.budget("1GB", policy="torture", quiet=True):
+    if sys.argv[1] == "observer":
+        observer = torch.profiler.ExecutionTraceObserver()
+        observer.register_callback(sys.argv[2])
+        observer.start()
+        assert train() == want
+        observer.stop()
+        observer.unregister_callback()
+        assert len(json.load(open(sys.argv[2]))["nodes"]) > 100
+    else:
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, record_shapes=True, with_stack=True, profile_memory=True) as seen:
+            assert train() == want
+        assert any(event.input_shapes == [[64], [64, 64], [64, 64], [], []] for event in seen.events())
+"""
+
+
+@pytest.mark.parametrize("what", ["profiler", "observer"])
+def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> None:
+    """Their callbacks met the trap: shapes were lost, a page of C++ stack was written for each, and torch's observer of
+    execution traces crashed the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILED, what, str(tmp_path / "trace.json")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "memmgr" not in done.stderr, done.stderr[:3000]
+
+
+def test_a_thread_waits_until_others_have_written_to_what_they_have_made(
+    large_only: None, beyond: Callable[[str], int]
+) -> None:
+    """Rule 3: a newborn cannot leave, and whose turn it is to write to it has only to go on."""
+    mb = torch.ones(1 << 18)
+    made, go = threading.Event(), threading.Event()
+
+    def other() -> None:
+        x = torch.empty(1 << 18)
+        made.set()
+        go.wait()
+        time.sleep(0.05)
+        x.fill_(1)
+
+    with memmgr.budget(beyond("3.4MB"), quiet=True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        made.wait()
+        a, b = mb + 1, mb + 2
+        go.set()
+        total = (a * b).sum().item()  # takes three, and there is room for three and the half of one
+        thread.join()
+    assert total == 6 * (1 << 18)
+
+
+def test_the_floor_of_a_compiled_region(large_only: None) -> None:
+    """Its arguments stay, and so does all that it makes until it returns."""
+    with memmgr.budget(None, policy="keep", quiet=True) as mm:
+        native = memmgr.native.pager.load()
+        a, b = torch.ones(1 << 18) + 0, torch.ones(1 << 18) + 0
+        region = native.pin([a, b], False, True)
+        inside = [torch.empty(1 << 18) for _ in range(3)]
+        del inside, region
+        assert mm.stats()["floor_bytes"] >= 5 << 20
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
+    """A build of sources that somebody was just editing does not stay."""
+    script = """
+import shutil, sys
+from pathlib import Path
+import memmgr._cache as cache
+from memmgr.native import build, pager
+good, folder = Path(sys.argv[1]), Path(sys.argv[2])
+built = []
+def again(source, target, *args, **more):
+    built.append(target)
+    shutil.copy(good, target)
+pager.compile_library = again
+cache.place = lambda *parts: folder.joinpath(parts[-1])
+(folder / "_pager.so").write_text("no library")
+pager.load()
+assert len(built) == 1
+"""
+    good = Path(str(getattr(memmgr.native.pager.load(), "__file__", "")))
+    done = subprocess.run([sys.executable, "-c", script, str(good), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

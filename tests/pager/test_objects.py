@@ -80,13 +80,17 @@ def _filling(asked: list[str]) -> Iterator[None]:
         raise failed[0]
 
 
+def _known(native: Any) -> list[torch.Tensor]:
+    return list(native.objects_of((torch.Tensor,)))
+
+
 def test_tuples_that_others_fill_are_left_alone() -> None:
     """Who looks for all tensors must not hold a reference to what another thread is about to make of a generator."""
     looks: dict[str, Callable[[Any], Any]] = {
-        "device": lambda native: _stock.live_tensors(native, "cpu"),
+        "device": lambda native: _stock.live_tensors(_known(native), "cpu"),
         "state": lambda native: _stock.holders(native, "cpu", rest=native.resident_cells()),
         "param_groups": lambda native: _stock.missing_states(native, "cpu"),
-        "grad_fn": lambda native: _stock.saved_without_hooks(native, "cpu"),
+        "grad_fn": lambda native: _stock.saved_without_hooks(_known(native), "cpu"),
     }
     for name, look in looks.items():
         asked: list[str] = []

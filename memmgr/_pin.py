@@ -1,0 +1,48 @@
+"""`pin`: tensors that stay in memory, for what no rule can know."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import _budget
+
+
+class pin:
+    """Keeps the bytes of tensors in memory, at their addresses, until `release()`, or the end of a `with`.
+
+        with memmgr.pin(table):
+            kernel.attach(table)  # C++ that goes on reading it, though it is no argument of later calls
+            train()
+
+    Rarely needed: whatever an op touches is in memory while the op runs, and a tensor whose address torch was asked for
+    (`data_ptr`, numpy, DLPack) stays by itself. What memmgr cannot see is a tensor that C++ keeps from one call and reads in
+    another. Bytes that are away come back first. Pinned bytes count against the budget, and towards its floor.
+
+    Args:
+        tensors: on the budget's device. Their storages live as long as the pin.
+
+    Raises:
+        BudgetError: they do not fit.
+
+    Known limitations: outside of a budget it does nothing, and it does not reach into a budget that opens later. Tensors
+    below 64 KiB never leave anyway.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        manager = _budget.current()
+        self._held: Any = manager.native.pin(tensors, True, False, True) if manager is not None else None
+
+    def release(self) -> None:
+        """They may leave again. A second call does nothing."""
+        self._held = None
+
+    def __enter__(self) -> pin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
