@@ -27,6 +27,11 @@ HEAD = """# API reference
 What `import memmgr` and `memmgr.integrations` give. `memmgr.policies` is described in [policies.md](policies.md) and
 [writing_a_policy.md](writing_a_policy.md).
 """
+KEYS = """## Keys of `memmgr.stats()`
+
+A counter never falls until the next budget opens; a gauge may.
+
+"""
 CALLED_BY_FRAMEWORKS = ("_", "on_", "collect", "describe")  # beginnings of names; not for the user
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -118,18 +123,18 @@ def figures() -> Iterator[str]:
     """The keys of `memmgr.stats()`, as memmgr/observe/figures.py has them."""
     table = value_of(parsed("memmgr/observe/figures.py"), "FIGURES")
     assert isinstance(table, ast.Tuple)
-    yield "| key | |\n|---|---|\n"
+    yield "| key | kind | |\n|---|---|---|\n"
     for call in table.elts:
         assert isinstance(call, ast.Call)
-        name, meaning = [ast.literal_eval(argument) for argument in call.args]
-        yield f"| `{name}` | {meaning}. |\n"
-    yield "| `escapes.MODULE:LINE` | how often that place in the program handed an address out for good. |\n"
+        name, kind, meaning = [ast.literal_eval(argument) for argument in call.args]
+        yield f"| `{name}` | {kind} | {meaning}. |\n"
+    yield "| `escapes.MODULE:LINE` | counter | how often that place in the program handed an address out for good. |\n"
 
 
 def page() -> str:
     """All of it."""
     parts = [HEAD, "# `memmgr`\n", *(part for name, node in public("memmgr") for part in described(name, node))]
-    parts += ["## Keys of `memmgr.stats()`\n\n" + "".join(figures())]
+    parts += [KEYS + "".join(figures())]
     parts += ["# `memmgr.integrations`\n"]
     parts += [part for name, node in public("memmgr/integrations") for part in described(name, node)]
     return "\n".join(parts)

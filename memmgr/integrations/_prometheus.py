@@ -11,9 +11,8 @@ from memmgr._budget import stats
 from memmgr._sizes import UNLIMITED
 from memmgr.observe.figures import FIGURES
 
-_MEANINGS = {figure.name: figure.meaning for figure in FIGURES}
-_GAUGES = frozenset({"budget_bytes", "floor_bytes", "unmanaged_peak_bytes", "outside_bytes", "fragmentation"})
-"""Besides everything that ends in `.peak` or `.current`; the rest only grows, until the next budget opens."""
+_FIGURES = {figure.name: figure for figure in FIGURES}
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class MemmgrCollector(Collector):
@@ -26,7 +25,8 @@ class MemmgrCollector(Collector):
         start_http_server(9000)
 
     Names are those of `memmgr.stats()` with `memmgr_` before them: `memmgr_resident_bytes` (now), `memmgr_resident_peak_bytes`,
-    `memmgr_recompute_seconds_total`, `memmgr_evictions_total`. No limit is `+Inf`.
+    `memmgr_recompute_seconds_total`, `memmgr_evictions_total`. No limit is `+Inf`. What ends in `_total` only grows until the
+    next budget opens; all else are gauges.
 
     Args:
         labels: put on every metric, for example `{"rank": "0"}`.
@@ -47,9 +47,8 @@ class MemmgrCollector(Collector):
                 continue  # places in a program are no metrics
             stem, dot, last = key.rpartition(".")
             name = f"memmgr_{_with_peak(stem)}" if last == "peak" else f"memmgr_{stem if dot else key}"
-            text = _MEANINGS.get(key, f"memmgr.stats()[{key!r}]")
-            family = GaugeMetricFamily if dot or key in _GAUGES else CounterMetricFamily
-            metric = family(name, text, labels=self._names)
+            figure = _FIGURES[key]
+            metric = _FAMILIES[figure.kind](name, figure.meaning, labels=self._names)
             metric.add_metric(self._values, float("inf") if value == UNLIMITED else float(value))
             yield metric
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from budget.there import bytes_already_there
 
 import memmgr
 from memmgr import _budget
+from memmgr.observe.figures import FIGURES
 
 
 def _train(limit: int | None) -> Any:
@@ -26,6 +28,40 @@ def _train(limit: int | None) -> Any:
         for _ in range(3):
             model(x).square().mean().backward()
     return mm.stats()
+
+
+def test_no_counter_falls() -> None:
+    """What a monitor takes for a counter and then falls reads as a restart, and its rate is nonsense."""
+    kinds = {figure.name: figure.kind for figure in FIGURES}
+    torch.manual_seed(0)
+    blocks = (
+        torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)) for _ in range(4)
+    )
+    model = torch.nn.Sequential(*blocks)
+    x = torch.randn(1024, 64)
+    readings = []
+    with memmgr.budget(6_000_000 + bytes_already_there(), quiet=True) as mm:
+        readings.append(mm.stats())
+        for _ in range(4):
+            seen = torch.randn(4096) * 2
+            seen.numpy()  # escapes, and dies at the end of the loop
+            loss = model(x).square().mean()
+            readings.append(mm.stats())
+            loss.backward()
+            readings.append(mm.stats())
+            del loss, seen
+            readings.append(mm.stats())
+        model.zero_grad()
+        readings.append(mm.stats())
+    readings.append(mm.stats())
+    fell, grew = set(), set()
+    for before, after in itertools.pairwise(readings):
+        fell |= {name for name in before if after[name] < before[name]}
+        grew |= {name for name in before if after[name] > before[name]}
+    assert {name for name in fell if kinds.get(name) != "gauge"} == set()
+    # The work was such that it could have shown.
+    assert fell >= {"cells", "absent_cells", "recipe_bytes", "escaped_bytes", "resident_bytes.current"}
+    assert grew >= {"evictions", "reloads", "recomputes", "escapes", "passes", "ops", "wall_seconds"}
 
 
 class Writer:
@@ -91,6 +127,9 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert samples["memmgr_recompute_seconds_total"].labels == {"rank": "0"}
     assert len(samples) == len(stats), set(stats)
     assert not [n for n in samples if not n.startswith("memmgr_") or "." in n]
+    kinds = {family.name: family.type for family in registry.collect()}
+    gauges = "cells absent_cells pinned_cells orphans recipe_bytes works_in_flight escaped_bytes prefetch_hits".split()
+    assert {kinds[f"memmgr_{name}"] for name in gauges} == {"gauge"} and kinds["memmgr_ops"] == "counter"
     _train(None)
     unlimited = {s.name: s.value for family in registry.collect() for s in family.samples}
     assert math.isinf(unlimited["memmgr_budget_bytes"])
