@@ -99,6 +99,13 @@ class _Armed:
         os.register_at_fork(after_in_child=self._in_child)
         atexit.register(self.close)
 
+    def counting(self) -> budget | None:
+        """The budget, where it is open or still waits."""
+        if isinstance(self._budget, Exception):
+            return None
+        is_open = self._budget._manager is not None and self._budget._manager is current()
+        return self._budget if is_open or not self._fired else None
+
     def _hook(self) -> None:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._first, self._back)
         hooks.__enter__()
@@ -191,10 +198,19 @@ def _say_it_in_one_line() -> None:
     sys.excepthook = hook
 
 
+_armed: _Armed | None = None
+
+
+def budget_of_the_script() -> budget | None:
+    """The budget of `MEMMGR_BUDGET`, open or still waiting for the first module; None: there is none in this process."""
+    return _armed.counting() if _armed is not None else None
+
+
 def arm() -> None:
     """Reads the environment and arms. What cannot be read ends the process here, before anything is trained; what only the
     first call of a module, or the first saved tensor, can find out (whether there is such a device) is said there. With
     `strict:off` either is a warning."""
+    global _armed
     text = os.environ.get("MEMMGR_CONF", "")
     strict = is_strict(text)
     opened: budget | Exception
@@ -210,4 +226,5 @@ def arm() -> None:
         opened = error
     if strict:
         _say_it_in_one_line()
-    _Armed(opened, strict).arm()
+    _armed = _Armed(opened, strict)
+    _armed.arm()

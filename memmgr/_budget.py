@@ -199,12 +199,16 @@ class budget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, *, failed: bool, report: bool = True) -> None:
+        """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
         global _current
         manager = self._manager
         if manager is None or _current is not manager:
             return  # a forked child: nothing of it is ours
         try:
-            manager.close(failed=kind is not None)
+            manager.close(failed=failed, report=report)
         finally:
             _current = None
 

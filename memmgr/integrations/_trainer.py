@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memmgr._advice import advice
-from memmgr._budget import budget
-
-LOGGED = ("resident_bytes.peak", "evicted_bytes", "offload_bytes", "recompute_seconds", "stall_seconds")
+from ._session import Session
 
 
 class MemmgrCallback(TrainerCallback):
@@ -19,61 +14,57 @@ class MemmgrCallback(TrainerCallback):
 
     The budget opens when training begins and closes when it ends; evaluation and checkpoints in between are inside it.
     With `auto_find_batch_size=True` a budget that is too small makes the Trainer try a smaller batch, as any
-    out-of-memory error does. What Trainer logs gets `memmgr/resident_bytes.peak`, `memmgr/recompute_seconds` and others.
+    out-of-memory error does; the summary at the end says which were tried. Log lines of training get `memmgr/peak_gb`
+    (so far, in 10^9 bytes), `memmgr/recompute_percent` and `memmgr/stall_percent` (of the steps since the line before).
+    Under `memmgr run` or `MEMMGR_BUDGET` the budget of those counts, and the callback says so once.
 
     Args:
         limit: as in `memmgr.budget`.
         options: the other arguments of `memmgr.budget`.
 
     Known limitations: a training that ends by an exception ends no callback, so the budget stays open until the next
-    training, until `close`, or until the process ends. Callbacks that come before this one (TensorBoard's, which
-    `report_to` adds) see the logs without our figures; `log_stats` writes them from anywhere.
+    training, until `close`, or until the process ends. Callbacks that come before this one see the lines without our
+    figures, and those that `report_to` adds do: name the reporter's own callback behind this one instead.
     """
 
     def __init__(self, limit: int | str | None, **options: Any) -> None:
-        self._budget = budget(limit, **options)  # what is wrong with it is said now
-        self._quiet = bool(options.get("quiet"))
-        self._open = False
+        self._session = Session(limit, options)
 
     def close(self, failed: bool = False) -> None:
-        """Closes the budget, if it is open."""
-        if self._open:
-            self._open = False
-            atexit.unregister(self._at_exit)
-            self._budget.__exit__(RuntimeError if failed else None, None, None)
-
-    def _at_exit(self) -> None:
-        self.close(failed=True)
+        """Closes the budget, if it is open, and says in a line or two what to change."""
+        self._session.close(failed)
 
     def stats(self) -> dict[str, Any]:
         """The figures of the training under way, or of the last one."""
-        return self._budget.stats()
+        return self._session.stats()
 
     # -- what the Trainer calls --
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Opens the budget. An earlier training that failed is closed first: `auto_find_batch_size` begins again."""
-        self.close(failed=True)
-        self._budget.__enter__()
-        self._open = True
-        atexit.register(self._at_exit)
+        """Opens the budget. `auto_find_batch_size` begins again here, without an end."""
+        size = int(state.train_batch_size or 0) if args.auto_find_batch_size else 0
+        self._session.open(batch_size=size, speaks=state.is_world_process_zero)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """The shares are of steps: not of what evaluation and checkpoints take."""
+        self._session.step_begins()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """The optimizer's step is over."""
+        self._session.step_ends()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Adds our figures to what is logged."""
-        if not self._open:
+        """Adds our figures to a line of training: not to one of evaluation, or to the sums at the end."""
+        logs = more.get("logs")
+        if logs is None or "loss" not in logs:
             return
-        now = self._budget.stats()
-        figures = {f"memmgr/{name}": float(now[name]) for name in LOGGED}
-        for logs in (more.get("logs"), state.log_history[-1] if state.log_history else None):
-            if logs is not None:
-                logs.update(figures)
+        figures = self._session.figures()
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)  # its copy of the line
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Closes the budget, and says in a line or two what to change."""
-        if not self._open:
-            return
-        self.close()
-        if not self._quiet:
-            print(*("memmgr: " + line for line in advice(self._budget.stats())), sep="\n", file=sys.stderr)
+        self._session.close()

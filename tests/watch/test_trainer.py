@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,7 @@ def _trainer(folder: Path, callbacks: list[Any], lora: bool = True, **changed: A
     return trainer
 
 
+THREE = {"memmgr/peak_gb", "memmgr/recompute_percent", "memmgr/stall_percent"}
 Outcome = tuple[list[dict[str, float]], str]
 
 
@@ -102,6 +105,16 @@ def _without_ours(outcome: Outcome) -> Outcome:
     return [{k: v for k, v in row.items() if not any(t in k for t in left_out)} for row in outcome[0]], outcome[1]
 
 
+def _assert_three_figures_on_lines_of_training_only(history: list[dict[str, float]]) -> None:
+    ours = [{name for name in row if name.startswith("memmgr/")} for row in history]
+    assert [set(row) for row in ours] == [THREE if "loss" in row else set() for row in history]
+    lines = [row for row in history if "loss" in row]
+    assert len(lines) == 4 and len(history) > 4
+    assert all(row["memmgr/peak_gb"] > 0 for row in lines)
+    shares = [(row["memmgr/recompute_percent"], row["memmgr/stall_percent"]) for row in lines]
+    assert all(0 <= share <= 100 for pair in shares for share in pair) and any(sum(pair) > 0 for pair in shares)
+
+
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, checkpointing: bool) -> None:
@@ -116,8 +129,7 @@ def test_lora_with_accumulation_evaluation_save_and_resume(tmp_path: Path, check
     managed = _run(tmp_path / "managed", [callback], **how)
     assert callback.stats()["evictions"] + callback.stats()["offloads"] > 0
     assert _without_ours(managed) == _without_ours(plain)
-    logged = [row for row in managed[0] if "loss" in row]
-    assert len(logged) == 4 and all(row["memmgr/resident_bytes.peak"] > 0 for row in logged)
+    _assert_three_figures_on_lines_of_training_only(managed[0])
     again = _run(tmp_path / "managed", [callback], resume="checkpoint-2", **how)
     assert _without_ours(again) == _without_ours(_run(tmp_path / "plain", [], resume="checkpoint-2", **how))
     assert again[1] == plain[1] and _budget.current() is None
@@ -136,17 +148,26 @@ def test_where_ones_own_checkpointing_is_not_needed_the_summary_says_so(
         assert len(said) == int(own)
 
 
-def test_auto_find_batch_size_takes_our_error_for_what_it_is(tmp_path: Path) -> None:
+def test_auto_find_batch_size_takes_our_error_for_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from memmgr.integrations import MemmgrCallback
 
     how: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1, "lora": False}
     measured = MemmgrCallback(None, quiet=True)
     _trainer(tmp_path, [measured], per_device_train_batch_size=32, gradient_accumulation_steps=1, **how).train()
     limit = int(0.9 * measured.stats()["floor_bytes"])  # too little for 32, and enough for a little less
-    callback = MemmgrCallback(limit, quiet=True)
+    callback = MemmgrCallback(limit)
+    begun: list[int] = []
+
+    class Notes(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            begun.append(state.train_batch_size)
+
+    capsys.readouterr()
     trainer = _trainer(
         tmp_path,
-        [callback],
+        [callback, Notes()],
         per_device_train_batch_size=32,
         auto_find_batch_size=True,
         gradient_accumulation_steps=1,
@@ -155,6 +176,13 @@ def test_auto_find_batch_size_takes_our_error_for_what_it_is(tmp_path: Path) -> 
     trainer.train()
     assert trainer.state.train_batch_size < 32 and trainer.state.global_step == 1
     assert callback.stats()["resident_bytes.peak"] <= limit and _budget.current() is None
+    said = capsys.readouterr().err
+    assert said.count("memmgr: peak ") == 1, "a summary for each attempt"
+    sizes = ", ".join(map(str, begun))
+    assert f"memmgr: batch sizes tried: {sizes}; the last one fitted\n" in said and len(begun) > 1
+    trainer.args.auto_find_batch_size = False
+    trainer.train()
+    assert "batch sizes" not in capsys.readouterr().err
 
 
 def test_a_training_that_fails_can_be_followed_by_another(tmp_path: Path) -> None:
@@ -172,6 +200,56 @@ def test_a_training_that_fails_can_be_followed_by_another(tmp_path: Path) -> Non
     _trainer(tmp_path, [callback], **how).train()
     assert _budget.current() is None and callback.stats()["passes"] == 2
     callback.close()
+
+
+def test_reporters_behind_the_callback_get_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed (the extra `tensorboard`)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    from memmgr.integrations import MemmgrCallback
+
+    writer = SummaryWriter(str(tmp_path / "events"))
+    callbacks = [MemmgrCallback("1GB", quiet=True), TensorBoardCallback(writer)]
+    _trainer(tmp_path, callbacks, eval_strategy="no", save_strategy="no", max_steps=2, lora=False).train()
+    found = EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert {f"train/{name}" for name in THREE} <= set(found.Tags()["scalars"])
+
+
+UNDER_RUN = """
+import sys, torch, transformers
+from memmgr import _budget
+from memmgr.integrations import MemmgrCallback
+transformers.utils.logging.disable_progress_bar()
+config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, use_cache=False)
+model = transformers.GPT2LMHeadModel(config)
+if "early" in sys.argv:  # the budget of the script is open before the training begins
+    model(torch.zeros(1, 4, dtype=torch.long))
+rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(8)]
+args = transformers.TrainingArguments(sys.argv[1], max_steps=2, logging_steps=1, report_to=[], use_cpu=True,
+    disable_tqdm=True, save_strategy="no")
+callback = MemmgrCallback("100MB")
+for _ in range(2):
+    trainer = transformers.Trainer(model, args, train_dataset=rows, callbacks=[callback])
+    trainer.train()
+    assert _budget.current() is not None, "the script's budget is its own to close"
+print("lines", [row["memmgr/peak_gb"] > 0 for row in trainer.state.log_history if "loss" in row])
+print("limit", callback.stats()["budget_bytes"])
+"""
+
+
+@pytest.mark.parametrize("early", [[], ["early"]])
+def test_inside_memmgr_run_its_budget_counts_and_the_callback_says_so_once(tmp_path: Path, early: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_RUN)
+    command = [sys.executable, "-P", "-m", "memmgr", "run", "--budget", "200MB", str(script), str(tmp_path), *early]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = "memmgr: the script's budget counts (memmgr run or MEMMGR_BUDGET: 200MB), not the callback's (100MB)"
+    assert done.stderr.count(said) == 1 and done.stderr.count("memmgr: peak ") == 1, done.stderr
+    assert "limit 200000000" in done.stdout and "lines [True, True]" in done.stdout
 
 
 def test_a_wrong_size_is_said_at_once() -> None:
