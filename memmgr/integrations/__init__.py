@@ -1,6 +1,7 @@
 """Adaptors to other libraries, each thin and imported only when it is asked for.
 
-`MemmgrCallback` for transformers' `Trainer`, `log_stats` for TensorBoard, `MemmgrCollector` for Prometheus.
+`MemmgrCallback` for transformers' `Trainer`, `log_stats` for TensorBoard, W&B, MLflow and the loggers of frameworks,
+`MemmgrCollector` for Prometheus.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._loggers import log_stats
     from ._prometheus import MemmgrCollector
-    from ._tensorboard import log_stats
     from ._trainer import MemmgrCallback
 
 __all__ = ["MemmgrCallback", "MemmgrCollector", "log_stats"]
 
-_HOMES = {"MemmgrCallback": "_trainer", "MemmgrCollector": "_prometheus", "log_stats": "_tensorboard"}
+_HOMES = {"MemmgrCallback": "_trainer", "MemmgrCollector": "_prometheus", "log_stats": "_loggers"}
 _EXTRAS = {"transformers": "trainer", "prometheus_client": "prometheus"}
 
 

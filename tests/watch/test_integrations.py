@@ -1,10 +1,9 @@
-"""Thin adaptors on `stats()`: TensorBoard and Prometheus. (The Trainer has a file of its own.)"""
+"""Thin adaptors on `stats()`: Prometheus, and the names of all. (Loggers and the Trainer have files of their own.)"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,49 +61,6 @@ def test_no_counter_falls() -> None:
     # The work was such that it could have shown.
     assert fell >= {"cells", "absent_cells", "recipe_bytes", "escaped_bytes", "resident_bytes.current"}
     assert grew >= {"evictions", "reloads", "recomputes", "escapes", "passes", "ops", "wall_seconds"}
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.written: dict[str, tuple[float, int | None]] = {}
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-        assert tag not in self.written
-        self.written[tag] = (scalar_value, global_step)
-
-
-def test_scalars_for_whatever_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memmgr.integrations import log_stats
-
-    stats = _train(6_000_000)
-    writer = Writer()
-    log_stats(writer, 7)
-    assert writer.written == {f"memmgr/{name}": (float(value), 7) for name, value in stats.items()}
-    _train(None)
-    unlimited = Writer()
-    log_stats(unlimited, 8, prefix="mm_")
-    assert set(unlimited.written) == {f"mm_{name}" for name in stats} - {"mm_budget_bytes"}
-    monkeypatch.setattr(_budget, "_last", None)
-    none = Writer()
-    log_stats(none, 9)
-    assert not none.written
-
-
-def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed (the extra `tensorboard`)")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    from memmgr.integrations import log_stats
-
-    stats = _train(6_000_000)
-    with SummaryWriter(str(tmp_path)) as writer:
-        log_stats(writer, 3)
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    read = {tag: found.Scalars(tag)[0] for tag in found.Tags()["scalars"]}
-    assert set(read) == {f"memmgr/{name}" for name in stats}
-    assert read["memmgr/evictions"].value == stats["evictions"] and read["memmgr/evictions"].step == 3
 
 
 def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:

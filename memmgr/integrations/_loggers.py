@@ -1,0 +1,85 @@
+"""Whatever takes numbers by their names: TensorBoard, W&B, MLflow, the loggers of Lightning, accelerate's trackers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from memmgr._budget import last
+from memmgr._sizes import UNLIMITED
+from memmgr.observe.interval import Interval
+from memmgr.runtime.pager import PagerRuntime
+
+
+class Scalars(Protocol):
+    """What of `torch.utils.tensorboard.SummaryWriter` is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
+        """Notes one number."""
+
+
+class Metrics(Protocol):
+    """What of the module `mlflow`, or of a logger of Lightning, is used."""
+
+    def log_metrics(self, metrics: dict[str, float], /, step: int) -> Any:
+        """Notes numbers."""
+
+
+class Log(Protocol):
+    """What of a run of W&B, or of an `Accelerator`, is used."""
+
+    def log(self, data: dict[str, float], /, step: int) -> Any:
+        """Notes numbers."""
+
+
+# Since when the shares of the next call are, for each writer of a budget: by identity, since a writer need have no hash.
+_intervals: WeakKeyDictionary[PagerRuntime, dict[int, Interval]] = WeakKeyDictionary()
+
+
+def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/") -> None:
+    """Writes the figures of the open budget, or of the last one, to whatever is handed over.
+
+    These are `peak_gb` (so far, in 10^9 bytes), `recompute_percent` and `stall_percent` (of the time since the last call with
+    this writer, or since the budget opened), and all of `memmgr.stats()`, each in the unit that its name says.
+
+    Args:
+        writer: a `SummaryWriter`; a run of W&B; the module `mlflow`, inside a run; a logger of Lightning; an `Accelerator`
+            with trackers; or what else has one of their methods: `add_scalar`, `log_metrics`, `log`.
+        step: the step to which they belong.
+        prefix: before each name; a slash makes it a group.
+
+    Raises:
+        TypeError: it has none of these methods. `wandb.run` is None before `wandb.init`.
+
+    Nothing is written before the first budget, and no `budget_bytes` where there is no limit. Places in the program
+    (`escapes.MODULE:LINE`) are not written.
+    """
+    ways = [name for name in ("add_scalar", "log_metrics", "log") if callable(getattr(writer, name, None))]
+    if not ways:
+        raise TypeError(
+            f"log_stats: {writer!r} takes no numbers: hand over a SummaryWriter, a run of W&B (after wandb.init), the module "
+            "mlflow, a logger of Lightning, an Accelerator, or what has add_scalar, log_metrics or log as they do"
+        )
+    runtime = last()
+    if runtime is None:
+        return
+    figures = _figures(runtime, id(writer), prefix)
+    if ways[0] == "add_scalar":
+        for name, value in figures.items():
+            writer.add_scalar(name, value, step)  # type: ignore[union-attr]
+    else:
+        getattr(writer, ways[0])(figures, step=step)
+
+
+def _figures(runtime: PagerRuntime, writer: int, prefix: str) -> dict[str, float]:
+    now = runtime.stats()
+    interval = _intervals.setdefault(runtime, {}).get(writer)
+    if interval is None:
+        interval = _intervals[runtime][writer] = Interval()
+        interval.begin({})  # the budget's own beginning
+    interval.end(now)
+    shown = interval.take(now) | {
+        name: float(value) for name, value in now.items() if value != UNLIMITED and not name.startswith("escapes.")
+    }
+    interval.begin(now)
+    return {prefix + name: value for name, value in shown.items()}
