@@ -1,6 +1,6 @@
-"""Lightning: the budget goes around `fit`, and the module stays as it is.
+"""Lightning's Trainer: a callback, and the module stays as it is.
 
-    pip install lightning
+    pip install "memmgr[lightning]"
     python examples/with_lightning.py --budget 60MB
 
 Validation and checkpoints inside `fit` are inside the budget.
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import memmgr
+from memmgr.integrations import MemmgrLightningCallback
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--budget", default="60MB")
@@ -44,6 +44,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
+    callbacks=[MemmgrLightningCallback(args.budget)],
 )
-with memmgr.budget(args.budget):
-    trainer.fit(Autoencoder(), loader)
+trainer.fit(Autoencoder(), loader)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 SLOW = ("lora", "ddp", "with_accelerate", "with_lightning")
-NEEDS = {"with_lightning": "lightning"}  # of no extra of ours
+NEEDS = {"with_lightning": "lightning"}  # slow to import, and not on every machine
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 

@@ -1,0 +1,180 @@
+"""Lightning's Trainer with a callback and nothing else: the same losses and parameters as without it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memmgr import _budget
+
+pl = pytest.importorskip("lightning.pytorch", reason="the package lightning is not installed (the extra `lightning`)")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*",
+    "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    "ignore:.*isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
+)
+THREE = {"memmgr/peak_gb", "memmgr/recompute_percent", "memmgr/stall_percent"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    manager = _budget.current()
+    if manager is not None:  # of a test that failed; the next one shall not
+        manager.close(report=False, failed=True)
+        _budget._current = None
+
+
+class Autoencoder(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.model = torch.nn.Sequential(*blocks)
+        self.fails_at = fails_at
+
+    def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return (self.model(batch[0]) - batch[0]).square().mean()
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        if index == self.fails_at:
+            raise KeyError("gone")
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def test_step(self, batch: list[torch.Tensor], index: int) -> None:
+        assert _budget.current() is not None
+        self.log("test_loss", self._loss(batch))
+
+    def predict_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        assert _budget.current() is not None
+        return self._loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _loader(batches: int = 8) -> Any:
+    data = torch.randn(batches * 512, 64, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=512)
+
+
+def _trainer(folder: Path, callbacks: list[Any], **changed: Any) -> Any:
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "accumulate_grad_batches": 2,
+        "log_every_n_steps": 2,
+        "val_check_interval": 4,
+        "logger": pl.loggers.CSVLogger(folder),
+        "default_root_dir": folder,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**{**settings, **changed}, callbacks=callbacks)
+
+
+def _run(folder: Path, callbacks: list[Any]) -> tuple[list[dict[str, float]], str, Any]:
+    """What was logged, and the bits at the end."""
+    module, trainer = Autoencoder(), _trainer(folder, callbacks)
+    trainer.fit(module, _loader(), _loader(1))
+    bits = b"".join(p.detach().contiguous().numpy().tobytes() for p in module.parameters())
+    with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return rows, hashlib.sha256(bits).hexdigest(), (module, trainer)
+
+
+def test_the_same_bits_and_three_figures_on_lines_of_training_only(tmp_path: Path) -> None:
+    from memmgr.integrations import MemmgrLightningCallback
+
+    plain, want, _ = _run(tmp_path / "plain", [])
+    measured = MemmgrLightningCallback(None, quiet=True)
+    _run(tmp_path / "measured", [measured])
+    need, floor = measured.stats()["unmanaged_peak_bytes"], measured.stats()["floor_bytes"]
+    callback = MemmgrLightningCallback(int(floor + 0.4 * (need - floor)), quiet=True)
+    rows, got, (module, trainer) = _run(tmp_path / "managed", [callback])
+    assert got == want and _budget.current() is None
+    stats = callback.stats()
+    assert stats["evictions"] + stats["offloads"] > 0
+    assert stats["resident_bytes.peak"] <= stats["budget_bytes"]
+    assert [{k: v for k, v in row.items() if k not in THREE} for row in rows] == plain
+    lines = [row for row in rows if "loss" in row]
+    assert len(lines) == 2 and all(set(row) >= THREE for row in lines)
+    assert not [row for row in rows if "val_loss" in row and set(row) & THREE]
+    shares = [row["memmgr/recompute_percent"] + row["memmgr/stall_percent"] for row in lines]
+    assert all(0 <= share <= 100 for share in shares) and any(shares)
+    # Each of these is a budget of its own.
+    trainer.test(module, _loader(1), verbose=False)
+    assert _budget.current() is None and callback.stats()["passes"] == 0
+    assert len(trainer.predict(module, _loader(2))) == 2 and _budget.current() is None
+
+
+def test_a_training_that_fails_leaves_no_budget_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from memmgr.integrations import MemmgrLightningCallback
+
+    callback = MemmgrLightningCallback("1GB")
+    trainer = _trainer(tmp_path, [callback], logger=False, enable_checkpointing=False)
+    with pytest.raises(KeyError):
+        trainer.fit(Autoencoder(fails_at=3), _loader())
+    assert _budget.current() is None and callback.stats()["passes"] == 3
+    assert capsys.readouterr().err.count("memmgr: ") == 1, "advice after a failure"
+    again = _trainer(tmp_path, [callback], logger=False, enable_checkpointing=False)
+    again.fit(Autoencoder(), _loader())
+    assert callback.stats()["passes"] == 8 and "everything fitted" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .train_dataloader. does not have many workers", "ignore:.*smaller than the logging interval.*"
+)
+def test_a_batch_size_that_fits_is_found(tmp_path: Path, beyond: Callable[[str], int]) -> None:
+    """Lightning's own search takes our error for what it is."""
+    from lightning.pytorch.tuner import Tuner
+
+    from memmgr.integrations import MemmgrLightningCallback
+
+    class Sized(Autoencoder):
+        batch_size = 1
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(_loader().dataset, batch_size=self.batch_size)
+
+        def val_dataloader(self) -> Any:
+            return _loader(1)
+
+    callback = MemmgrLightningCallback(beyond("6MB"), quiet=True, disk=False)
+    trainer = _trainer(tmp_path, [callback], logger=False, accumulate_grad_batches=1, val_check_interval=1.0)
+    found = Tuner(trainer).scale_batch_size(Sized(), mode="power", init_val=256, steps_per_trial=1, max_trials=6)
+    assert found is not None and 256 <= found < 256 * 2**6 and _budget.current() is None
+
+
+def test_it_can_be_sent_to_processes_that_are_started() -> None:
+    from memmgr.integrations import MemmgrLightningCallback
+
+    copied = pickle.loads(pickle.dumps(MemmgrLightningCallback("1GB", policy="evict")))
+    assert copied.stats() == {}
+
+
+def test_neither_package_is_imported_until_it_is_asked_for() -> None:
+    code = (
+        "import sys, memmgr.integrations as found; found.log_stats; "
+        "print({'lightning', 'pytorch_lightning', 'transformers', 'accelerate', 'wandb', 'mlflow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "set()\n"
