@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-ops soak check-headers check-units lint api format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test test-ops soak check-headers check-units compatibility lint api format bench gpu-check gpu-wheels wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,13 @@ check-units: setup ## compile every file of the pager alone
 
 bench: setup ## the figures of the README, measured side by side
 	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done
+
+# Some are large, and no other target needs them.
+FRAMEWORKS := bitsandbytes diffusers ipython torchao
+
+compatibility: setup ## a small training with each framework, into docs/compatibility.md
+	$(PY) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)
+	$(PY) scripts/compatibility.py
 
 # mypy looks at files, and an editable install is an import hook: links lay the rooms out as they are installed.
 lint: setup ## ruff, clang-format, mypy --strict
