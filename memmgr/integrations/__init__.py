@@ -22,7 +22,7 @@ _HOMES = {
     "MemmgrLightningCallback": "_lightning",
     "log_stats": "_loggers",
 }
-_EXTRAS = {"transformers": "trainer", "pytorch_lightning": "lightning", "prometheus_client": "prometheus"}
+_EXTRAS = {"transformers": "trainer", "lightning": "lightning", "prometheus_client": "prometheus"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,11 @@ if TYPE_CHECKING:
 else:
     try:
         from lightning.pytorch import Callback
-    except ModuleNotFoundError:  # the same library under its older name
-        from pytorch_lightning import Callback
+    except ModuleNotFoundError as missing:
+        try:
+            from pytorch_lightning import Callback  # the same library under its older name
+        except ModuleNotFoundError:
+            raise missing from None
 
 from ._session import Session
 

@@ -110,10 +110,14 @@ def test_python_m_memmgr(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "missing", "extra"),
-    [("MemmgrCallback", "transformers", "trainer"), ("MemmgrCollector", "prometheus_client", "prometheus")],
+    [
+        ("MemmgrCallback", "transformers", "trainer"),
+        ("MemmgrCollector", "prometheus_client", "prometheus"),
+        ("MemmgrLightningCallback", "lightning", "lightning"),
+    ],
 )
 def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, extra: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None\nfrom memmgr.integrations import {name}"
+    code = f"import sys; sys.modules[{missing!r}] = sys.modules['pytorch_lightning'] = None\nfrom memmgr.integrations import {name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(f'needs {missing}: pip install "memmgr[{extra}]"'), done.stderr
@@ -208,6 +212,30 @@ def test_the_doctor_names_the_variable(home: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_cache, "_is_writable", lambda folder: folder.parent == home.parent / "tmp")
     found = {finding.name: finding for finding in doctor._native()}
     assert found["cache"].mark == "weaker" and "MEMMGR_CACHE" in found["cache"].advice
+
+
+def test_a_budget_opens_where_the_home_cannot_be_written(tmp_path: Path) -> None:
+    """A file system that nobody can write to, root neither; what was compiled elsewhere is carried over, to save a minute."""
+    made = Path(pager.load().__file__)
+    folder = tmp_path / f"memmgr-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    shutil.copytree(made.parent, folder / made.parent.name)
+    code = """
+import memmgr, torch
+from memmgr.tools import doctor
+with memmgr.budget("1GB", device="cpu", quiet=True) as mm:
+    torch.ones(8).sum()
+print(mm.stats()["budget_bytes"], {finding.name: finding for finding in doctor._native()}["cache"].text)
+"""
+    left_out = (_cache.VARIABLE, "XDG_CACHE_HOME", "MEMMGR_BUDGET", "XDG_RUNTIME_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out} | {
+        "HOME": "/proc",
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1000000000 /proc/.cache/memmgr cannot be written, so "), done.stdout
+    assert str(folder) in done.stdout and "compiling" not in done.stderr, done.stderr
 
 
 # ---- compiling says so -----------------------------------------------------------------------------------------------

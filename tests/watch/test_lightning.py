@@ -171,6 +171,30 @@ def test_it_can_be_sent_to_processes_that_are_started() -> None:
     assert copied.stats() == {}
 
 
+def test_the_library_under_its_older_name(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning", reason="the package pytorch-lightning is not installed")
+    code = """
+import sys, torch
+sys.modules["lightning"] = None  # not installed
+import pytorch_lightning as pl
+from memmgr.integrations import MemmgrLightningCallback
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+callback = MemmgrLightningCallback("1GB", quiet=True)
+trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[callback])
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 8)))
+print(callback.stats()["passes"])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4", done.stderr
+
+
 def test_neither_package_is_imported_until_it_is_asked_for() -> None:
     code = (
         "import sys, memmgr.integrations as found; found.log_stats; "
