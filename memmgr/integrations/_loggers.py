@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 from memmgr._budget import last
 from memmgr._sizes import UNLIMITED
 from memmgr.observe.interval import Interval
-from memmgr.runtime.pager import PagerRuntime
 
 
 class Scalars(Protocol):
@@ -32,8 +31,8 @@ class Log(Protocol):
         """Notes numbers."""
 
 
-# Since when the shares of the next call are, for each writer of a budget: by identity, since a writer need have no hash.
-_intervals: WeakKeyDictionary[PagerRuntime, dict[int, Interval]] = WeakKeyDictionary()
+# For each budget, since when the shares of a writer's next call are: by identity, since a writer need have no hash.
+_intervals: WeakKeyDictionary[object, dict[int, Interval]] = WeakKeyDictionary()
 
 
 def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/") -> None:
@@ -63,7 +62,10 @@ def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/
     runtime = last()
     if runtime is None:
         return
-    figures = _figures(runtime, id(writer), prefix)
+    now = runtime.stats()
+    numbers = {name: float(v) for name, v in now.items() if v != UNLIMITED and not name.startswith("escapes.")}
+    shares = _interval(runtime, id(writer)).take_until(now)
+    figures = {prefix + name: value for name, value in (shares | numbers).items()}
     if ways[0] == "add_scalar":
         for name, value in figures.items():
             writer.add_scalar(name, value, step)  # type: ignore[union-attr]
@@ -71,15 +73,9 @@ def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/
         getattr(writer, ways[0])(figures, step=step)
 
 
-def _figures(runtime: PagerRuntime, writer: int, prefix: str) -> dict[str, float]:
-    now = runtime.stats()
-    interval = _intervals.setdefault(runtime, {}).get(writer)
-    if interval is None:
-        interval = _intervals[runtime][writer] = Interval()
-        interval.begin({})  # the budget's own beginning
-    interval.end(now)
-    shown = interval.take(now) | {
-        name: float(value) for name, value in now.items() if value != UNLIMITED and not name.startswith("escapes.")
-    }
-    interval.begin(now)
-    return {prefix + name: value for name, value in shown.items()}
+def _interval(budget: object, writer: int) -> Interval:
+    writers = _intervals.setdefault(budget, {})
+    if writer not in writers:
+        writers[writer] = Interval()
+        writers[writer].begin({})  # where the budget itself begins
+    return writers[writer]

@@ -48,6 +48,12 @@ class Interval:
             STALL: round(percent * stall, 2),
         }
 
+    def take_until(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """The same where one stretch follows the other: this one ends here, and the next begins."""
+        self.end(stats)
+        self.begin(stats)
+        return self.take(stats)
+
 
 def _seconds(stats: Mapping[str, Any]) -> list[float]:
     return [float(stats.get(name, 0.0)) for name in _SECONDS]
