@@ -33,6 +33,7 @@ class Session:
         self._counts = self._own
         self._interval = Interval()
         self._tried: list[int] = []  # batch sizes, of a framework that looks for the largest
+        self._speaks = False
         self._said = False
         self._open = False
 
@@ -42,7 +43,7 @@ class Session:
         Args:
             batch_size: where the framework tries smaller and smaller ones after an out-of-memory error, the one that it
                 tries now; 0 elsewhere. All that are tried in a row are one run, with one summary.
-            speaks: this process says which budget counts; one of several does.
+            speaks: this process says what is to be said; of several ranks one does.
         """
         if self._open and self._tried and batch_size < self._tried[-1]:
             self._end(failed=True, report=False)
@@ -52,6 +53,7 @@ class Session:
         if batch_size:
             self._tried.append(batch_size)
         self._interval = Interval()
+        self._speaks = speaks and not self._quiet
         scripts = budget_of_the_script()
         self._counts = scripts or self._own
         if scripts is None:
@@ -73,7 +75,7 @@ class Session:
             return
         ours = self._counts is self._own
         self._end(failed, report=True)
-        if self._quiet:
+        if not self._speaks:
             return
         if len(self._tried) > 1:
             sizes = ", ".join(map(str, self._tried))
