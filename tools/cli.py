@@ -21,10 +21,12 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
+    ("completion", "memmgr.tools.completion", "complete all of this by TAB in bash, zsh or fish"),
 )
 
 
-def _overview() -> argparse.ArgumentParser:
+def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
+    """The command itself, without what its verbs take; `with_verb` False leaves room for them."""
     lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
     parser = argparse.ArgumentParser(
         prog="memmgr",
@@ -33,7 +35,8 @@ def _overview() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"memmgr {_version()}")
-    parser.add_argument("verb", choices=[verb for verb, _, _ in VERBS], metavar="VERB")
+    if with_verb:
+        parser.add_argument("verb", choices=[verb for verb, _, _ in VERBS], metavar="VERB")
     return parser
 
 
@@ -54,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when all that the verb promises held.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    overview = _overview()
+    command = overview()
     if not words:
-        overview.print_help()
+        command.print_help()
         return 2
-    verb = overview.parse_args(words[:1]).verb
+    verb = command.parse_args(words[:1]).verb
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
     module = import_module({name: path for name, path, _ in VERBS}[verb])
