@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from html import escape
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ from ._placement import parse_placement
 from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
+from .observe.summary import figures
 from .runtime.config import Config, default_folder
 from .runtime.pager import PagerRuntime
 
@@ -229,6 +231,33 @@ class budget:
         if self._manager is None:
             return {}
         return self._manager.stats()
+
+    def __repr__(self) -> str:
+        return f"<{self._said()}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the line, and the figures once there are any."""
+        stats = self.stats()
+        rows = figures(stats) if stats else []
+        if self._is_open():
+            rows.insert(1, ("now", show_size(stats["resident_bytes.current"])))
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        return f"<table><caption>{escape(self._said())}</caption>{cells}</table>"
+
+    def _is_open(self) -> bool:
+        return self._manager is not None and self._manager is _current
+
+    def _said(self) -> str:
+        """In one line: the limit, who decides, where, and whether it is open."""
+        config = self._config if self._manager is None else self._manager.config
+        if self._share is not None and self._manager is None:
+            limit = f"{self._share} of the device"  # which is not asked before the budget opens
+        elif config.limit_bytes == UNLIMITED:
+            limit = "no limit"
+        else:
+            limit = show_size(config.limit_bytes, binary=config.binary)
+        state = "not opened yet" if self._manager is None else "open" if self._is_open() else "closed"
+        return f"memmgr.budget: {limit}, policy {config.policy.name}, on {config.device}, {state}"
 
 
 def _warn_if_nothing_will_leave(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Byte sizes as people write them, and seconds as they read them."""
 
 from __future__ import annotations
 
@@ -122,3 +122,17 @@ def show_size(size: float, *, binary: bool = False) -> str:
             # From a thousand on (there are 1024 KiB to a MiB) all digits, not "1.02e+03".
             return f"{shown:.3g} {unit}" if abs(shown) < 999.5 else f"{shown:.0f} {unit}"
     return f"{size:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds <= 0:
+        return "0"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

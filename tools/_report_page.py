@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from memmgr._advice import advice, own_checkpointing
-from memmgr._sizes import UNLIMITED, show_size
+from memmgr._sizes import show_seconds, show_size
+from memmgr.observe.summary import figures
 from memmgr.tools._charts import LAYERS, bars, over_time
-from memmgr.tools._top_text import clean, show_seconds, state_of
+from memmgr.tools._top_text import clean, state_of
 from memmgr.tools._watched import Watched
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
@@ -84,21 +85,11 @@ def _ending(watched: Watched) -> str:
 
 
 def _tiles(watched: Watched) -> str:
-    stats = watched.stats
-    wall = max(float(stats["wall_seconds"]), 1e-9)
-    budget = int(stats["budget_bytes"])
-    tiles = (
-        ("budget", "none" if budget == UNLIMITED else show_size(budget)),
-        ("peak", show_size(stats["resident_bytes.peak"])),
-        ("unmanaged it would need", show_size(stats["unmanaged_peak_bytes"])),
-        ("smallest budget (floor)", show_size(stats["floor_bytes"])),
-        ("passes", f"{stats['passes']:,}"),
-        ("of these by plan", f"{stats.get('planned_passes', 0):,}"),
-        ("time", show_seconds(wall)),
-        ("recomputing", f"{stats['recompute_seconds'] / wall:.1%}"),
-        ("waiting", f"{stats['stall_seconds'] / wall:.1%}"),
+    return (
+        "<div class=tiles>"
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats))
+        + "</div>"
     )
-    return "<div class=tiles>" + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in tiles) + "</div>"
 
 
 def _faults(watched: Watched) -> list[str]:

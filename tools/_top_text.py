@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_size
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools._watched import Point, Watched
 
 Segment = tuple[str, str]
@@ -70,20 +70,6 @@ def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str
     if width <= 1:
         return text[:width]
     return glyphs.rest + text[-(width - 1) :] if keep_end else text[: width - 1] + glyphs.rest
-
-
-def show_seconds(seconds: float) -> str:
-    """`850 us`, `12.3 ms`, `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
-    if seconds <= 0:
-        return "0"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    if seconds < 1.0:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def size_or(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The one line at the end of a run."""
+"""What a run came to: the one line at its end, and the figures of a table or a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from memmgr._advice import own_checkpointing
-from memmgr._sizes import UNLIMITED, show_size
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
 
 
 def summary(s: dict[str, Any]) -> str:
@@ -29,6 +29,27 @@ def summary(s: dict[str, Any]) -> str:
         f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
         f"of {wall:.1f} s"
     )
+
+
+def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a person asks first about a run, each with its name.
+
+    Args:
+        s: `memmgr.stats()`.
+    """
+    wall = max(float(s["wall_seconds"]), 1e-9)
+    limit = int(s["budget_bytes"])
+    return [
+        ("budget", "none" if limit >= UNLIMITED else show_size(limit)),
+        ("peak", show_size(s["resident_bytes.peak"])),
+        ("unmanaged it would need", show_size(s["unmanaged_peak_bytes"])),
+        ("smallest budget (floor)", show_size(s["floor_bytes"])),
+        ("passes", f"{s['passes']:,}"),
+        ("of these by plan", f"{s.get('planned_passes', 0):,}"),
+        ("time", show_seconds(wall)),
+        ("recomputing", f"{s['recompute_seconds'] / wall:.1%}"),
+        ("waiting", f"{s['stall_seconds'] / wall:.1%}"),
+    ]
 
 
 def report(s: dict[str, Any]) -> None:

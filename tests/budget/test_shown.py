@@ -1,0 +1,79 @@
+"""What a budget says of itself, at a prompt and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import memmgr
+from memmgr.policies import parse_policy
+
+
+class Table(HTMLParser):
+    """A table's rows, and the text above it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.caption = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1] == "caption":
+            self.caption += data
+        else:
+            self.rows[-1].append(data)
+
+
+def test_at_a_prompt() -> None:
+    budget = memmgr.budget("12GB", device="cpu", quiet=True)
+    assert repr(budget) == "<memmgr.budget: 12 GB, policy auto, on cpu, not opened yet>"
+    with budget:
+        assert repr(budget) == "<memmgr.budget: 12 GB, policy auto, on cpu, open>"
+    assert repr(budget) == "<memmgr.budget: 12 GB, policy auto, on cpu, closed>"
+    other = memmgr.budget(None, device="cpu", policy="lru+offload", quiet=True)
+    with other:
+        assert repr(budget).endswith("closed>"), "another one is open"
+        assert repr(other) == "<memmgr.budget: no limit, policy lru+offload, on cpu, open>"
+    assert "12 GiB" in repr(memmgr.budget("12GiB", device="cpu"))
+
+
+def test_in_a_notebook(beyond: Callable[[str], int]) -> None:
+    budget = memmgr.budget(beyond("2GB"), device="cpu", quiet=True)
+    assert Table(budget._repr_html_()).rows == []
+    w = torch.randn(64, 64, requires_grad=True)
+    with budget:
+        w.mm(w).tanh().sum().backward()
+        inside = Table(budget._repr_html_())
+    after = Table(budget._repr_html_())
+    shown = dict(after.rows)
+    assert shown["passes"] == "1" and shown["budget"].endswith(" GB") and shown["time"].split()[1] in ("us", "ms", "s")
+    assert "now" in dict(map(tuple, inside.rows)) and "now" not in shown
+    assert inside.caption.endswith("open") and after.caption.endswith("closed")
+
+
+def test_names_are_text_not_html() -> None:
+    policy = replace(parse_policy("auto"), name="<script>")
+    assert "<script>" not in memmgr.budget("1GB", device="cpu", policy=policy)._repr_html_()
+
+
+def test_a_share_of_an_accelerator_is_not_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA is asked nothing before the budget opens, so its share is all that can be said."""
+    from memmgr import _budget
+
+    monkeypatch.setattr(_budget._device, "resolve", lambda device: torch.device("cuda"))
+    assert "80% of the device, policy auto, on cuda" in repr(memmgr.budget("80%"))
