@@ -16,6 +16,7 @@ QUEUE_BYTES = 4 << 20
 LONGEST_REQUEST = 4096
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
 MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
+MOST_PASSES = 64  # told one by one in a passes line; of the others only the sums
 
 _begun: set[Path] = set()  # logs that this process has begun
 
@@ -48,7 +49,7 @@ class Consumer:
         self._sums: dict[tuple[str, str | None, str | None], list[float]] = {}
         self._unlisted = 0
         self._passes: list[float] | None = None
-        self._pass_count = 0
+        self._each: deque[list[float]] = deque(maxlen=MOST_PASSES)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
         """Takes a line as bytes; never blocks on a slow reader."""
@@ -64,7 +65,7 @@ class Consumer:
     def had(self, kind: str) -> None:
         """It was sent what it wanted."""
 
-    def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float]]) -> None:
+    def collect(self, events: list[Any], unlisted: int, passes: list[tuple[int, int, float, float, float]]) -> None:
         """Adds what happened to the pile."""
         for what, op, module, count, nbytes, seconds in events:
             sums = self._sums.setdefault((what, op, module), [0, 0, 0.0])
@@ -72,7 +73,8 @@ class Consumer:
             sums[1] += nbytes
             sums[2] += seconds
         self._unlisted += unlisted
-        for resident, unmanaged, forward, backward in passes:
+        for resident, unmanaged, forward, backward, ended in passes:
+            self._each.append([ended, round(forward, 6), round(backward, 6), resident, unmanaged])
             pile = self._passes = self._passes or [0, 0, 0, 0.0, 0.0]
             pile[0] += 1
             pile[1], pile[2] = max(pile[1], resident), max(pile[2], unmanaged)
@@ -92,9 +94,11 @@ class Consumer:
                     "unmanaged_peak_bytes": int(unmanaged),
                     "forward_seconds": round(forward, 6),
                     "backward_seconds": round(backward, 6),
+                    "each": list(self._each),
                 }
             )
             self._passes = None
+            self._each.clear()
         if self._sums or self._unlisted:
             self.put({"type": "events", "seconds": now, "items": self._items(), "unlisted": self._unlisted})
             self._sums, self._unlisted = {}, 0

@@ -79,7 +79,7 @@ class Telemetry:
         self._log_wanted = log_path(log) if log is not None else None
         self._log: Log | None = None
         self._readers: dict[int, Reader] = {}
-        self._passes: deque[tuple[int, int, float, float]] = deque(maxlen=4096)
+        self._passes: deque[tuple[int, int, float, float, float]] = deque(maxlen=4096)
         self._happenings: deque[dict[str, Any]] = deque(maxlen=256)
         self._server: Any = None
         self._path: Any = None
@@ -126,7 +126,7 @@ class Telemetry:
     def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:
         """A pass is over; kept only while somebody looks."""
         if self.detail:
-            self._passes.append((resident_peak, unmanaged_peak, forward, backward))
+            self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
 
     def happened(self, what: str, **fields: Any) -> None:

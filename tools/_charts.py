@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from memmgr._sizes import UNLIMITED, show_size
-from memmgr.tools._watched import Point, Watched
+from memmgr.tools._watched import LAYERS, Point, Watched
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 320, 76, 28, 14
 MOST_COLUMNS = 480
-
-LAYERS = (("other", "not saved for backward"), ("saved", "saved"), ("evicted", "evicted"), ("offloaded", "offloaded"))
-
-
-def _layers(point: Point) -> tuple[int, ...]:
-    return (point.resident_bytes - point.saved_bytes, point.saved_bytes, point.evicted_bytes, point.offloaded_bytes)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_COLUMNS) -> list[Point]:
@@ -39,7 +33,7 @@ def over_time(watched: Watched) -> str:
     points = thinned(list(watched.points))
     begin, end = points[0].seconds, max(points[-1].seconds, points[0].seconds + 1e-6)
     budget = watched.budget_bytes
-    peaks = [(float(p["seconds"]), int(p["unmanaged_peak_bytes"])) for p in watched.passes if p["seconds"] >= begin]
+    peaks = [(p.end, p.unmanaged_peak_bytes) for p in watched.passes if p.end >= begin]
     top = 1.06 * max(
         [p.unmanaged_bytes for p in points] + [size for _, size in peaks] + [budget if budget < UNLIMITED else 0, 1]
     )
@@ -58,8 +52,8 @@ def over_time(watched: Watched) -> str:
             f'<text class="tick" x="{LEFT - 8}" y="{y(i * step) + 4:.1f}" text-anchor="end">{show_size(i * step)}</text>'
         )
     below = [0] * len(points)
-    for i, (name, label) in enumerate(LAYERS):
-        above = [b + _layers(p)[i] for b, p in zip(below, points, strict=True)]
+    for i, (name, label) in enumerate(LAYERS.items()):
+        above = [b + p.layers[i] for b, p in zip(below, points, strict=True)]
         if above != below:
             edge = [f"{x(p.seconds):.1f},{y(a):.1f}" for p, a in zip(points, above, strict=True)]
             back = [f"{x(p.seconds):.1f},{y(b):.1f}" for p, b in zip(reversed(points), reversed(below), strict=True)]

@@ -10,9 +10,9 @@ from html import escape
 from memmgr._advice import advice, own_checkpointing
 from memmgr._sizes import show_seconds, show_size
 from memmgr.observe.summary import figures
-from memmgr.tools._charts import LAYERS, bars, over_time
+from memmgr.tools._charts import bars, over_time
 from memmgr.tools._top_text import clean, state_of
-from memmgr.tools._watched import Watched
+from memmgr.tools._watched import LAYERS, Watched
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
 _CSS = """
@@ -103,7 +103,7 @@ def _faults(watched: Watched) -> list[str]:
 
 
 def _key() -> str:
-    items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS)
+    items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS.items())
     return f'<p class="key soft">{items}<span>grey line: peak of each pass without memmgr</span></p>'
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
-from memmgr.tools._watched import Point, Watched
+from memmgr.tools._watched import LAYERS, Point, Watched
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -142,15 +142,6 @@ def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
 # -- memory over time -----------------------------------------------------------------------------------------------
 
 
-def _stack(point: Point) -> tuple[tuple[str, int], ...]:
-    return (
-        ("other", point.resident_bytes - point.saved_bytes),
-        ("saved", point.saved_bytes),
-        ("evicted", point.evicted_bytes),
-        ("offloaded", point.offloaded_bytes),
-    )
-
-
 def chart(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     """The last samples, one a column: what is resident, and above it what is elsewhere, against the budget."""
     room = max(1, width - 10)
@@ -182,7 +173,7 @@ def chart(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]
 
 def _cell(point: Point, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
     below = 0
-    for name, size in _stack(point):
+    for name, size in zip(LAYERS, point.layers, strict=True):
         below += size
         if height < below:
             return getattr(glyphs, name), STYLES[name]

@@ -16,6 +16,9 @@ from memmgr._sizes import UNLIMITED, show_size
 from memmgr._stream import PROTOCOL
 from memmgr.tools._wrong import Wrong
 
+LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
+"""What a moment's memory is made of, from below: by the stream's word, what every picture calls it."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -33,9 +36,41 @@ class Point:
     planned_passes: int = 0
 
     @property
+    def absent_bytes(self) -> int:
+        """What left and would have to come back."""
+        return self.evicted_bytes + self.offloaded_bytes
+
+    @property
     def unmanaged_bytes(self) -> int:
         """What would be resident without memmgr."""
-        return self.resident_bytes + self.evicted_bytes + self.offloaded_bytes
+        return self.resident_bytes + self.absent_bytes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The bytes of each of `LAYERS`; their sum is `unmanaged_bytes`."""
+        return (
+            self.resident_bytes - self.saved_bytes,
+            self.saved_bytes,
+            self.evicted_bytes,
+            self.offloaded_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass, or several of which only the sums are known (`count`)."""
+
+    end: float
+    forward_seconds: float
+    backward_seconds: float
+    resident_peak_bytes: int
+    unmanaged_peak_bytes: int
+    count: int = 1
+
+    @property
+    def begin(self) -> float:
+        """When its forward began, in seconds since the budget opened."""
+        return max(0.0, self.end - self.forward_seconds - self.backward_seconds)
 
 
 @dataclass
@@ -69,15 +104,16 @@ class Watched:
         self.cells: dict[str, Any] = {}
         self.map: dict[str, Any] = {}
         self.holders: dict[str, Any] = {}
-        self.passes: list[dict[str, Any]] = []
+        self.passes: deque[Pass] = deque(maxlen=points)
         self.pass_count = 0
+        self.happened: deque[tuple[float, dict[str, Sum]]] = deque(maxlen=points)
+        self.rare: deque[dict[str, Any]] = deque(maxlen=500)
         self.sums: dict[tuple[str, str | None, str | None], Sum] = {}
         self.unlisted = 0
         self.log: deque[tuple[float, str]] = deque(maxlen=500)
         self.plans: deque[tuple[float, str]] = deque(maxlen=100)
         self.end: dict[str, Any] | None = None
         self.error = ""
-        self._keep_passes = points is None
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -138,10 +174,16 @@ class Watched:
         )
 
     def _take_passes(self, line: dict[str, Any]) -> None:
-        self.pass_count += int(line["count"])
-        if not self._keep_passes:
-            self.passes.clear()
-        self.passes.append(line)
+        count = int(line["count"])
+        told = [Pass(float(p[0]), float(p[1]), float(p[2]), int(p[3]), int(p[4])) for p in line.get("each", ())]
+        self.pass_count += count
+        if len(told) < count:
+            spent = float(line["forward_seconds"]), float(line["backward_seconds"])
+            peaks = int(line["resident_peak_bytes"]), int(line["unmanaged_peak_bytes"])
+            rest = spent[0] - sum(p.forward_seconds for p in told), spent[1] - sum(p.backward_seconds for p in told)
+            end = told[0].begin if told else float(line["seconds"])
+            self.passes.append(Pass(end, max(0.0, rest[0]), max(0.0, rest[1]), *peaks, count - len(told)))
+        self.passes.extend(told)
 
     def _take_events(self, line: dict[str, Any]) -> None:
         now: dict[str, Sum] = {}
@@ -155,9 +197,11 @@ class Watched:
             for what, s in now.items()
         ]
         if said:
+            self.happened.append((float(line["seconds"]), now))
             self._note(line, "  ".join(said))
 
     def _take_event(self, line: dict[str, Any]) -> None:
+        self.rare.append({**line, "seconds": float(line["seconds"])})
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
             text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"

@@ -3,6 +3,7 @@
     memmgr run --budget 12GB --log run.jsonl train.py
     memmgr report run.jsonl                     writes run.html
     memmgr report run.rank0.jsonl run.rank1.jsonl --out both.html
+    memmgr report --format perfetto run.jsonl   writes run.perfetto.json, for ui.perfetto.dev or chrome://tracing
 
 The page needs nothing beside itself: no network, no scripts. A log whose run was killed is reported as far as it goes.
 
@@ -12,33 +13,43 @@ Exit code: 0; 2 when a log cannot be read, or is none.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from memmgr.tools._perfetto import trace
 from memmgr.tools._report_page import page
 from memmgr.tools._watched import Watched, read_log
 from memmgr.tools._wrong import Wrong
+
+FORMATS = {"html": ".html", "perfetto": ".perfetto.json"}
+"""What can be made of a log, and how such a file is called."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="what memmgr run --log or budget(log=) wrote")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: the first log's name with .html)")
+    parser.add_argument("--format", choices=FORMATS, default="html", help="a page, or a trace (default %(default)s)")
+    endings = " or ".join(FORMATS.values())
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help=f"what is written (default: the first log's name with {endings})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page and says where it is."""
+    """Writes the page or the trace, and says where it is."""
     sessions: list[tuple[str, Watched]] = []
     for path in args.logs:
         found, missing = read_log(path)
         if missing:
             print(f"memmgr report: {path}: {missing}; what is there is shown", file=sys.stderr)
         sessions += [(path.name, session) for session in found]
-    out: Path = args.out or args.logs[0].with_suffix(".html")
+    out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
     if out in args.logs:
-        raise Wrong(f"{out} is a log; name the page with --out")
+        raise Wrong(f"{out} is a log; name another file with --out")
     try:
-        out.write_text(page(sessions), encoding="utf-8", errors="replace")
+        text = page(sessions) if args.format == "html" else json.dumps(trace(sessions), separators=(",", ":"))
+        out.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise Wrong(f"cannot write {out}: {error.strerror}") from None
     print(out)
