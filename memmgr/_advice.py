@@ -28,20 +28,32 @@ def own_checkpointing(stats: dict[str, Any]) -> list[str]:
 
 
 def advice(stats: dict[str, Any]) -> list[str]:
-    """Lines about a finished run, most useful first; empty where there is nothing to say.
+    """Lines about a finished run: what its floor is, then `changes`.
+
+    Args:
+        stats: `memmgr.stats()`.
+    """
+    if _unlimited(stats):
+        return changes(stats)
+    if _fitted(stats):
+        return [f"everything fitted; {_floor(stats)}"]
+    return [_floor(stats), *changes(stats)]
+
+
+def changes(stats: dict[str, Any]) -> list[str]:
+    """What to change, most useful first; empty where there is nothing (`no_change` says why).
 
     Args:
         stats: `memmgr.stats()`.
     """
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
-    floor = f"the floor (the smallest budget that could work) is about {show_size(int(stats['floor_bytes']))}"
-    if budget == UNLIMITED:
-        return [f"with a budget of {show_size(unmanaged)} or more nothing would have to leave; {floor}"]
-    if unmanaged <= budget:
-        return [f"everything fitted; {floor}"]
+    if _unlimited(stats):
+        return [f"with a budget of {show_size(unmanaged)} or more nothing would have to leave; {_floor(stats)}"]
+    if _fitted(stats):
+        return []
     recompute, stall = float(stats["recompute_seconds"]) / wall, float(stats["stall_seconds"]) / wall
-    lines = [floor]
+    lines = []
     if stall > 2 * recompute and stall > 0.1:
         lines.append("mostly waiting for the tier below: try a faster --disk, or --policy evict")
     more = more_budget(stats)
@@ -56,6 +68,27 @@ def advice(stats: dict[str, Any]) -> list[str]:
             f"{show_size(held)} of the budget are held by the program itself and cannot leave; memmgr top shows by whom"
         )
     return lines
+
+
+def no_change(stats: dict[str, Any]) -> str:
+    """Why there is nothing to change, where `changes` has nothing."""
+    if _fitted(stats):
+        return f"nothing: everything fitted, and {show_size(int(stats['unmanaged_peak_bytes']))} would have done"
+    lost = float(stats["recompute_seconds"]) + float(stats["stall_seconds"])
+    share = lost / max(float(stats.get("wall_seconds", 0.0)), 1e-9)
+    return f"nothing: recomputing and waiting took {share:.1%} of the time, which is not worth more memory"
+
+
+def _unlimited(stats: dict[str, Any]) -> bool:
+    return int(stats["budget_bytes"]) >= UNLIMITED
+
+
+def _fitted(stats: dict[str, Any]) -> bool:
+    return int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
+
+
+def _floor(stats: dict[str, Any]) -> str:
+    return f"the floor (the smallest budget that could work) is about {show_size(int(stats['floor_bytes']))}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

@@ -33,6 +33,7 @@ class Attached:
         self.watched = Watched(pid)
         self.over = False
         self._rest = b""
+        self._heard = time.monotonic()
         try:
             self._socket: socket.socket = _stream.connect(pid)
         except _stream.Unreachable as error:
@@ -62,6 +63,7 @@ class Attached:
             if not data:
                 self.over = True
                 self._socket.close()
+            self._heard = time.monotonic()
             self._rest += data
             *whole, self._rest = self._rest.split(b"\n")
             for text in whole:
@@ -69,6 +71,11 @@ class Attached:
                 self.watched.feed(line)
                 lines.append(line)
         return lines
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since something came; 0 when nothing is expected any more."""
+        return 0.0 if self.over else time.monotonic() - self._heard
 
     def fileno(self) -> int:
         """For `select`."""

@@ -22,7 +22,7 @@ def trace(sessions: Sequence[tuple[str, Watched]]) -> dict[str, Any]:
     """The whole file, of one or several sessions with the names of their logs.
 
     Known limitations: of recomputing and waiting the stream has sums over half a second and more, so they are marks and a share
-    of the time, not slices. Passes beyond the 64 that a line tells one by one are one slice.
+    of the time, not slices. Passes beyond the 32 that a line tells one by one are one slice.
     """
     opened = [float(one.hello.get("time", 0.0)) - float(one.hello.get("seconds", 0.0)) for _, one in sessions]
     events: list[Event] = []

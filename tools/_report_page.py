@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from memmgr._advice import advice, own_checkpointing
+from memmgr._advice import changes, no_change, own_checkpointing
 from memmgr._sizes import show_seconds, show_size
 from memmgr.observe.summary import figures
 from memmgr.tools._charts import bars, over_time
-from memmgr.tools._top_text import clean, state_of
-from memmgr.tools._watched import LAYERS, Watched
+from memmgr.tools._top_text import state_of
+from memmgr.tools._watched import LAYERS, Watched, clean, name_of
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
 _CSS = """
@@ -28,7 +28,7 @@ code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
 svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
 .label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
-.peaks { fill: none; stroke: var(--soft); stroke-width: 1.2; }
+.pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--saved); opacity: .45; }
 .other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
 .reload { fill: var(--offloaded); } .key span { display: inline-block; margin-right: 1.2rem; }
@@ -69,7 +69,7 @@ def _session(name: str, watched: Watched) -> Iterator[str]:
         f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
     )
     yield _tiles(watched)
-    lines = own_checkpointing(stats) + advice(stats) + _faults(watched)
+    lines = own_checkpointing(stats) + changes(stats) + _faults(watched) or [no_change(stats)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
     yield from _time(watched)
@@ -94,7 +94,7 @@ def _tiles(watched: Watched) -> str:
 
 def _faults(watched: Watched) -> list[str]:
     lines = [
-        f"at {seconds:.1f} s: {text}"
+        f"at {show_seconds(seconds)}: {text}"
         for seconds, text in watched.log
         if text.startswith(("budget error", "daemon error"))
     ]
@@ -104,16 +104,19 @@ def _faults(watched: Watched) -> list[str]:
 
 def _key() -> str:
     items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS.items())
-    return f'<p class="key soft">{items}<span>grey line: peak of each pass without memmgr</span></p>'
+    return (
+        f'<p class="key soft">{items}<span><i class=pale></i>there at times: between the least and the most</span>'
+        "<span>What left is drawn at its most. Marks below: ends of passes.</span></p>"
+    )
 
 
 def _time(watched: Watched) -> Iterator[str]:
     for key, title in (("module", "Where recomputing and waiting went, by module"), ("op", "By op")):
         rows = [
-            (clean(name), [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
+            (name, [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
             for name, sums in watched.by(key)[:MOST_ROWS]
         ]
-        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0], "s")
+        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0])
         if drawn:
             yield f"<h3>{title}</h3>{drawn}"
             if key == "module":
@@ -136,7 +139,7 @@ def _gone(watched: Watched) -> Iterator[str]:
     yield "<th>evicted</th><th>offloaded</th><th>recomputed</th><th>read back</th></tr>"
     for name, sizes in found[:MOST_ROWS]:
         cells = "".join(f"<td>{show_size(size / passes)}</td>" for size in sizes)
-        yield f"<tr><td>{escape(clean(name))}</td>{cells}</tr>"
+        yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
     yield "</table></div>"
     if watched.unlisted:
         yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
@@ -148,10 +151,11 @@ def _largest(watched: Watched) -> Iterator[str]:
     if not rows:
         return
     at = float(watched.cells.get("seconds", 0.0))
-    yield f"<h3>The largest saved tensors, at {at:.1f} s (the highest moment that was looked at)</h3><div class=box><table>"
-    yield "<tr><th>module</th><th>op</th><th>size</th><th>saved</th><th>its op took</th><th>was then</th></tr>"
+    yield f"<h3>The largest tensors that may leave, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
+    yield "<div class=box><table>"
+    yield "<tr><th>module</th><th>op</th><th>size</th><th>referred to</th><th>its op took</th><th>was then</th></tr>"
     for cell in rows:
-        module, op = (escape(clean(str(cell.get(name) or "?"))) for name in ("module", "op"))
+        module, op = (escape(name_of(key, cell.get(key))) for key in ("module", "op"))
         took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
         yield (
             f"<tr><td>{module}</td><td>{op}</td><td>{show_size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
@@ -169,5 +173,5 @@ def _plans(watched: Watched) -> Iterator[str]:
         f"plans took {show_seconds(float(stats.get('plan_seconds', 0.0)))} beside the training.</p><ul>"
     )
     for seconds, text in list(watched.plans)[:MOST_ROWS]:
-        yield f"<li>{seconds:.1f} s: {escape(clean(text))}</li>"
+        yield f"<li>{show_seconds(seconds)}: {escape(clean(text))}</li>"
     yield "</ul>"

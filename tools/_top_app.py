@@ -18,9 +18,12 @@ from textual.widgets import DataTable, Footer, Input, Static
 from memmgr import _stream
 from memmgr.tools import _top_text as text
 from memmgr.tools._attach import Attached
+from memmgr.tools._watched import Watched
 from memmgr.tools._wrong import Wrong
 
 PANELS = ("cells", "modules", "held", "events")
+SOURCES = {"cells": "cells", "modules": "cells", "held": "holders"}
+"""Whose line of the stream a panel shows: it may be older than the rest."""
 FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
@@ -34,20 +37,22 @@ left right   the previous, the next process
 up down   move in the table
 q         quit; the training goes on
 
-[b]Memory over time[/b], a column a sample, up to what the training would need without memmgr:
-other = parameters, gradients, optimizer state, workspaces; saved = for backward;
-evicted = dropped, to be recomputed; offloaded = on the tier below. The line is the budget.
+[b]Memory over time[/b]: the line is the budget, marks below are ends of passes.
+other = small tensors, workspaces, what cannot leave; may leave = the rest;
+at times = between the least and the most of a column, which is some samples;
+evicted = dropped, to be recomputed, offloaded = on the tier below: at most.
 
-[b]Address space[/b]: held = saved, and the program holds it too, so it cannot leave;
+[b]Address space[/b]: held = cannot leave, an op uses it or its address is out;
 leaving = chosen to leave, or copied already; arriving = being read back.
 
+What is older than 5 s says so: the process tells what it can afford to.
 Any key closes this."""
 
 
 class Help(ModalScreen[None]):
     """The keys and the colours."""
 
-    CSS = "Help { align: center middle; } Help > Static { width: 78; max-height: 100%; padding: 0 1; background: $surface; }"
+    CSS = "Help { align: center middle; } Help > Static { width: 80; max-height: 100%; padding: 0 1; background: $surface; }"
 
     def compose(self) -> ComposeResult:
         yield Static(HELP)
@@ -95,6 +100,7 @@ class TopApp(App[None]):
         self._order = text.SORTS[0]
         self._wanted = ""
         self._paused = False
+        self._silent = 0
         self._columns: tuple[Any, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -124,7 +130,9 @@ class TopApp(App[None]):
                 one.watched.error = str(error)
                 one.close()
                 news = True
-        if news or not self._columns:
+        silent = int(self._attached[self._at].silent_seconds)
+        if news or not self._columns or (silent != self._silent and silent > text.OLD_SECONDS):
+            self._silent = silent
             self.draw()
 
     def _look_for_more(self) -> None:
@@ -147,41 +155,46 @@ class TopApp(App[None]):
         """Writes everything anew."""
         if not self.query("#above"):
             return  # another screen is in front
-        watched = self._attached[self._at].watched
+        one = self._attached[self._at]
+        watched = one.watched
+        silent = 0.0 if self._paused else max(0.0, one.silent_seconds - self._interval)
         width = max(20, self.size.width)
         glyphs = text.UNICODE
         place = f"({self._at + 1} of {len(self._attached)})" if len(self._attached) > 1 else ""
         lines = [
-            text.title(watched, width, glyphs, place),
+            text.title(watched, width, glyphs, place, silent),
             text.figures(watched, width, glyphs),
             *text.chart(watched, width, 6 + self._more_rows(), glyphs),
-            text.legend(("other", "saved", "evicted", "offloaded"), glyphs, text.tier(watched)),
+            text.legend(text.MEMORY, glyphs, text.tier(watched)),
             text.activity(watched, width, glyphs),
             *text.strip(watched, width, 2, glyphs),
-            text.legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),
+            [*text.legend(text.SPACE, glyphs), (text.age(watched, watched.map), text.STYLES["leaving"])],
         ]
         shown = Text("\n", no_wrap=True, end="").join(Text.assemble(*line) for line in lines)
         self.query_one("#above", Static).update(shown)
-        self.query_one("#bar", Static).update(self._bar())
+        self.query_one("#bar", Static).update(self._bar(watched))
         self._fill(watched)
 
     def _more_rows(self) -> int:
         """For the chart, where the screen is higher than 24 lines."""
         return max(0, (self.size.height - 24) // 3)
 
-    def _bar(self) -> Text:
+    def _bar(self, watched: Watched) -> Text:
         bar = Text()
         for i, name in enumerate(PANELS):
             bar.append(f" {i + 1} {name} ", "reverse" if name == self._panel else "")
         if self._panel == "cells":
             bar.append(f"  by {self._order}")
+        if self._panel in SOURCES:
+            line = getattr(watched, SOURCES[self._panel])
+            bar.append(f"  {text.age(watched, line) if line else 'not told yet'}", "bold yellow")
         if self._wanted:
             bar.append(f"  with {self._wanted!r}", "bold")
         if self._paused:
             bar.append("  paused", "bold yellow")
         return bar
 
-    def _fill(self, watched: Any) -> None:
+    def _fill(self, watched: Watched) -> None:
         head: tuple[str, ...]
         widths: tuple[int, ...]
         rows: list[tuple[str, ...]]
@@ -196,9 +209,9 @@ class TopApp(App[None]):
             head, widths = ("when and what",), (78,)
             rows = [(line,) for line in reversed(text.log_lines(watched, self._wanted))]
         table: DataTable[str] = self.query_one(DataTable)
-        spare = max(0, self.size.width - sum(w + 1 for w in widths) - 1)
+        spare = self.size.width - sum(w + 1 for w in widths) - 1
         wide = "module" if "module" in head else head[0]
-        widths = tuple(w + spare if name == wide else w for name, w in zip(head, widths, strict=True))
+        widths = tuple(max(8, w + spare) if name == wide else w for name, w in zip(head, widths, strict=True))
         columns = (head, widths)
         cursor, scroll = table.cursor_row, table.scroll_y
         if columns != self._columns:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
-from memmgr.tools._watched import LAYERS, Point, Watched
+from memmgr.tools._columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
+from memmgr.tools._watched import LAYERS, Point, Watched, clean, name_of
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -30,14 +32,22 @@ class Glyphs:
     arriving: str
     evicted: str
     offloaded: str
+    times: str
+    ended: str
     free: str
     budget: str
     axis: str
     rest: str
 
 
-UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "·", "─", "┤", "…")
-ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "_", "-", "|", ">")
+UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
+ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "/", "+", "_", "-", "|", ">")
+NAMES = {**LAYERS, "times": "at times"}
+"""What a legend calls a layer; what is not here goes by its own name."""
+MEMORY = ("other", "saved", "times", "evicted", "offloaded")
+SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
+OLD_SECONDS = 5.0
+"""What is older is marked: it may not be so any more."""
 
 STYLES = {
     "other": "blue",
@@ -47,15 +57,11 @@ STYLES = {
     "arriving": "cyan",
     "evicted": "red",
     "offloaded": "bright_yellow",
+    "times": "green",
     "free": "bright_black",
-    "budget": "bold white",
+    "budget": "bold",
 }
 SORTS = ("size", "age", "cost", "module", "op", "state")
-
-
-def clean(text: str) -> str:
-    """Without what a terminal would obey, or could not encode (names of programs may hold anything)."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def plain(lines: Sequence[Line]) -> str:
@@ -80,8 +86,8 @@ def size_or(size: int) -> str:
 # -- above ----------------------------------------------------------------------------------------------------------
 
 
-def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line:
-    """Who it is and what it does."""
+def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
+    """Who it is and what it does; `silent` is for how many seconds nothing came from it."""
     if watched.end is not None:
         state = "failed" if watched.end.get("failed") else "ended"
     elif watched.error and not watched.sample:
@@ -90,8 +96,11 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line
         state = str(watched.sample.get("phase", "waiting"))
         if watched.by_plan():
             state += " by plan"
-    now = float(watched.sample.get("seconds", watched.hello.get("seconds", 0.0)))
-    right = f"{clean(state)}  {show_seconds(now)}"
+    passes = int(watched.stats.get("passes", 0))
+    counted = f"{passes:,} pass{'es' if passes > 1 else ''}  " if passes else ""
+    right = f"{clean(state)}  {counted}{show_seconds(watched.now)}"
+    if silent > OLD_SECONDS and watched.end is None:
+        right = f"silent for {show_seconds(silent)}  {right}"
     rank = watched.hello.get("rank")
     left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "")
     device = clean(str(watched.hello.get("device", "cpu")))
@@ -105,7 +114,7 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "") -> Line
     return [
         (left + "  ", "bold"),
         (fit(command, room, glyphs).ljust(room), ""),
-        ("  " + right, "bold red" if state in ("failed", "lost") else "bold green"),
+        ("  " + right, "bold red" if state in ("failed", "lost") or "silent" in right else "bold green"),
     ]
 
 
@@ -128,9 +137,9 @@ def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if len(watched.points) > 1 else 'so far'}: recompute {recompute:.1%} stall {stall:.1%}  all: evict "
-        f"{show_size(int(stats.get('evicted_bytes', 0)))} offload {show_size(int(stats.get('offload_bytes', 0)))}"
-        f" passes {stats.get('passes', 0):,}"
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(watched.passes_a_second())} recompute "
+        f"{recompute:.1%} stall {stall:.1%}  all: evict {show_size(int(stats.get('evicted_bytes', 0)))} offload "
+        f"{show_size(int(stats.get('offload_bytes', 0)))}"
     )
     planned = f" planned {int(stats.get('planned_passes', 0)):,}"
     if stats.get("planned_passes") and len(text + planned) <= width:
@@ -139,43 +148,75 @@ def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
     return [(fit(text, width, glyphs), style)]
 
 
+def show_rate(passes_a_second: float) -> str:
+    """`4.8 passes/s`, or for long ones `14 s a pass`."""
+    if passes_a_second <= 0:
+        return "no pass"
+    if passes_a_second < 1:
+        return f"{show_seconds(1 / passes_a_second)} a pass"
+    return f"{passes_a_second:.3g} passes/s"
+
+
+def age(watched: Watched, line: dict[str, Any]) -> str:
+    """How old a part of the picture is, where that is worth saying; else nothing."""
+    if not line or watched.end is not None:
+        return ""
+    old = watched.now - float(line.get("seconds", 0.0))
+    return f"{show_seconds(old)} old" if old > OLD_SECONDS else ""
+
+
 # -- memory over time -----------------------------------------------------------------------------------------------
 
 
 def chart(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
-    """The last samples, one a column: what is resident, and above it what is elsewhere, against the budget."""
+    """The last samples, two and more a column: what is resident always and at times, above it what left, and the budget."""
     room = max(1, width - 10)
     if watched.error and not watched.points:
         said = textwrap.wrap(clean(watched.error), width)[:rows]
         return [[(line, STYLES["evicted"])] for line in said] + [[(" ", "")]] * (rows - len(said))
-    points = list(watched.points)[-room:]
+    points = list(watched.points)[-room - 1 :]
+    shown = columns(watched, points, room)
     budget = watched.budget_bytes
-    top = max([point.unmanaged_bytes for point in points] + [budget if budget < UNLIMITED else 0, 1])
-    step = top / rows
-    limit_row = min(rows - 1, int((budget - 0.5 * step) / step)) if budget < UNLIMITED else -1
+    top = max([column.most[UNMANAGED] for column in shown] + [budget if budget < UNLIMITED else 0, 1])
+    height = rows - 1  # the last one is the axis
+    step = top / height
+    limit_row = min(height - 1, int((budget - 0.5 * step) / step)) if budget < UNLIMITED else -1
     lines: list[Line] = []
-    for row in reversed(range(rows)):
+    for row in reversed(range(height)):
         if row == limit_row:
             label = show_size(budget)
-        elif row == rows - 1:
+        elif row == height - 1:
             label = show_size(top)
         else:
             label = ""
-        line: Line = [(f"{label:>8} {glyphs.axis}", "bold white" if row == limit_row else "bright_black")]
-        for point in points:
-            line.append(_cell(point, (row + 0.5) * step, row == limit_row, glyphs))
-        empty = room - len(points)
+        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else "bright_black")]
+        for column in shown:
+            line.append(_cell(column, (row + 0.5) * step, row == limit_row, glyphs))
+        empty = room - len(shown)
         if empty:
             line.append((glyphs.budget * empty, STYLES["budget"]) if row == limit_row else (" " * empty, ""))
         lines.append(_merged(line))
-    return lines
+    return [*lines, _axis(points, shown, room, glyphs)]
 
 
-def _cell(point: Point, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
-    below = 0
-    for name, size in zip(LAYERS, point.layers, strict=True):
-        below += size
-        if height < below:
+def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
+    """Where passes ended, and behind the last sample how much time is shown."""
+    every, ends = ends_of_passes(points, max(1, len(shown) // 3))
+    begins = [column.begin for column in shown]
+    axis = [" "] * room
+    for seconds, _ in ends:
+        axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
+    label = "" if not every else "a pass" if every == 1 else f"{every:,} passes"
+    over = f" {show_seconds(shown[-1].end - shown[0].begin)}" if len(shown) > 1 else ""
+    if over and len(shown) + len(over) <= room:
+        axis[len(shown) : len(shown) + len(over)] = over
+    return [(f"{label:>9} " + "".join(axis), "bright_black")]
+
+
+def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
+    edges = (*column.least[: RESIDENT + 1], *column.most[RESIDENT:])
+    for name, edge in zip(MEMORY, edges, strict=True):
+        if height < edge:
             return getattr(glyphs, name), STYLES[name]
     return (glyphs.budget, STYLES["budget"]) if at_limit else (" ", "")
 
@@ -196,7 +237,7 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
     line: Line = []
     for name in names:
         where = f" ({tier})" if name == "offloaded" and tier else ""
-        line += [(getattr(glyphs, name), STYLES[name]), (f" {name}{where}  ", "")]
+        line += [(getattr(glyphs, name), STYLES[name]), (f" {NAMES.get(name, name)}{where}  ", "")]
     return line
 
 
@@ -251,24 +292,20 @@ def state_of(cell: dict[str, Any]) -> str:
     return "held" if cell["held"] else "clean" if cell["copy"] else "present"
 
 
-def _op(name: str | None) -> str:
-    return clean((name or "?").removeprefix("aten.").removesuffix(".default"))
-
-
 CELL_HEAD = ("size", "state", "op", "module", "age", "cost")
 CELL_WIDTHS = (8, 9, 16, 22, 10, 8)
 
 
 def cell_rows(watched: Watched, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
-    """The largest cells that autograd saved; `wanted` is looked for in every column."""
+    """The largest cells, which may leave unless they are held; `wanted` is looked for in every column."""
     try:
         cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
         rows = [
             (
                 show_size(cell["bytes"]),
                 state_of(cell),
-                _op(cell["op"]),
-                clean(cell["module"] or "?"),
+                name_of("op", cell["op"]),
+                name_of("module", cell["module"]),
                 show_seconds(cell["age_seconds"]),
                 show_seconds(cell["op_seconds"]) if cell["recomputable"] else "-",
             )
@@ -284,17 +321,17 @@ MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
 
 
 def module_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
-    """What was saved, by the module that made it, and what its absence cost."""
+    """What there is to leave, by the module that made it, and what its absence cost."""
     shares: dict[str, list[int]] = {}
     for share in watched.cells.get("modules", []):
-        shares[str(share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
+        shares[name_of("module", share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
     seconds = dict(watched.by("module"))
     rows = []
     for name in sorted({*shares, *seconds}, key=lambda n: (-sum(shares.get(n, [0])), n)):
         present, held, gone = shares.get(name, [0, 0, 0])
         spent = seconds.get(name, {})
         row = (
-            clean(name),
+            name,
             *(show_size(size) for size in (present, held, gone)),
             *(
                 show_seconds(sum(spent[w].seconds for w in what if w in spent))
@@ -341,10 +378,10 @@ def once(watched: Watched, width: int, height: int, glyphs: Glyphs) -> list[Line
         title(watched, width, glyphs),
         figures(watched, width, glyphs),
         *chart(watched, width, 6, glyphs),
-        legend(("other", "saved", "evicted", "offloaded"), glyphs, tier(watched)),
+        legend(MEMORY, glyphs, tier(watched)),
         activity(watched, width, glyphs),
         *strip(watched, width, 2, glyphs),
-        legend(("free", "other", "saved", "held", "leaving", "arriving"), glyphs),
+        [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
     ]
     room = max(3, height - len(lines) - 1)
     return [*lines, *table(CELL_HEAD, CELL_WIDTHS, cell_rows(watched)[: room - 1], glyphs)]

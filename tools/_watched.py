@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_size
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr._stream import PROTOCOL
 from memmgr.tools._wrong import Wrong
 
@@ -123,6 +123,11 @@ class Watched:
         return dict(self.sample.get("total", {}))
 
     @property
+    def now(self) -> float:
+        """Seconds since the budget opened, as far as is heard."""
+        return float(self.sample.get("seconds", self.hello.get("seconds", 0.0)))
+
+    @property
     def budget_bytes(self) -> int:
         """The limit; `UNLIMITED` where there is none."""
         return int(self.sample.get("budget_bytes", self.hello.get("budget_bytes", UNLIMITED)))
@@ -153,7 +158,7 @@ class Watched:
         self.hello = line
         self.pid = int(line["pid"])
         limit = int(line["budget_bytes"])
-        self._note(line, "attached" if limit == UNLIMITED else f"attached; the budget is {limit:,} bytes")
+        self._note(line, "attached" if limit == UNLIMITED else f"attached; the budget is {show_size(limit)}")
 
     def _take_sample(self, line: dict[str, Any]) -> None:
         total = line["total"]
@@ -193,7 +198,7 @@ class Watched:
             now.setdefault(str(item["what"]), Sum()).add(*sums)
         self.unlisted += int(line.get("unlisted", 0))
         said = [
-            f"{what} {s.count} ({show_size(s.bytes)}{f', {s.seconds * 1e3:.1f} ms' if s.seconds else ''})"
+            f"{what} {s.count} ({show_size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
             for what, s in now.items()
         ]
         if said:
@@ -204,19 +209,20 @@ class Watched:
         self.rare.append({**line, "seconds": float(line["seconds"])})
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
-            text += f": the smallest budget that would have worked so far is {int(line['floor_bytes']):,} bytes"
+            floor = int(line["floor_bytes"])
+            text += f": the smallest budget that would have worked so far is {show_size(floor)} ({floor:,} bytes)"
         if line["what"] == "plan":
             text += (
                 f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"
             )
             if "took_seconds" in line:
-                text += f"; made in {float(line['took_seconds']):.2f} s"
+                text += f"; made in {show_seconds(float(line['took_seconds']))}"
             if "overhead" in line:
                 text += f", predicted {float(line['overhead']):.3f}x"
             if "lower_bound" in line:
                 text += f", bound {float(line['lower_bound']):.3f}x"
         if line["what"] == "no_plan":
-            text += f": {line.get('text', '?')}"
+            text += f": {line.get('text', 'no reason is given')}"
         if line["what"] in ("plan", "no_plan"):
             self.plans.append((float(line["seconds"]), text))
         self._note(line, text)
@@ -267,6 +273,16 @@ class Watched:
             max(0.0, last.stall_seconds - first.stall_seconds) / spent,
         )
 
+    def passes_a_second(self, window_seconds: float = 10.0) -> float:
+        """Passes that ended, over the same seconds as `shares`."""
+        if not self.points:
+            return 0.0
+        last = self.points[-1]
+        if len(self.points) == 1:
+            return last.passes / max(last.seconds, 1e-9)
+        first = self._since(window_seconds)
+        return max(0, last.passes - first.passes) / max(last.seconds - first.seconds, 1e-9)
+
     def _since(self, window_seconds: float) -> Point:
         last = self.points[-1]
         first = next((p for p in self.points if p.seconds >= last.seconds - window_seconds), self.points[0])
@@ -283,13 +299,25 @@ class Watched:
         """Sums by `op` or by `module`, most seconds first, then most bytes."""
         found: dict[str, dict[str, Sum]] = {}
         for (what, op, module), sums in self.sums.items():
-            name = (op if key == "op" else module) or "?"
+            name = "(waiting for room)" if what == "stall" else name_of(key, op if key == "op" else module)
             found.setdefault(name, {}).setdefault(what, Sum()).add(sums.count, sums.bytes, sums.seconds)
 
         def weight(item: tuple[str, dict[str, Sum]]) -> tuple[float, int]:
             return -sum(s.seconds for s in item[1].values()), -sum(s.bytes for s in item[1].values())
 
         return sorted(found.items(), key=weight)
+
+
+def clean(text: str) -> str:
+    """Without what a terminal would obey, or could not encode (names of programs may hold anything)."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def name_of(key: str, name: Any) -> str:
+    """What every view calls an op or a module (`key`): short, and in words where the stream has none."""
+    if name is None or name == "?":
+        return f"(no {key})"
+    return clean(str(name).removeprefix("aten.").removesuffix(".default")) if key == "op" else clean(str(name))
 
 
 def parse_line(data: bytes | str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_the_plain_screen_is_repeated_until_the_end(capsys: pytest.CaptureFixtur
     with lines.served(4242, [*lines.lines(), lines.end()], hang_up=True):
         assert cli.main(["top", "4242", "--interval", "0.02"]) == 0
     shown = capsys.readouterr().out
-    assert "ended  29.5 s" in shown and "\x1b" not in shown
+    assert "ended  20 passes  29.5 s" in shown and "\x1b" not in shown
 
 
 # -- bad input: one line, code 2 --
@@ -155,11 +155,18 @@ def test_the_screen_at_80_by_24() -> None:
                     break
                 await pilot.pause(0.1)
             assert len(shown) == 24
-            assert shown[0].startswith("4242  python train.py") and shown[0].endswith("backward  29.5 s")
+            assert shown[0].startswith("4242  python train.py") and shown[0].endswith("backward  5 passes  29.5 s")
             assert shown[1].startswith("budget 8 MB  now 4.2 MB (52%)")
-            assert "░" in shown[2] and "─" in "".join(shown[2:5]) and shown[8].startswith("▓ other")
+            assert (
+                "░" in shown[3]
+                and "╱" in shown[4]
+                and "┴" in shown[7]
+                and "─" in "".join(shown[2:5])
+                and shown[8].startswith("▓ other")
+            )
             assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[12].startswith("· free")
-            assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size")
+            assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size  9.5 s old")
+            assert shown[12].endswith("arriving  9.5 s old"), "the map is of then"
             assert shown[14].split() == ["size", "state", "op", "module", "age", "cost"]
             assert shown[15].split() == ["1.05", "MB", "present", "gelu", "Net.first.1", "1.05", "ms", "1.05", "ms"]
             assert all(key in shown[23] for key in ("q quit", "p pause", "s sort", "/ filter", "? help"))
@@ -197,6 +204,51 @@ def test_keys() -> None:
 
         _drive(app, press)
     assert all(one.over for one in app._attached)
+
+
+def test_the_first_screen_does_not_wait_for_the_process() -> None:
+    """One op may hold the interpreter for a while; that somebody is there is known at once."""
+    with lines.served(4242, []):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            shown = _text(app).splitlines()
+            assert shown[0].startswith("4242") and "waiting" in shown[0] and "waiting for the map" in "".join(shown)
+            assert "not told yet" in "".join(shown)
+
+        _drive(app, look)
+
+
+@pytest.mark.parametrize("panel", ["1", "2", "3", "4"])
+def test_no_panel_is_wider_than_the_screen(panel: str) -> None:
+    with lines.served(4242, lines.lines()):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            await pilot.press(panel)
+            await pilot.pause()
+            assert app.query_one("DataTable").max_scroll_x == 0
+
+        _drive(app, look)
+
+
+def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines.served(4242, [lines.hello(), *(lines.sample(i) for i in range(9)), lines.cells()]):
+        app = _app()
+
+        async def look(pilot: Any) -> None:
+            assert "by size  not told" not in _text(app), "the cells are there"
+            await pilot.press("3")
+            await pilot.pause()
+            assert "not told yet" in _text(app) and "silent" not in _text(app)
+            app._attached[0]._heard -= 30.0
+            await pilot.pause(0.3)
+            assert "silent for" in _text(app).splitlines()[0]
+            await pilot.press("p")
+            await pilot.pause()
+            assert "silent for" not in _text(app).splitlines()[0], "who does not listen cannot say that"
+
+        _drive(app, look)
 
 
 def test_while_a_filter_is_typed_keys_are_letters() -> None:

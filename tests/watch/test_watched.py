@@ -28,7 +28,7 @@ def test_the_state_is_what_the_lines_say() -> None:
     assert watched.shares(10.0) == pytest.approx((0.1, 0.02))
     modules = dict(watched.by("module"))
     assert next(iter(modules)) == "Net.first.0" and modules["Net.first.0"]["recompute"].seconds == 1.0
-    assert modules["?"]["stall"].count == 3
+    assert modules["(waiting for room)"]["stall"].count == 3
     said = [words for _, words in watched.log]
     assert "no plan: no schedule fits" in said and "3 lines were dropped: this reader was slow" in said
     watched.feed(lines.end(passes=7))
@@ -68,24 +68,24 @@ def test_what_is_no_line(data: bytes) -> None:
 
 
 SCREEN = """\
-4242  python train.py --name 'a b'                              backward  29.5 s
+4242  python train.py --name 'a b'                    backward  5 passes  29.5 s
 budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  unmanaged 12 MB
-  9.3 MB |     .         .         .         .         .         .
-    8 MB |----###-------###-------###-------###-------###-------###-------------
-         |   #####     #####     #####     #####     #####     #####
-         | ######### ######### ######### ######### ######### #########
-         |============================================================
-         |============================================================
-= other  # saved  . evicted  : offloaded
-10 s: recompute 10.0% stall 2.0%  all: evict 60 MB offload 9 MB passes 20
+   12 MB |    :         :
+         |    ..        ..        ..        ..        ..        ..
+    8 MB |--/####/----/####/----/####/----/####/----/####/----/####/------------
+         |/########//########//########//########//########//########
+         |===========================================================
+   a pass          +         +         +         +         +          29.5 s
+= other  # may leave  / at times  . evicted  : offloaded
+10 s: 5 s a pass recompute 10.0% stall 2.0%  all: evict 60 MB offload 9 MB
 ========########________HHHHHHHH~~~~~~~~^^^^^^^^        ========########________
 HHHHHHHH~~~~~~~~^^^^^^^^        ========########________HHHHHHHH~~~~~~~~^^^^^^^^
-_ free  = other  # saved  H held  ~ leaving  ^ arriving
+_ free  = other  # may leave  H held  ~ leaving  ^ arriving  9.5 s old
 size     state     op               module                 age        cost
 1.05 MB  present   gelu             Net.first.1            1.05 ms    1.05 ms
 1.05 MB  evicted   gelu             Net.second.1           1.05 ms    4 ms
 900 kB   offloaded addmm            Net.first.0            900 us     -
-800 kB   held      ?                ?                      800 us     800 us
+800 kB   held      (no op)          (no module)            800 us     800 us
 700 kB   clean     native_dropout   >ep.deep.deep.deep.end 700 us     700 us
 600 kB   arriving  gelu             Net.first.1            1 min 10 s 600 us"""
 
@@ -101,9 +101,9 @@ def test_one_screen_at_80_by_24() -> None:
 def test_every_line_fits_and_every_state_has_a_character(glyphs: text.Glyphs, width: int) -> None:
     shown = text.once(fed(), width, 24, glyphs)
     for line in shown[:13]:
-        assert sum(len(part) for part, _ in line) <= max(width, 64), line
-    assert len({getattr(glyphs, name) for name in ("other", "saved", "evicted", "offloaded", "budget")}) == 5
-    assert len({getattr(glyphs, name) for name in ("free", "other", "saved", "held", "leaving", "arriving")}) == 6
+        assert sum(len(part) for part, _ in line) <= max(width, 70), line
+    assert len({getattr(glyphs, name) for name in (*text.MEMORY, "budget")}) == 6
+    assert len({getattr(glyphs, name) for name in text.SPACE}) == 6
     if glyphs is text.ASCII:
         assert text.plain(shown).isascii()
 
@@ -118,9 +118,13 @@ def test_plans_device_and_tier_are_shown() -> None:
     found += [{**plan, "lower_bound": 1.0, "later": "unknown"}, none]
     watched = fed(found)
     shown = text.plain(text.once(watched, 100, 24, text.ASCII)).splitlines()
-    assert shown[0].startswith("4242 cuda:1  python") and "backward by plan  4.5 s" in shown[0]
-    assert ": offloaded (host)" in shown[8] and shown[9].endswith("passes 18 planned 12")
-    assert "planned" not in text.plain([text.activity(watched, 80, text.ASCII)])  # no room, and no half a word
+    assert shown[0].startswith("4242 cuda:1  python") and "backward by plan  18 passes  4.5 s" in shown[0]
+    assert (
+        ": offloaded (host)" in shown[8]
+        and shown[9].startswith("10 s: 4 passes/s recompute")
+        and shown[9].endswith("planned 12")
+    )
+    assert "planned" not in text.plain([text.activity(watched, 75, text.ASCII)])  # no room, and no half a word
     said = [words for _, words in watched.plans]
     assert "of 40 ops 6 run again, 5 offloads" in said[0] and "predicted 1.026x, bound 1.000x" in said[0]
     assert said[1] == "no plan: no schedule fits" and len(text.log_lines(watched, "no schedule fits")) == 1
@@ -222,3 +226,50 @@ def test_a_log_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(Wrong, match="cannot read"):
             read_log(path)
+
+
+# -- what is old, and how fast it goes --
+
+
+def test_what_is_old_says_so_and_what_is_new_does_not() -> None:
+    watched = fed()
+    assert text.age(watched, watched.cells) == "9.5 s old" and text.age(watched, watched.sample) == ""
+    watched.feed({**lines.cells(), "seconds": 28.0})
+    assert text.age(watched, watched.cells) == "" and text.age(watched, {}) == ""
+    watched.feed(lines.end())
+    assert text.age(watched, watched.map) == "", "after the end all of it is as old"
+
+
+def test_a_process_that_says_nothing_is_silent() -> None:
+    watched = fed()
+    assert "silent" not in text.plain([text.title(watched, 100, text.ASCII, silent=2.0)])
+    (_, _, right) = text.title(watched, 100, text.ASCII, silent=12.0)
+    assert "silent for 12 s" in right[0] and right[1] == "bold red"
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"), [(0.0, "no pass"), (0.07, "14.3 s a pass"), (1.0, "1 passes/s"), (4.83, "4.83 passes/s")]
+)
+def test_how_fast_it_goes(rate: float, said: str) -> None:
+    assert text.show_rate(rate) == said
+
+
+def test_the_rate_is_of_the_last_seconds() -> None:
+    assert fed([lines.hello()]).passes_a_second() == 0.0
+    slow = [lines.sample(i, total=lines.stats(passes=0)) for i in range(30)]
+    fast = [lines.sample(30 + i, total=lines.stats(passes=2 * i)) for i in range(30)]
+    assert fed([lines.hello(), *slow, *fast]).passes_a_second() == pytest.approx(4.0)
+
+
+def test_what_has_no_name_is_said_in_words() -> None:
+    for glyphs in (text.UNICODE, text.ASCII):
+        assert "?" not in text.plain(text.once(fed(), 80, 24, glyphs))
+    watched = fed()
+    assert all("?" not in part for row in text.module_rows(watched) for part in row)
+    assert [name for name, _ in watched.by("op")] == ["addmm", "gelu", "(waiting for room)"]
+
+
+def test_no_style_is_the_colour_of_a_ground() -> None:
+    """There are dark and light screens: white or black letters vanish on one of them."""
+    used = {word for style in text.STYLES.values() for word in style.split()}
+    assert not used & {"white", "black", "bright_white"}, used
