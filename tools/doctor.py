@@ -41,6 +41,7 @@ KNOWN_VARIABLES = frozenset(
 )
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
+    ("textual_serve", "memmgr top in a browser", "pip install 'memmgr[serve]'"),
     ("rich", "tables in colour", "pip install 'memmgr[top]'"),
     ("matplotlib", "the picture of memmgr demo", "pip install 'memmgr[demo]'"),
     ("scipy", "lower bounds of memmgr simulate", "pip install 'memmgr[plan]'"),

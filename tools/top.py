@@ -4,6 +4,7 @@
     memmgr top 12345        one of them
     memmgr top --once       one screen as text, for a log or a pipe
     memmgr top --json       the stream itself, a JSON object a line; with --once what it says now
+    memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
 
 Keys: 1-4 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
@@ -16,9 +17,11 @@ Exit code: 0; 2 when there is no such process, or none at all.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +36,8 @@ from memmgr.tools._attach import ANSWER_SECONDS, Attached, wait
 from memmgr.tools._wrong import Wrong
 
 WANTS = ("cells", "map", "holders")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WEB_DRIVER = "textual.drivers.web_driver:WebDriver"
 DETAIL_SECONDS = 3.0  # --once waits so long for cells and map: the process makes them when it can afford to
 
 
@@ -44,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS", help="default %(default)s")
     parser.add_argument("--ascii", action="store_true", help="the plain screen, in ASCII")
     parser.add_argument(
+        "--serve",
+        nargs="?",
+        type=_port,
+        const=0,
+        metavar="PORT",
+        help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
+    )
+    parser.add_argument(
         "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end (of 60 samples)"
     )
 
@@ -51,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _pid(word: str) -> int:
     if not word.isascii() or not word.isdecimal() or not 0 < int(word) < 2**31:
         raise argparse.ArgumentTypeError(f"{word!r} is not a process number")
+    return int(word)
+
+
+def _port(word: str) -> int:
+    if not word.isascii() or not word.isdecimal() or int(word) > 65535:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a port, 0 to 65535")
     return int(word)
 
 
@@ -68,6 +87,10 @@ def run(args: argparse.Namespace) -> int:
     """Watches; 0 when the user or the processes end it."""
     if args.picture is not None:
         _check_picture(args.picture)
+    if args.serve is not None:
+        return _serve(args)
+    if _is_page():
+        _end_with_the_server()
     try:
         with _attached(args) as attached:
             if args.json:
@@ -123,6 +146,8 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _can_draw(args: argparse.Namespace) -> bool:
+    if _is_page():
+        return True
     if args.ascii or not _utf8() or not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
         return False
     if find_spec("textual") is None:
@@ -187,6 +212,30 @@ def _repeat(attached: list[Attached], args: argparse.Namespace) -> None:
         if all(one.over for one in shown):
             return
         time.sleep(args.interval)
+
+
+def _is_page() -> bool:
+    """It draws for a page of --serve."""
+    return os.environ.get("TEXTUAL_DRIVER") == WEB_DRIVER
+
+
+def _end_with_the_server() -> None:
+    """A server that is killed cannot end its pages; a page without one would draw for nobody, for ever."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.once or args.json or args.ascii or args.picture is not None:
+        raise Wrong("--serve is the full screen: it goes with a PID and --interval only")
+    if find_spec("textual_serve") is None:
+        raise Wrong("--serve needs the package textual-serve: pip install 'memmgr[serve]'")
+    from memmgr.tools._top_served import serve
+
+    with _attached(args):
+        pass  # there is something to show; each page makes connections of its own
+    with suppress(KeyboardInterrupt):
+        serve(["--interval", str(args.interval), *([] if args.pid is None else [str(args.pid)])], args.serve)
+    return 0
 
 
 def _check_picture(path: Path) -> None:
