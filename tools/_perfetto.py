@@ -33,6 +33,8 @@ def trace(sessions: Sequence[tuple[str, Watched]]) -> dict[str, Any]:
                 event["ts"] = round(1e6 * (event["ts"] + shift))
             if "dur" in event:  # its end, until here: what touches its neighbour must not overlap it once rounded
                 event["dur"] = max(0, round(1e6 * (event["dur"] + shift)) - event["ts"])
+            if "tid" in event:  # some viewers take a thread's number for its own whatever its process is
+                event["tid"] += 10 * number
             events.append({**event, "pid": number})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -70,12 +72,12 @@ def _slice(name: str, begin: float, end: float, tid: int, args: dict[str, Any]) 
 
 def _memory(watched: Watched) -> Iterator[Event]:
     for point in watched.points:
-        yield _counter("resident bytes", point.seconds, bytes=point.resident_bytes)
-        yield _counter("absent bytes", point.seconds, bytes=point.absent_bytes)
+        yield _counter("resident", point.seconds, bytes=point.resident_bytes)
+        yield _counter("absent", point.seconds, bytes=point.absent_bytes)
         layers = dict(zip(LAYERS.values(), point.layers, strict=True))
         yield _counter("memory by layer", point.seconds, **layers)
         if point.budget_bytes < UNLIMITED:
-            yield _counter("budget bytes", point.seconds, bytes=point.budget_bytes)
+            yield _counter("budget", point.seconds, bytes=point.budget_bytes)
 
 
 def _passes(watched: Watched) -> Iterator[Event]:

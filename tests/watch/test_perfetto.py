@@ -66,8 +66,8 @@ def test_counters_slices_and_marks(tmp_path: Path) -> None:
     told = passes([2.0, 0.6, 0.4, 100, 200], [3.0000004, 0.6, 0.4000006, 110, 210], count=4)
     found = [*lines.lines(), lines.plan(seconds=4.0, took_seconds=0.25), told, lines.end()]
     events = traced(tmp_path, lines.written(tmp_path / "run.jsonl", found))
-    resident, absent = named(events, "resident bytes"), named(events, "absent bytes")
-    assert len(resident) == len(absent) == len(named(events, "budget bytes")) == 60
+    resident, absent = named(events, "resident"), named(events, "absent")
+    assert len(resident) == len(absent) == len(named(events, "budget")) == 60
     assert [e["ts"] for e in resident[:3]] == [0, 500_000, 1_000_000] and resident[0]["args"] == {"bytes": 3_000_000}
     assert max(e["args"]["bytes"] for e in absent) == 1_300_000
     layers = named(events, "memory by layer")[5]["args"]
@@ -91,7 +91,9 @@ def test_ranks_are_processes_on_one_clock(tmp_path: Path) -> None:
     events = traced(tmp_path, first, lines.written(tmp_path / "b.jsonl", later))
     names = [e["args"]["name"] for e in named(events, "process_name")]
     assert names[0].startswith("a.jsonl, process 4242: python train.py") and "b.jsonl, process 4242, rank 1" in names[1]
-    begins = {e["pid"]: e["ts"] for e in reversed(named(events, "resident bytes"))}
+    threads = {(e["tid"], e["pid"]) for e in events if "tid" in e}
+    assert len({tid for tid, _ in threads}) == len(threads) == 6, "a thread's number is its own"
+    begins = {e["pid"]: e["ts"] for e in reversed(named(events, "resident"))}
     assert begins == {1: 0, 2: 2_000_000}
 
 
