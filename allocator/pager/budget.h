@@ -27,6 +27,7 @@ struct Options {
   Order order = Order::kDtr;
   int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving
   int remap = MM_REMAP_FIRST;  // what answers a request that has its bytes and no run of them (MM_REMAP_*)
+  uint64_t slice_bytes = 0;    // of list ops (list_ops.h); 0: a share of the budget. For tests
   bool apart = false;          // what is dear to make again lies at the other end (Coop, section 4.2)
 };
 
@@ -47,7 +48,7 @@ struct Counters {
       reloads{0}, reload_bytes{0}, rematerialized_ops{0}, rematerializations{0}, remat_ns{0}, stall_ns{0}, reclaims{0},
       ops{0}, recorded_ops{0}, adopted{0}, adopted_bytes{0}, escapes{0}, trials{0}, refused_kinds{0}, tier_errors{0},
       copies_before_write{0}, trap_retries{0}, admission_waits{0}, retries{0}, foreign_writes{0}, unseen_ops{0},
-      cut_recipes{0}, reads_ahead{0}, writes_ahead{0}, late_reads{0}, planned_periods{0}, short_periods{0};
+      cut_recipes{0}, reads_ahead{0}, writes_ahead{0}, late_reads{0}, planned_periods{0}, short_periods{0}, slices{0};
 };
 
 extern Budget budget;

@@ -14,6 +14,7 @@
 #include "foreign.h"
 #include "frame.h"
 #include "hold.h"
+#include "list_ops.h"
 #include "ops.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -428,6 +429,9 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
 }
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  if (C10_UNLIKELY(info->list_op) &&
+      run_in_slices(info, stack, [&](torch::jit::Stack* slice) { ordinary(op, info, below, slice); }))
+    return;
   if (C10_LIKELY(!timeline_on.load(std::memory_order_relaxed)) || tl_depth > 0 || tl_running_recipes > 0) {
     page(op, info, below, stack, nullptr);
     return;

@@ -19,6 +19,7 @@
 #include "frame.h"
 #include "hold.h"
 #include "kernel.h"
+#include "list_ops.h"
 #include "module_plans.h"
 #include "module_ranking.h"
 #include "observe.h"
@@ -365,6 +366,15 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_slice_bytes(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(slice_bytes()); }
+
+PyObject* py_set_slice_bytes(PyObject*, PyObject* o) {
+  const uint64_t n = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  budget.options.slice_bytes = n;
+  Py_RETURN_NONE;
+}
+
 PyObject* py_use_plugin(PyObject*, PyObject* o) {
   const auto* table = static_cast<const mm_plugin*>(PyLong_AsVoidPtr(o));
   if (PyErr_Occurred()) return nullptr;
@@ -384,6 +394,8 @@ PyMethodDef methods[] = {
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
+    {"slice_bytes", py_slice_bytes, METH_NOARGS, "what the lists of one slice of an optimizer's step hold at most"},
+    {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -155,6 +155,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(late_reads)
   COUNTER(planned_periods)
   COUNTER(short_periods)
+  COUNTER(slices)
   COUNTER(remat_ns)
   COUNTER(stall_ns)
 #undef COUNTER

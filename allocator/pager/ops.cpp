@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "fork.h"
+#include "list_ops.h"
 
 namespace memmgr::pager {
 
@@ -223,6 +224,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   overwriter = overwriters().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
   lazy_clone = name == "aten::_lazy_clone";
+  list_op = is_list_op(schema);
   tells_stream = name == "aten::record_stream";
   const auto& overload = handle.operator_name().overload_name;
   const std::string full = name + (overload.empty() ? "" : "." + overload);

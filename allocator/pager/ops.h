@@ -35,6 +35,7 @@ struct OpInfo {
   bool overwriter = false;     // writes its first argument without reading it
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
+  bool list_op = false;       // may run in slices (list_ops.h)
   bool tells_stream = false;  // to the allocator: that a stream uses the block
   RawReads reads_raw = RawReads::kNone;
   bool dear = false;    // to run again, as Coop has it: convolutions, products, and what consists of them

@@ -10,6 +10,7 @@
 #include "frame.cpp"
 #include "hold.cpp"
 #include "kernel.cpp"
+#include "list_ops.cpp"
 #include "module.cpp"
 #include "module_figures.cpp"
 #include "module_plans.cpp"

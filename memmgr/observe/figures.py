@@ -87,6 +87,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("retries", "counter", "ops that found no room and were tried again alone"),
     Figure("trap_retries", "counter", "ops that asked for bytes that were away, and ran once more"),
     Figure("admission_waits", "counter", "ops that waited until others gave room"),
+    Figure(
+        "slices",
+        "counter",
+        "pieces in which list ops over many tensors ran, since all at once would take too much room",
+    ),
     Figure("unseen_ops", "counter", "first ops of threads that are older than the budget"),
     Figure("works_in_flight", "gauge", "collectives that are not done"),
     # Tensors.

@@ -81,6 +81,7 @@ _COUNTED = (
     "reads_ahead",
     "late_reads",
     "short_periods",
+    "slices",
 )
 
 

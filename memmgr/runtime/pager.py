@@ -29,6 +29,7 @@ from .config import Config
 from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
+from .steps import SlicedSteps
 
 _links: dict[tuple[Any, ...], float] = {}
 """What a byte takes one way to each tier that this process has had, in seconds."""
@@ -64,6 +65,7 @@ class PagerRuntime:
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, config.device, self.passes)
+        self._steps = SlicedSteps(self.native, config.device)
         self.figures = PagerFigures(
             config, self.native, self.passes, self.plans, self._readers.escaped, lambda: self._ranker.rankings
         )
@@ -112,6 +114,7 @@ class PagerRuntime:
                 # milliseconds, so where there is room enough Python may collect it when it likes.
                 gc.collect()
             self._readers.install()
+            self._steps.install()
             if pager.settle():
                 raise self._explain.too_big(pager.resident())
             self.telemetry.start()
@@ -163,6 +166,7 @@ class PagerRuntime:
             return
         self._final = self.figures.stats()
         try:
+            self._steps.remove()
             self._readers.remove()
             self.plans.close()
             self._ranker.close()

@@ -1,0 +1,112 @@
+#include "list_ops.h"
+
+#include <algorithm>
+
+#include "budget.h"
+#include "pools/pool.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+constexpr uint64_t kSharesOfBudget = 8;
+constexpr uint64_t kUnlimitedSlice = 64 << 20;  // so that a run that only measures has the floor of one with a budget
+
+uint64_t bytes_of(const c10::IValue& v) {
+  if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().has_storage()) return 0;
+  const uint64_t nbytes = v.toTensor().storage().nbytes();
+  return nbytes < budget.options.small_bytes ? 0 : nbytes;
+}
+
+// On an accelerator torch looks at whole lists to choose between one kernel for all and one for each. Where all tensors
+// are of the plainest sort every slice takes the way that the whole would have taken.
+bool all_plain(const c10::IValue* args, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    if (!args[i].isTensorList()) continue;
+    const at::Tensor* first = nullptr;
+    for (const c10::IValue& v : args[i].toListRef()) {
+      const at::Tensor& t = v.toTensor();
+      if (!t.defined() || !t.is_contiguous()) return false;
+      if (!first) first = &t;
+      if (t.scalar_type() != first->scalar_type() || t.device() != first->device()) return false;
+    }
+  }
+  return true;
+}
+
+bool starts_with(const std::string& text, const char* beginning) { return text.rfind(beginning, 0) == 0; }
+
+}  // namespace
+
+bool is_list_op(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const bool steps = starts_with(name, "aten::_fused_") && name.back() == '_';
+  if (!steps && !starts_with(name, "aten::_foreach_") && name != "aten::_amp_foreach_non_finite_check_and_unscale_")
+    return false;
+  const auto& arguments = schema.arguments();
+  if (arguments.empty() || arguments[0].type()->kind() != c10::TypeKind::ListType) return false;
+  for (const auto& a : arguments)
+    if (a.is_out() || (a.name() == "scalars" && a.type()->kind() == c10::TypeKind::TensorType)) return false;
+  for (const auto& r : schema.returns())
+    if (r.type()->kind() != c10::TypeKind::ListType) return false;
+  return true;
+}
+
+uint64_t slice_bytes() {
+  if (budget.options.slice_bytes) return budget.options.slice_bytes;
+  const uint64_t limit = mm_arena_budget(budget.arena);
+  return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
+}
+
+std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->op.schema().arguments().size();
+  const c10::IValue* args = stack.data() + stack.size() - n;
+  const size_t length = args[0].isList() ? args[0].toListRef().size() : 0;
+  if (length < 2) return {};
+  std::vector<uint64_t> bytes(length, 0);
+  uint64_t total = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (!args[i].isList()) continue;
+    const auto list = args[i].toList();
+    if (list.empty()) continue;
+    if (list.size() != length) return {};
+    for (size_t k = 0; k < length; ++k) {
+      const uint64_t more = bytes_of(list.get(k));
+      bytes[k] += more;
+      total += more;
+    }
+  }
+  const uint64_t most = slice_bytes();
+  if (total <= most || (!budget.pool->on_host() && !all_plain(args, n))) return {};
+  std::vector<size_t> at{0};
+  uint64_t slice = 0;
+  for (size_t k = 0; k < length; ++k) {
+    if (slice > 0 && slice + bytes[k] > most) {
+      at.push_back(k);
+      slice = 0;
+    }
+    slice += bytes[k];
+  }
+  at.push_back(length);
+  if (at.size() == 2) return {};  // one index has it all
+  return at;
+}
+
+torch::jit::Stack slice_of(const c10::IValue* args, size_t n, size_t first, size_t end) {
+  torch::jit::Stack slice;
+  slice.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (!args[i].isList() || args[i].toList().empty()) {
+      slice.push_back(args[i]);
+      continue;
+    }
+    const c10::impl::GenericList whole = args[i].toList();
+    c10::impl::GenericList part(whole.elementType());
+    part.reserve(end - first);
+    for (size_t k = first; k < end; ++k) part.push_back(whole.get(k));
+    slice.emplace_back(std::move(part));
+  }
+  return slice;
+}
+
+}  // namespace memmgr::pager

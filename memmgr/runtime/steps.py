@@ -1,0 +1,91 @@
+"""Optimizers' steps in slices of their lists (design section 5).
+
+A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
+states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that what a slice
+needs comes once and leaves once. What they compute for one index depends on no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memmgr.native.pager import Pager
+from memmgr.readers.captures import is_capturing
+from memmgr.readers.patches import Patches
+
+_PREFIXES = ("_multi_tensor_", "_fused_")
+
+
+class SlicedSteps:
+    """The patches on `torch.optim` of one budget; none survives `remove`.
+
+    Known limitations: LBFGS works on flat vectors of all parameters, which are its floor. Optimizers of other packages run
+    as they are; their list ops are cut one by one in the pager's kernel.
+    """
+
+    def __init__(self, pager: Pager, device: torch.device) -> None:
+        self._pager = pager
+        self._device = device
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Puts the patches in place."""
+        for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]:
+            for name in [name for name in vars(module) if name.startswith(_PREFIXES)]:
+                if getattr(vars(module)[name], "__module__", "") == module.__name__:  # AdamW's are Adam's
+                    self._patches.wrap(module, name, self._sliced)
+
+    def remove(self) -> None:
+        """Undoes them."""
+        self._patches.undo()
+
+    def _sliced(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def step(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+            lists = [params, *(a for a in args if isinstance(a, list) and len(a) == len(params))]
+            if torch.compiler.is_compiling() or is_capturing(self._device):
+                return original(params, *args, **kwargs)
+            cuts = _cuts(lists, self._pager.slice_bytes())
+            # Asked of the whole list: are there no momenta yet?
+            whole_asked = original.__name__ == "_fused_sgd" and any(len({t is None for t in one}) > 1 for one in lists)
+            if len(cuts) < 3 or whole_asked or not _alike(lists, self._device):
+                return original(params, *args, **kwargs)
+            if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
+                kwargs["eps1"] = torch.finfo(_first_group(params)).eps
+            for first, end in zip(cuts, cuts[1:], strict=False):
+                parts = [a[first:end] if any(a is whole for whole in lists) else a for a in (params, *args)]
+                original(*parts, **kwargs)
+                for whole, part in zip((params, *args), parts, strict=True):
+                    if any(whole is one for one in lists):
+                        whole[first:end] = part  # SGD puts its first momentum there
+            return None
+
+        return step
+
+
+def _cuts(lists: list[list[Any]], most: int) -> list[int]:
+    """The first index of each slice, and the end. A slice has so many bytes at most, unless a single index has more."""
+    cuts, held = [0], 0
+    for index, row in enumerate(zip(*lists, strict=True)):
+        size = sum(t.nbytes for t in row if isinstance(t, torch.Tensor) and t.layout == torch.strided)
+        if held and held + size > most:
+            cuts.append(index)
+            held = 0
+        held += size
+    return [*cuts, len(lists[0])]
+
+
+def _alike(lists: list[list[Any]], device: torch.device) -> bool:
+    """Does every slice go the way of the whole? On an accelerator torch looks at whole lists to choose between one kernel for
+    all and one for each; where all tensors are of the plainest sort a slice chooses the same."""
+    return device.type == "cpu" or all(t is None or t.is_contiguous() for one in lists for t in one)
+
+
+def _first_group(params: list[torch.Tensor]) -> torch.dtype:
+    groups = torch.optim.Optimizer._group_tensors_by_device_and_dtype([[*params]])
+    return next(iter(groups))[1] or params[0].dtype

@@ -1,0 +1,197 @@
+"""Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice (design section 5)."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.common_methods_invocations import (
+    foreach_binary_op_db,
+    foreach_other_op_db,
+    foreach_pointwise_op_db,
+    foreach_reduce_op_db,
+    foreach_unary_op_db,
+)
+
+import memmgr
+from memmgr.native import pager as native
+from memmgr.runtime.steps import SlicedSteps
+
+LIST_OPS = [
+    *foreach_unary_op_db,
+    *foreach_binary_op_db,
+    *foreach_pointwise_op_db,
+    *foreach_reduce_op_db,
+    *foreach_other_op_db,
+]
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every storage is a cell, and so small a share of the budget cuts every list."""
+    monkeypatch.setenv("MEMMGR_PAGER_SMALL", "1")
+    yield
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+
+
+def _called(op: Any, sample: Any, in_place: bool) -> list[torch.Tensor]:
+    lists = [[t.clone() for t in sample.input]]
+    lists += [
+        [t.clone() if isinstance(t, torch.Tensor) else t for t in a] if isinstance(a, list) else a for a in sample.args
+    ]
+    made = (op.inplace_variant if in_place else op.method_variant)(*lists, **sample.kwargs)
+    return [t.clone() for t in _tensors([lists[0], made])]
+
+
+@pytest.mark.parametrize("op", LIST_OPS, ids=lambda op: op.name)
+def test_list_ops(op: Any, one_by_one: None, beyond: Callable[[str], int]) -> None:
+    """PyTorch's own samples of its list ops."""
+    ways = [way for way in (False, True) if (op.inplace_variant if way else op.method_variant) is not None]
+    samples = list(itertools.islice(op.sample_inputs("cpu", torch.float32, noncontiguous=False), 6))
+    plain: list[list[torch.Tensor] | None] = []
+    for sample, in_place in itertools.product(samples, ways):
+        try:
+            plain.append(_called(op, sample, in_place))
+        except (RuntimeError, IndexError, TypeError):
+            plain.append(None)  # samples for errors, and for dtypes that in-place ops refuse
+    cut = 0
+    with memmgr.budget(beyond("200kB"), quiet=True):
+        pager = native.load()
+        pager.set_slice_bytes(64)
+        for (sample, in_place), want in zip(itertools.product(samples, ways), plain, strict=True):
+            if want is None:
+                continue
+            before = pager.stats()["slices"]
+            got = _called(op, sample, in_place)
+            cut += pager.stats()["slices"] > before
+            assert len(got) == len(want)
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a.nan_to_num(3.25), b.nan_to_num(3.25))
+    assert cut > 0, "nothing was cut, so nothing was tested"
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **k),
+    "AdamW, amsgrad": lambda p, **k: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True, **k),
+    "Adam": lambda p, **k: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, **k),
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=1e-2, **k),
+    "SGD, momentum": lambda p, **k: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **k),
+    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=1e-2, **k),
+    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True, **k),
+    "NAdam": lambda p, **k: torch.optim.NAdam(p, lr=1e-2, **k),
+    "RAdam": lambda p, **k: torch.optim.RAdam(p, lr=1e-2, **k),
+    "Adamax": lambda p, **k: torch.optim.Adamax(p, lr=1e-2, **k),
+    "Adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=1e-2, **k),
+    "ASGD": lambda p, **k: torch.optim.ASGD(p, lr=1e-2, **k),
+    "Rprop": lambda p, **k: torch.optim.Rprop(p, lr=1e-2, **k),
+    "Adafactor": lambda p, **k: torch.optim.Adafactor(p, lr=1e-2, **k),
+}
+FUSED = ("AdamW", "AdamW, amsgrad", "Adam", "SGD", "SGD, momentum", "Adagrad")
+WIDTH, DEPTH = 96, 8
+
+
+def _trained(
+    make: Callable[..., torch.optim.Optimizer], way: str, dtypes: tuple[torch.dtype, ...]
+) -> list[torch.Tensor]:
+    """Parameters and states after four steps; the second has no gradients for half of them, and all are clipped."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=dtypes[i % len(dtypes)]) for i in range(DEPTH)]
+    params = [p for layer in layers for p in layer.parameters()]
+    optimizer = make(params, **{way: True})
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = None if step == 1 and i % 2 else torch.randn_like(p)
+        nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
+    states = [t for p in params for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+    return [t.detach().clone() for t in (*params, *states)]
+
+
+STEPS = [*((name, "foreach", 1) for name in OPTIMIZERS), *((name, "fused", 1) for name in FUSED)]
+STEPS += [
+    ("Adafactor", "foreach", 2),
+    ("AdamW", "fused", 2),
+    ("SGD, momentum", "foreach", 2),
+    ("SGD, momentum", "fused", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "way", "types"), STEPS)
+def test_steps(name: str, way: str, types: int, beyond: Callable[[str], int]) -> None:
+    dtypes = (torch.float32, torch.float64)[:types]
+    want = _trained(OPTIMIZERS[name], way, dtypes)
+    again = _trained(OPTIMIZERS[name], way, dtypes)
+    assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True)), "plain runs differ"
+    with memmgr.budget(beyond("700kB"), quiet=True) as mm:
+        got = _trained(OPTIMIZERS[name], way, dtypes)
+        moved = mm.stats()["offloads"] + mm.stats()["evictions"] + mm.stats()["clean_drops"]
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert moved > 0, "everything fitted, so nothing was tested"
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_the_working_set_is_a_slice(way: str, beyond: Callable[[str], int]) -> None:
+    """AdamW's lists are 16 bytes a parameter: 1.2 MB here, and a third of it is enough."""
+    with memmgr.budget(beyond("400kB"), quiet=True) as mm:
+        params = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(DEPTH)]
+        optimizer = torch.optim.AdamW(params, **{way: True})
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+    assert mm.stats()["slices"] > 0
+
+
+def test_what_a_scaler_unscales(beyond: Callable[[str], int]) -> None:
+    """One inf anywhere is an inf everywhere, in whichever slice it is."""
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        grads = [torch.randn(WIDTH, WIDTH) for _ in range(DEPTH)]
+        grads[2][3, 4] = float("inf")
+        found, scale = torch.zeros(1), torch.full((1,), 0.25)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
+        return [found, *grads]
+
+    want = run()
+    with memmgr.budget(beyond("280kB"), quiet=True) as mm:
+        got = run()
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert mm.stats()["slices"] > 0
+
+
+def test_what_a_slice_needs_comes_once(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
+    """Cut op by op, each of a step's dozen list ops would move all parameters and states."""
+
+    def moved() -> int:
+        with memmgr.budget(beyond("400kB"), policy="offload", quiet=True) as mm:
+            params = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(DEPTH)]
+            optimizer = torch.optim.AdamW(params, foreach=True)
+            for p in params:
+                p.grad = torch.randn_like(p)
+            for _ in range(4):
+                optimizer.step()
+        return int(mm.stats()["reload_bytes"])
+
+    sliced = moved()
+    monkeypatch.setattr(SlicedSteps, "install", lambda self: None)
+    assert sliced < 0.5 * moved()
+
+
+def test_torchs_functions_are_as_they_were() -> None:
+    adam = sys.modules["torch.optim.adam"]
+    before = adam._multi_tensor_adam
+    with memmgr.budget("1GB", quiet=True):
+        assert adam._multi_tensor_adam is not before
+    assert adam._multi_tensor_adam is before
