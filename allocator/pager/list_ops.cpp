@@ -10,12 +10,13 @@ namespace memmgr::pager {
 namespace {
 
 constexpr uint64_t kSharesOfBudget = 8;
-constexpr uint64_t kUnlimitedSlice = 64 << 20;  // so that a run that only measures has the floor of one with a budget
+constexpr uint64_t kUnlimitedSlice =
+    64 << 20;  // so that a run that only measures does not take whole lists for its floor
 
-uint64_t bytes_of(const c10::IValue& v) {
-  if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().has_storage()) return 0;
-  const uint64_t nbytes = v.toTensor().storage().nbytes();
-  return nbytes < budget.options.small_bytes ? 0 : nbytes;
+uint64_t slice_bytes() {
+  if (budget.options.slice_bytes) return budget.options.slice_bytes;
+  const uint64_t limit = mm_arena_budget(budget.arena);
+  return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
 }
 
 // On an accelerator torch looks at whole lists to choose between one kernel for all and one for each. Where all tensors
@@ -52,10 +53,26 @@ bool is_list_op(const c10::FunctionSchema& schema) {
   return true;
 }
 
-uint64_t slice_bytes() {
-  if (budget.options.slice_bytes) return budget.options.slice_bytes;
-  const uint64_t limit = mm_arena_budget(budget.arena);
-  return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
+uint64_t bytes_in_list(const at::Tensor& t) {
+  if (!t.defined() || !t.has_storage()) return 0;
+  const uint64_t nbytes = t.storage().nbytes();
+  return nbytes < budget.options.small_bytes ? 0 : nbytes;
+}
+
+std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {
+  const uint64_t most = slice_bytes();
+  std::vector<size_t> at{0};
+  uint64_t slice = 0;
+  for (size_t k = 0; k < bytes.size(); ++k) {
+    if (slice > 0 && slice + bytes[k] > most) {
+      at.push_back(k);
+      slice = 0;
+    }
+    slice += bytes[k];
+  }
+  if (at.size() == 1) return {};
+  at.push_back(bytes.size());
+  return at;
 }
 
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
@@ -64,31 +81,16 @@ std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t length = args[0].isList() ? args[0].toListRef().size() : 0;
   if (length < 2) return {};
   std::vector<uint64_t> bytes(length, 0);
-  uint64_t total = 0;
   for (size_t i = 0; i < n; ++i) {
     if (!args[i].isList()) continue;
-    const auto list = args[i].toList();
+    const auto list = args[i].toListRef();
     if (list.empty()) continue;
     if (list.size() != length) return {};
-    for (size_t k = 0; k < length; ++k) {
-      const uint64_t more = bytes_of(list.get(k));
-      bytes[k] += more;
-      total += more;
-    }
+    for (size_t k = 0; k < length; ++k)
+      if (list[k].isTensor()) bytes[k] += bytes_in_list(list[k].toTensor());
   }
-  const uint64_t most = slice_bytes();
-  if (total <= most || (!budget.pool->on_host() && !all_plain(args, n))) return {};
-  std::vector<size_t> at{0};
-  uint64_t slice = 0;
-  for (size_t k = 0; k < length; ++k) {
-    if (slice > 0 && slice + bytes[k] > most) {
-      at.push_back(k);
-      slice = 0;
-    }
-    slice += bytes[k];
-  }
-  at.push_back(length);
-  if (at.size() == 2) return {};  // one index has it all
+  std::vector<size_t> at = cuts(bytes);
+  if (!at.empty() && !budget.pool->on_host() && !all_plain(args, n)) return {};
   return at;
 }
 

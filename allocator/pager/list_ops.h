@@ -13,10 +13,12 @@ namespace memmgr::pager {
 // Can calls of this op be cut?
 bool is_list_op(const c10::FunctionSchema& schema);
 
-// What the lists of one slice hold at most, in bytes, unless a single index has more.
-uint64_t slice_bytes();
-
-// Where the call on top of the stack is cut: the first index of each slice, and the end; empty: it is not.
+// Of lists with so many bytes at each index: the first index of each slice, and the end; empty: they stay whole. A
+// slice has a share of the budget at most, unless a single index has more.
+std::vector<size_t> cuts(const std::vector<uint64_t>& bytes);
+// What counts of a tensor: what can leave.
+uint64_t bytes_in_list(const at::Tensor& t);
+// Of the call on top of the stack.
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack);
 // The arguments of one slice, from `first` to before `end`.
 torch::jit::Stack slice_of(const c10::IValue* args, size_t n, size_t first, size_t end);

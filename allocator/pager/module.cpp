@@ -366,7 +366,27 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_slice_bytes(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(slice_bytes()); }
+// cuts(lists) -> [the first index of each slice, ..., the end], []: they stay whole. Lists of tensors, or None, of one
+// length.
+PyObject* py_cuts(PyObject*, PyObject* lists) {
+  if (!PyList_Check(lists)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
+  std::vector<uint64_t> bytes;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); ++i) {
+    PyObject* one = PyList_GET_ITEM(lists, i);
+    if (!PyList_Check(one)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
+    bytes.resize(std::max(bytes.size(), static_cast<size_t>(PyList_GET_SIZE(one))));
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
+      if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o))
+        bytes[static_cast<size_t>(k)] += bytes_in_list(THPVariable_Unpack(o));
+  }
+  PyObject* found = PyList_New(0);
+  for (const size_t at : cuts(bytes)) {
+    PyObject* number = found ? PyLong_FromSize_t(at) : nullptr;
+    if (!number || PyList_Append(found, number) < 0) Py_CLEAR(found);
+    Py_XDECREF(number);
+  }
+  return found;
+}
 
 PyObject* py_set_slice_bytes(PyObject*, PyObject* o) {
   const uint64_t n = PyLong_AsUnsignedLongLong(o);
@@ -394,7 +414,7 @@ PyMethodDef methods[] = {
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
-    {"slice_bytes", py_slice_bytes, METH_NOARGS, "what the lists of one slice of an optimizer's step hold at most"},
+    {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {nullptr, nullptr, 0, nullptr}};

@@ -38,9 +38,9 @@ void note_profiler(bool on) {
   if (profiled.load(std::memory_order_relaxed) != on) set_asker(profiled, on);
 }
 
-void note_home(Cell* c) {
+void note_queued_home(Cell* c) {
   const void* p = c->bytes.get();
-  c->home = c->pool->queue() && p && mm_arena_owns(c->pool->arena, p) ? c->pool->home(p) : kNobodys;
+  c->home = p && mm_arena_owns(c->pool->arena, p) ? c->pool->home(p) : kNobodys;
 }
 
 void use_queued(Cell* c) {

@@ -15,7 +15,10 @@ void note_profiler(bool on);
 void forget_askers();  // when a budget opens
 
 // The cell has other bytes: in whose order their block was allocated. The caller has it busy.
-void note_home(Cell* c);
+void note_queued_home(Cell* c);
+inline void note_home(Cell* c) {
+  if (C10_UNLIKELY(!c->pool->on_host())) note_queued_home(c);
+}
 
 void use_queued(Cell* c);
 // What this thread queues from now on may use the bytes. The caller has a pin, and they are there.

@@ -47,13 +47,13 @@ class SlicedSteps:
     def _sliced(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def step(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-            lists = [params, *(a for a in args if isinstance(a, list) and len(a) == len(params))]
             if torch.compiler.is_compiling() or is_capturing(self._device):
                 return original(params, *args, **kwargs)
-            cuts = _cuts(lists, self._pager.slice_bytes())
+            lists = [params, *(a for a in args if isinstance(a, list) and len(a) == len(params))]
+            cuts = self._pager.cuts(lists)
             # Asked of the whole list: are there no momenta yet?
             whole_asked = original.__name__ == "_fused_sgd" and any(len({t is None for t in one}) > 1 for one in lists)
-            if len(cuts) < 3 or whole_asked or not _alike(lists, self._device):
+            if not cuts or whole_asked or not _alike(lists, self._device):
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
@@ -66,18 +66,6 @@ class SlicedSteps:
             return None
 
         return step
-
-
-def _cuts(lists: list[list[Any]], most: int) -> list[int]:
-    """The first index of each slice, and the end. A slice has so many bytes at most, unless a single index has more."""
-    cuts, held = [0], 0
-    for index, row in enumerate(zip(*lists, strict=True)):
-        size = sum(t.nbytes for t in row if isinstance(t, torch.Tensor) and t.layout == torch.strided)
-        if held and held + size > most:
-            cuts.append(index)
-            held = 0
-        held += size
-    return [*cuts, len(lists[0])]
 
 
 def _alike(lists: list[list[Any]], device: torch.device) -> bool:

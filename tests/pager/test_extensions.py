@@ -138,6 +138,18 @@ def test_a_pin_outside_of_a_budget_is_nothing() -> None:
         pass
 
 
+def test_a_pin_that_outlives_its_budget(large_only: None) -> None:
+    t = torch.ones(N) + 0
+    with memmgr.budget("1GB", quiet=True):
+        pinned = memmgr.pin(t)
+    assert torch.equal(t, torch.ones(N))
+    pinned.release()
+    assert torch.equal(t + 1, torch.full((N,), 2.0))
+    with memmgr.budget("1GB", quiet=True):
+        assert native.load().take_away(t, 1) > 0
+        assert torch.equal(t, torch.ones(N))
+
+
 def test_a_library_of_ops_that_was_loaded_before(library: Path) -> None:
     """It has no module, so nothing else shows that there are ops above the kernel."""
     script = """

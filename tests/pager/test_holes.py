@@ -216,6 +216,20 @@ def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> N
     assert "memmgr" not in done.stderr, done.stderr[:3000]
 
 
+def test_the_trap_is_back_when_the_profiler_has_ended() -> None:
+    """Also for what left before it began, or while it ran."""
+    before, while_it_ran = torch.ones(4096) + 0, torch.ones(4096) + 0
+    with memmgr.budget("1GB", quiet=True):
+        native = memmgr.native.pager.load()
+        native.take_away(before, 1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            native.take_away(while_it_ran, 1)
+        for x in (before, while_it_ran):
+            with pytest.raises(RuntimeError, match="not in memory at this moment"):
+                torch._C.TensorBase.data_ptr(x)  # below the wrapper
+            assert torch.equal(x, torch.ones(4096))
+
+
 def test_a_thread_waits_until_others_have_written_to_what_they_have_made(
     large_only: None, beyond: Callable[[str], int]
 ) -> None:
