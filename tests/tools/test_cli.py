@@ -47,6 +47,22 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"memmgr {version('memmgr')}"
 
 
+def test_torchs_entry_point_finds_what_cudas_allocator_needs() -> None:
+    """Whoever imports our native half first imports torch in its middle, and torch calls us back for CUDA's allocator: with a
+    torch for CUDA that found a module half made, and no test could be collected."""
+    script = """
+import memmgr
+
+def install():  # as where torch is built for CUDA
+    import memmgr._cuda
+
+memmgr._install = install
+import memmgr.native.build
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_the_command_and_the_autoload_hook_are_registered() -> None:
     assert [e.value for e in entry_points(group="console_scripts", name="memmgr")] == ["memmgr.tools.cli:main"]
     assert [e.value for e in entry_points(group="torch.backends", name="memmgr")] == ["memmgr._environ:autoload"]
