@@ -51,7 +51,7 @@ def _records(trace: Trace) -> Iterator[dict[str, Any]]:
             yield {"free": trace.released_before[k]}
         if k < len(trace.ops):
             yield _ran(trace.ops[k], [trace.storages[s] for s in trace.ops[k].outputs])
-    yield {"end": len(trace.ops)}
+    yield {"end": len(trace.ops), **({"cycle": trace.cycle} if trace.cycle else {})}
 
 
 def _ran(op: Op, outputs: list[Storage]) -> dict[str, Any]:
@@ -100,6 +100,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
     storages: list[Storage] = []
     backward_at: int | None = None
     ended = False
+    cycle: tuple[tuple[int, int], ...] = ()
     for number, line in lines:
         record = _object(number, line)
         try:
@@ -109,6 +110,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
                 ended = True
                 if record["end"] != len(ops):
                     raise TraceError(f"{record['end']} ops announced, {len(ops)} found")
+                cycle = tuple((int(end), int(start)) for end, start in record.get("cycle", ()))
             elif "backward" in record:
                 backward_at = len(ops)
             elif "free" in record:
@@ -125,7 +127,8 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
     if not ended:
         raise TraceError(f"cut short: no end after line {number} ({len(ops)} ops)")
     links = tuple(TierLink(**link) for link in head["links"])
-    return Trace(tuple(ops), tuple(storages), head["device"], backward_at, links, head["copy_on_write"]).check()
+    how = head["copy_on_write"]
+    return Trace(tuple(ops), tuple(storages), head["device"], backward_at, links, how, cycle=cycle).check()
 
 
 def _object(number: int, line: str) -> dict[str, Any]:

@@ -19,16 +19,17 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memmgr._sizes import need_share, parse_size
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_online, delta_taco
@@ -188,6 +189,8 @@ def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:
 
 
 def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | None:
+    if trace.cycle and tier is not None:
+        return least_seconds(trace, budget, tier) / trace.seconds if trace.seconds else None
     extra = lower_bound_seconds(trace, budget, link=tier)
     return 1.0 + extra / trace.seconds if trace.seconds and extra < float("inf") else None
 
@@ -196,7 +199,14 @@ def _all(trace: Trace, tier: TierLink | None) -> list[str]:
     return list(ALL_WITH_LINK if tier else ALL)
 
 
-_Outcome = tuple[bool, list[Step], str]
+class _Outcome(NamedTuple):
+    """What a policy decided; `away` and `clean`: of a cycle, as `replay` takes them."""
+
+    feasible: bool
+    steps: list[Step]
+    why: str
+    away: Sequence[int] = ()
+    clean: Sequence[int] = ()
 
 
 def _simulate(
@@ -204,13 +214,14 @@ def _simulate(
 ) -> tuple[Result, list[Step]]:
     decide = _policy(name, tier)
     began = time.perf_counter()
-    feasible, steps, why = decide(trace, budget)
+    feasible, steps, why, away, clean = decide(trace, budget)
     seconds = time.perf_counter() - began
     rates: dict[str, Any] = {}
     if tier is not None:
         rates = {"write_rate": tier.write_bytes_per_second, "read_rate": tier.read_bytes_per_second}
         rates["latency_seconds"] = tier.latency_seconds
-    cost = replay(trace, steps, budget, **rates)
+        rates["shared"] = tier.shared
+    cost = replay(trace, steps, budget, away=away, clean=clean, **rates)
     if feasible and not cost.valid:
         raise AssertionError(f"{name} broke a rule: {cost.why}")  # a bug of ours, with its stack
     overhead = cost.seconds / trace.seconds if feasible and trace.seconds else (1.0 if feasible else None)
@@ -238,7 +249,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
 
 
 def _outcome(run: Run) -> _Outcome:
-    return run.feasible, run.steps, run.why
+    return _Outcome(run.feasible, run.steps, run.why)
 
 
 def _auto(trace: Trace, budget: int) -> _Outcome:
@@ -251,12 +262,13 @@ def _online(trace: Trace, budget: int) -> _Outcome:
     if not trace.copy_on_write:
         raise _Refused("online is for operator logs: in a measured pass the program itself holds tensors; try auto")
     feasible, machine = run_online(trace, budget)
-    return feasible, machine.steps, machine.why
+    return _Outcome(feasible, machine.steps, machine.why)
 
 
 def _plan(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
     made = plan(trace, budget, link=tier)
-    return made.feasible, list(made.steps), "" if made.feasible else "no plan was found"
+    why = "" if made.feasible else "no plan was found"
+    return _Outcome(made.feasible, list(made.steps), why, made.away, made.clean)
 
 
 def _write(path: Path, trace: Trace, steps: list[Step]) -> None:

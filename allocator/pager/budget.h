@@ -59,5 +59,7 @@ uint64_t now_ns();
 // The clock of staleness and costs: ticks that are cheap to read, all of one length.
 uint64_t ticks();
 double seconds_of_ticks(uint64_t n);
+// For tests: each look at the clock takes so many ticks, and nothing else does; 0: the machine's time again.
+void count_ticks(uint64_t step);
 
 }  // namespace memmgr::pager

@@ -26,10 +26,12 @@ struct Going {
 struct Follower {
   std::list<FollowedPlan> plans;  // the latest first
   const FollowedPlan* leads = nullptr;
-  bool decided = false;                                      // a plan leads, or none does
+  bool decided = false;  // a plan leads, or none does
+  bool repeats = false;  // the period before was the plan's as well: it may name cells by their ordinals in that one
   size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
   std::deque<Going> going;
-  std::vector<uint32_t> turns;  // by ordinal: the departure that counts; an older one has been overtaken by its return
+  std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
+                                // one has been overtaken by its return
   std::vector<uint32_t> deferred;  // reads that found no room
   bool ran_short = false;
 };
@@ -55,6 +57,7 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
     f.deferred.clear();
     return;
   }
+  f.repeats = hash_before_locked() == plan->hashes.back();
   f.departures = at_or_after(plan->departures, position);
   f.writes = at_or_after(plan->writes, position);
   f.reads = at_or_after(plan->reads, position);
@@ -62,8 +65,14 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
 }
 
 uint32_t& turn_of(Follower& f, uint32_t ordinal) {
-  if (ordinal >= f.turns.size()) f.turns.resize(ordinal + 1);
-  return f.turns[ordinal];
+  const size_t at = 2 * static_cast<size_t>(ordinal & ~kBefore) + (ordinal & kBefore ? 1 : 0);
+  if (at >= f.turns.size()) f.turns.resize(at + 1);
+  return f.turns[at];
+}
+
+// Null: it has died, or is not the cell that the plan means.
+Cell* cell_locked(const Follower& f, uint32_t ordinal) {
+  return (ordinal & kBefore) && !f.repeats ? nullptr : cell_of_ordinal_locked(ordinal);
 }
 
 void depart_locked(Follower& f, const PlanRow& row) {
@@ -78,13 +87,13 @@ void read_ahead(std::vector<uint32_t> due) {
     StoragePtr held;
     {
       std::lock_guard<std::mutex> lock(graph_lock());
-      c = cell_of_ordinal_locked(ordinal);
+      c = cell_locked(follower(), ordinal);
       if (!c || c->resident() || !c->storage._unsafe_get_target()) continue;
       held = hold(c);
     }
     if (!held) continue;
     bool begun = begin_read(c);
-    if (!begun && let_planned_go(c->nbytes)) begun = begin_read(c);
+    if (!begun && let_planned_go(c->nbytes, true)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
     drop(std::move(held));
     if (!later.empty()) {  // in order: what comes first is wanted first
@@ -206,7 +215,7 @@ void follow_after(uint32_t position) {
     if (!f.leads) return;
     const FollowedPlan& p = *f.leads;
     for (; f.writes < p.writes.size() && p.writes[f.writes].position <= position; ++f.writes) {
-      Cell* c = cell_of_ordinal_locked(p.writes[f.writes].ordinal);
+      Cell* c = cell_locked(f, p.writes[f.writes].ordinal);
       if (c && c->resident() && begin_write_locked(c)) ended.push_back(c);
     }
     for (; f.departures < p.departures.size() && p.departures[f.departures].position <= position; ++f.departures) {
@@ -219,10 +228,10 @@ void follow_after(uint32_t position) {
   if (!deferred.empty()) read_ahead(std::move(deferred));
 }
 
-uint64_t let_planned_go(uint64_t want) {
+uint64_t let_planned_go(uint64_t want, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
-  std::vector<Going> pinned;
+  std::vector<Going> pinned;  // and what has no copy yet, where nobody waits
   while (released < want) {
     Cell* c = nullptr;
     Going next{};
@@ -233,9 +242,9 @@ uint64_t let_planned_go(uint64_t want) {
       next = f.going.front();
       f.going.pop_front();
       if (turn_of(f, next.ordinal) != next.turn) continue;
-      c = cell_of_ordinal_locked(next.ordinal);
+      c = cell_locked(f, next.ordinal);
       if (!c || !c->resident()) continue;
-      if (!claim_locked(c)) {
+      if ((ahead && next.way == Way::kOffload && c->slot < 0) || !claim_locked(c)) {
         pinned.push_back(next);
         continue;
       }

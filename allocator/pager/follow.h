@@ -14,7 +14,7 @@ enum class Row : uint8_t { kMake, kDrop, kOffload };  // the last two: it may le
 
 struct PlanRow {
   uint32_t position;
-  uint32_t ordinal;
+  uint32_t ordinal;  // with kBefore: of the period before
   Row what;
 };
 
@@ -42,8 +42,9 @@ bool plan_leads();
 void follow_before(uint32_t position);
 void follow_position_locked(uint32_t position, uint64_t hash);
 void follow_after(uint32_t position);
-// What the plan lets go, as far as it is needed: from inside malloc. Returns the bytes released.
-uint64_t let_planned_go(uint64_t want);
+// What the plan lets go, as far as it is needed: from inside malloc, or for a read `ahead`, which waits for no write.
+// Returns the bytes released.
+uint64_t let_planned_go(uint64_t want, bool ahead = false);
 // Malloc had to choose for itself.
 void note_short();
 

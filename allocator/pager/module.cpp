@@ -41,17 +41,31 @@ uint64_t now_ns() {
 }
 
 #if defined(__x86_64__)
-uint64_t ticks() { return __builtin_ia32_rdtsc(); }
+static uint64_t clock_ticks() { return __builtin_ia32_rdtsc(); }
 #else
-uint64_t ticks() { return now_ns(); }
+static uint64_t clock_ticks() { return now_ns(); }
 #endif
+
+static std::atomic<uint64_t> each_look{0}, counted{0};
+
+uint64_t ticks() {
+  const uint64_t step = each_look.load(std::memory_order_relaxed);
+  return step ? counted.fetch_add(step, std::memory_order_relaxed) + step : clock_ticks();
+}
+
+void count_ticks(uint64_t step) {
+  if (each_look.load() == 0) counted = clock_ticks();
+  while (step == 0 && each_look.load() && clock_ticks() < counted.load()) {
+  }
+  each_look = step;
+}
 
 double seconds_of_ticks(uint64_t n) {
   static const double each = [] {
-    const uint64_t t0 = now_ns(), c0 = ticks();
+    const uint64_t t0 = now_ns(), c0 = clock_ticks();
     while (now_ns() - t0 < 2000000) {
     }
-    return static_cast<double>(now_ns() - t0) * 1e-9 / static_cast<double>(ticks() - c0);
+    return static_cast<double>(now_ns() - t0) * 1e-9 / static_cast<double>(clock_ticks() - c0);
   }();
   return static_cast<double>(n) * each;
 }
@@ -359,6 +373,14 @@ PyObject* py_set_errors(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// count_ticks(step): time passes by so much with each look at the clock, whatever else the machine does; 0: as it does
+PyObject* py_count_ticks(PyObject*, PyObject* o) {
+  const unsigned long long step = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  count_ticks(step);
+  Py_RETURN_NONE;
+}
+
 PyObject* py_set_link(PyObject*, PyObject* o) {
   const double seconds = PyFloat_AsDouble(o);
   if (PyErr_Occurred()) return nullptr;
@@ -413,6 +435,7 @@ PyMethodDef methods[] = {
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
+    {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
     {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},

@@ -53,10 +53,11 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
   }
   last_timeline() = std::move(ended);
   const Timeline& t = last_timeline();
-  return Py_BuildValue("{sK sn sO sO sK sO}", "hash", static_cast<unsigned long long>(t.hash()), "ops",
-                       static_cast<Py_ssize_t>(t.ops.size()), "followed", followed.to_the_end ? Py_True : Py_False,
-                       "short", followed.ran_short ? Py_True : Py_False, "trials",
-                       static_cast<unsigned long long>(t.trials), "overflow", t.overflow ? Py_True : Py_False);
+  return Py_BuildValue("{sK sK sn sO sO sK sO}", "before", static_cast<unsigned long long>(t.before), "hash",
+                       static_cast<unsigned long long>(t.hash()), "ops", static_cast<Py_ssize_t>(t.ops.size()),
+                       "followed", followed.to_the_end ? Py_True : Py_False, "short",
+                       followed.ran_short ? Py_True : Py_False, "trials", static_cast<unsigned long long>(t.trials),
+                       "overflow", t.overflow ? Py_True : Py_False);
 }
 
 // turn_period(): an outermost backward begins
@@ -119,7 +120,8 @@ PyObject* py_timeline(PyObject*, PyObject*) {
                     set(d, "ordinal", bytes_of(ordinals)) && set(d, "flags", bytes_of(flags)) &&
                     set(d, "bits", bytes_of(bits)) && set(d, "deaths", bytes_of(deaths)) &&
                     set(d, "sizes", bytes_of(t.sizes)) && set(d, "fixed", bytes_of(t.fixed)) &&
-                    set(d, "hashes", bytes_of(t.hashes)) && set(d, "turn", PyLong_FromLongLong(t.turn));
+                    set(d, "prior", bytes_of(t.prior)) && set(d, "hashes", bytes_of(t.hashes)) &&
+                    set(d, "turn", PyLong_FromLongLong(t.turn));
   if (!done) Py_CLEAR(d);
   return d;
 }
@@ -196,6 +198,7 @@ void forget_periods() {
   end_following(0);
   drop_plans();
   next_period(false);
+  next_period(false);  // nor is it the period before any other
   last_timeline() = Timeline();
 }
 

@@ -16,7 +16,8 @@ constexpr size_t kMostOps = 200000;  // what is longer is no period
 struct Period {
   uint32_t number = 1;
   Timeline noted;
-  std::vector<Cell*> live;  // by ordinal
+  std::vector<Cell*> live;      // by ordinal
+  std::vector<Cell*> previous;  // of the period before, by its ordinals
   uint64_t running = 0x9E3779B97F4A7C15ull;
   uint64_t last_end = 0;  // ticks
   uint64_t trials_before = 0;
@@ -36,6 +37,8 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
   *first = c->period != p.number;
   if (*first) {
+    const bool known = c->period + 1 == p.number && c->ordinal < p.previous.size() && p.previous[c->ordinal] == c;
+    p.noted.prior.push_back(known ? c->ordinal : kNoOrdinal);
     c->period = p.number;
     c->ordinal = static_cast<uint32_t>(p.live.size());
     p.live.push_back(c);
@@ -126,7 +129,14 @@ void Moment::left() {
 
 void forget_in_timeline_locked(Cell* c) {
   Period& p = period();
-  if (c->period == p.number && c->ordinal < p.live.size()) p.live[c->ordinal] = nullptr;
+  uint32_t prior = kNoOrdinal;
+  if (c->period == p.number && c->ordinal < p.live.size()) {
+    p.live[c->ordinal] = nullptr;
+    prior = p.noted.prior[c->ordinal];
+  } else if (c->period + 1 == p.number) {
+    prior = c->ordinal;
+  }
+  if (prior < p.previous.size() && p.previous[prior] == c) p.previous[prior] = nullptr;
 }
 
 void note_death_locked(const Cell* c) {
@@ -136,9 +146,13 @@ void note_death_locked(const Cell* c) {
 }
 
 Cell* cell_of_ordinal_locked(uint32_t ordinal) {
-  Period& p = period();
-  return ordinal < p.live.size() ? p.live[ordinal] : nullptr;
+  const Period& p = period();
+  const std::vector<Cell*>& cells = ordinal & kBefore ? p.previous : p.live;
+  ordinal &= ~kBefore;
+  return ordinal < cells.size() ? cells[ordinal] : nullptr;
 }
+
+uint64_t hash_before_locked() { return period().noted.before; }
 
 void turn_period() {
   if (!timeline_on.load(std::memory_order_relaxed)) return;
@@ -154,8 +168,11 @@ Timeline next_period(bool noted) {
   Timeline ended = std::move(p.noted);
   ended.trials = trials - p.trials_before;
   const uint32_t number = p.number + 1;
+  std::vector<Cell*> previous = std::move(p.live);
   p = Period();
   p.number = number;
+  p.previous = std::move(previous);
+  p.noted.before = ended.overflow ? 0 : ended.hash();
   p.trials_before = trials;
   timeline_on = noted;
   return ended;

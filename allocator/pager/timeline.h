@@ -15,6 +15,10 @@
 
 namespace memmgr::pager {
 
+constexpr uint32_t kNoOrdinal = ~0u;
+// Of a cell that this period has not met yet: the ordinal that it had in the period before.
+constexpr uint32_t kBefore = 1u << 31;
+
 constexpr uint8_t kTouchWrites = 1;
 constexpr uint8_t kTouchMakes = 2;   // the cell was born in this op
 constexpr uint8_t kTouchRecipe = 4;  // of what it makes or writes: its op may run again
@@ -41,9 +45,11 @@ struct Timeline {
   std::vector<uint64_t> hashes;                       // of all up to each position
   std::vector<uint64_t> sizes;                        // by ordinal
   std::vector<uint8_t> fixed;                         // by ordinal: it cannot leave (escaped)
+  std::vector<uint32_t> prior;                        // by ordinal: its ordinal in the period before, or kNoOrdinal
   std::vector<std::pair<uint32_t, uint32_t>> deaths;  // (ops begun, ordinal)
   int64_t turn = -1;                                  // the op at which backward began
   uint64_t trials = 0;                                // kinds that were tried meanwhile
+  uint64_t before = 0;                                // the hash of the period before; 0: it was not noted
   bool overflow = false;
 
   uint64_t hash() const { return hashes.empty() ? 0 : hashes.back(); }
@@ -68,8 +74,10 @@ class Moment {
 
 void forget_in_timeline_locked(Cell* c);
 void note_death_locked(const Cell* c);
-// The cell of this period with that ordinal; null: it has died.
+// The cell of this period with that ordinal, of the period before with kBefore in it; null: it has died.
 Cell* cell_of_ordinal_locked(uint32_t ordinal);
+// The hash of the period before this one; 0: it was not noted.
+uint64_t hash_before_locked();
 
 // An outermost backward begins here.
 void turn_period();

@@ -31,7 +31,7 @@ from .plans import Plans
 from .ranking import Ranker, order_of
 from .steps import SlicedSteps
 
-_links: dict[tuple[Any, ...], float] = {}
+_links: dict[tuple[Any, ...], tuple[float, float]] = {}
 """What a byte takes one way to each tier that this process has had, in seconds."""
 
 
@@ -207,9 +207,12 @@ class PagerRuntime:
                 break
             times = self.native.tier_probe(size)
             if times is not None:
-                _links[self._tier] = sum(times) / (2 * size)
+                write, read, cpu = times
+                _links[self._tier] = (write + read) / (2 * size), cpu / (2 * size)
         if self._tier in _links:
-            self.native.set_link(_links[self._tier])
+            seconds, cpu = _links[self._tier]
+            self.native.set_link(seconds)
+            self.plans.cpu_seconds_per_byte = cpu if self.config.device.type == "cpu" else 0.0
 
     def summary(self) -> str:
         """One line."""

@@ -25,11 +25,15 @@ class Scheduled:
         steps: the schedule.
         overhead: predicted time over the unmanaged one's.
         lower_bound: no schedule takes less, in the same unit; None: the planner has none.
+        away: what is below when the period begins.
+        moved_bytes: what it writes and reads; 0: not counted.
     """
 
     steps: Sequence[Step]
     overhead: float
     lower_bound: float | None = None
+    away: Sequence[int] = ()
+    moved_bytes: int = 0
 
     @property
     def rematerialized(self) -> int:
@@ -48,7 +52,9 @@ Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
 
 def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
     made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False)
-    return Scheduled(made.steps, made.overhead, made.lower_bound) if made.feasible else None
+    if not made.feasible:
+        return None
+    return Scheduled(made.steps, made.overhead, made.lower_bound, made.away, made.moved_bytes)
 
 
 def _published(system: Callable[[Trace, int, TierLink | None], Run]) -> Planner:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies.trace import TierLink
@@ -46,6 +46,7 @@ class _Known:
 
     of: Measured
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
+    repeats: bool  # whether the period before it was the same
     tries: int = 0
     made: Scheduled | None = None
     error: str = ""
@@ -63,6 +64,9 @@ class Plans:
         below_bytes: its room; 0: the file system's.
         device: the type of the managed one.
         happened: told of each (`Telemetry.happened`).
+
+    Attributes:
+        cpu_seconds_per_byte: what a copy takes of the CPU that computes, see `TierLink`.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Plans:
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
+        self.cpu_seconds_per_byte = 0.0
         self.made = 0
         self.seconds = 0.0
 
@@ -101,6 +106,7 @@ class Plans:
         if self._planner is None:
             return
         key, trials = ended["hash"], ended["trials"]
+        repeats = self._offload and ended["before"] == key  # what lives on cannot leave without a tier
         known = self._known.get(key)
         if known is None:
             before = key in self._met
@@ -111,15 +117,15 @@ class Plans:
             # before: where no period is like another, planning buys nothing.
             if self._busy() or (len(self._known) >= FIRST_PLANS and not before):
                 return
-            known = self._known[key] = _Known(self.measured(), trials)
+            known = self._known[key] = _Known(self.measured(repeats=repeats), trials, repeats)
             while len(self._known) > MOST_PLANS:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(key)
             if self._busy():
                 return
-            if trials < known.trials:
-                known.of, known.trials = self.measured(), trials
+            if trials < known.trials or repeats > known.repeats:
+                known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
             elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
                 known.tries += 1
             else:
@@ -135,11 +141,13 @@ class Plans:
         if not self._offload:
             return ()
         write, read = self._pager.link()
-        return (TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None),)
+        link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, self.cpu_seconds_per_byte)
+        # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
+        return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(self) -> Measured:
-        """The period that was noted last."""
-        return measured(self._pager.timeline(), self.links(), self._device)
+    def measured(self, *, repeats: bool = False) -> Measured:
+        """The period that was noted last; `repeats`: the one before it was the same."""
+        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats)
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None
@@ -155,7 +163,7 @@ class Plans:
                 known.tries = MOST_TRIES
             else:
                 known.made = made
-                self._pager.add_plan(known.of.hashes, *rows(known.of, made.steps).packed())
+                self._pager.add_plan(known.of.hashes, *rows(known.of, made.steps, made.away).packed())
                 self.made += 1
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
             known.error = f"{type(error).__name__}: {error}"

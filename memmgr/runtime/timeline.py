@@ -27,6 +27,7 @@ BETWEEN = "(between ops)"
 UNPACK = "(unpack)"
 _PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
 _WRITES, _MAKES, _RECIPE, _FIRST = 1, 2, 4, 8  # allocator/pager/timeline.h
+_BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS = 0, 1, 2
 """What a row says; `allocator/pager/follow.h`."""
@@ -42,18 +43,21 @@ class Measured:
         trace: what ran.
         position: of each op of the trace, the pager's; of one that is not the pager's, that of the next.
         ordinal: of each storage, its cell's; -1: it has none.
+        before: of each storage that the cycle begins with, its cell's in the period before, as the pager takes it.
         hashes: by which the pager knows the period again.
     """
 
     trace: Trace
     position: list[int]
     ordinal: list[int]
+    before: dict[int, int]
     hashes: bytes
 
 
 class _Builder:
-    def __init__(self, columns: TimelineColumns) -> None:
+    def __init__(self, columns: TimelineColumns, repeats: bool) -> None:
         c = columns
+        self.repeats = repeats
         self.names = c["names"]
         self.op = np.frombuffer(c["op"], dtype=np.int32).tolist()
         self.first_touch = [*np.frombuffer(c["first_touch"], dtype=np.uint32).tolist(), len(c["flags"])]
@@ -66,6 +70,7 @@ class _Builder:
         self.bits = np.frombuffer(c["bits"], dtype=np.uint32).tolist()
         self.sizes = np.frombuffer(c["sizes"], dtype=np.uint64).tolist()
         self.fixed = list(c["fixed"])
+        self.prior = np.frombuffer(c["prior"], dtype=np.uint32).tolist()
         self.deaths: list[list[int]] = [[] for _ in range(len(self.op) + 1)]
         for at, ordinal in np.frombuffer(c["deaths"], dtype=np.uint32).reshape(-1, 2).tolist():
             self.deaths[min(at, len(self.op))].append(ordinal)
@@ -118,7 +123,17 @@ class _Builder:
             Storage(s.name, s.size_bytes, s.maker, self.released.get(i, HELD), self.pinned(i, s))
             for i, s in enumerate(self.storages)
         )
-        return Trace(tuple(self.ops), storages, device, self.backward_at, links, copy_on_write=False)
+        return Trace(
+            tuple(self.ops), storages, device, self.backward_at, links, copy_on_write=False, cycle=self.cycle()
+        )
+
+    def cycle(self) -> tuple[tuple[int, int], ...]:
+        if not self.repeats:
+            return ()
+        met = ((self.now.get(self.prior[o]), s) for s, o in enumerate(self.ordinal) if o >= 0 and self.fixed[o] == 0)
+        return tuple(
+            (end, s) for end, s in met if end is not None and self.ops[self.storages[s].maker].kind == OpKind.CONSTANT
+        )
 
     def pinned(self, storage: int, s: Storage) -> int:
         ordinal = self.ordinal[storage]
@@ -176,20 +191,24 @@ class _Builder:
             self.add(Op(UNPACK, size * _PACK_SECONDS_PER_BYTE, (bits,), (new,)), k)
 
 
-def measured(columns: TimelineColumns, links: tuple[TierLink, ...], device: str = "cpu") -> Measured:
+def measured(
+    columns: TimelineColumns, links: tuple[TierLink, ...], device: str = "cpu", *, repeats: bool = False
+) -> Measured:
     """The period that ended last.
 
     Args:
         columns: from the pager.
         links: the tiers below, as they were measured.
         device: the type of the managed one.
+        repeats: whether the period before it was the same, so that the trace is a cycle.
 
     Raises:
         TraceError: the columns do not make a trace.
     """
-    builder = _Builder(columns)
+    builder = _Builder(columns, repeats)
     trace = builder.build(links, device).check()
-    return Measured(trace, builder.position, builder.ordinal, builder.hashes)
+    before = {s: _BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
+    return Measured(trace, builder.position, builder.ordinal, before, builder.hashes)
 
 
 @dataclass(frozen=True)
@@ -217,12 +236,25 @@ class PlanRows:
         return departures, writes, reads, groups, kept
 
 
-def rows(of: Measured, steps: Sequence[Step]) -> PlanRows:
+def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> PlanRows:
     """A schedule's decisions by position and ordinal.
 
     What the program has let go of by then needs no row: it is made again with whatever reads it.
+
+    Args:
+        of: the period.
+        steps: the schedule.
+        below: constants that are not resident when it begins.
     """
     trace, n = of.trace, len(of.trace.ops)
+    first: dict[int, int] = {}  # of what the cycle begins with, the op that touches it first
+    for k, op in enumerate(trace.ops):
+        for s in op.inputs:
+            if s in of.before:
+                first.setdefault(s, k)
+
+    def cell(s: int) -> int:
+        return of.before[s] if done <= first.get(s, -1) else of.ordinal[s]
 
     def before(k: int) -> int:
         return of.position[k] if k < n else (of.position[-1] + 1 if n else 0)
@@ -231,19 +263,23 @@ def rows(of: Measured, steps: Sequence[Step]) -> PlanRows:
         between = trace.ops[k].name == BETWEEN
         return max(of.position[k] - between, 0)
 
+    held = {s for pair in trace.cycle for s in pair}  # comes back in another pass
     found: dict[str, Rows] = {"departures": [], "writes": [], "reads": [], "groups": []}
     resident: set[int] = set()
     away: dict[
         int, tuple[str, int]
     ] = {}  # whose departure is in which list and row: how it comes back says how it goes
     done = 0  # ops of the program
+    for s in sorted(below, key=lambda s: -first.get(s, n)):  # where room was not short, they are there all the same
+        away[s] = "departures", len(found["departures"])
+        found["departures"].append((0, of.before[s], OFFLOADS))
     grouped = False  # something was made again for the next of them already
     for step in steps:
         s = step.target
         if step.do is Do.COMPUTE:
             done += 1
             grouped = False
-            resident.update(trace.ops[s].outputs)
+            resident.update(made for made in trace.ops[s].outputs if made not in away)
             resident.difference_update(old for old, _ in trace.ops[s].writes)
         elif step.do is Do.RECOMPUTE:
             grouped = True
@@ -260,17 +296,17 @@ def rows(of: Measured, steps: Sequence[Step]) -> PlanRows:
                 which, row = away.pop(s)
                 position, ordinal, _ = found[which][row]
                 found[which][row] = position, ordinal, OFFLOADS
-                found["reads"].append((before(done), ordinal, 0))
+                found["reads"].append((before(done), cell(s), 0))
         elif step.do is Do.OFFLOAD:
             if of.ordinal[s] >= 0:
-                found["writes"].append((after(done - 1), of.ordinal[s], 0))
+                found["writes"].append((after(done - 1), cell(s), 0))
         else:
             resident.discard(s)
             if of.ordinal[s] < 0 or trace.storages[s].released <= done:
                 continue
             which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
             away[s] = which, len(found[which])
-            found[which].append((position, of.ordinal[s], DROPS))
+            found[which].append((position, cell(s), DROPS if s not in held else OFFLOADS))
     kept: dict[tuple[int, int], int] = {}
     for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made:

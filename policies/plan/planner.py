@@ -6,6 +6,7 @@ go below, and the gap between the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from memmgr.policies.trace import TierLink, Trace
@@ -17,6 +18,7 @@ from memmgr.policies.trace.schedule import Do, Step
 from .bound import INFEASIBLE, SOLVE, with_link
 from .fallback import best_online
 from .offload import offloading
+from .paging import least_seconds, paged
 from .recompute import recompute_only, replayed, traded
 from .search import Search
 from .smallest_budget import smallest_budget_bytes
@@ -62,6 +64,8 @@ def plan(
 
 
 def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int) -> Plan:
+    if link is not None and trace.cycle:
+        return _cycle(trace, budget_bytes, link, recompute, effort)
     problem = Problem.of(trace)
     swapping = replace(problem, again=[False] * len(problem.size))
     at = trace.unmanaged_peak[1]
@@ -98,6 +102,81 @@ def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
     if best is None:
         return Plan(budget_bytes, False, (), 0, INFEASIBLE, unmanaged, unmanaged + bound)
     return Plan(budget_bytes, True, _steps(best), best.peak, seconds, unmanaged, unmanaged + bound)
+
+
+_LEVELS = (0.75, 0.5, 0.25, 0.0)
+"""How much of what only a pass holds stays, in turn, between the least that it can be and all; the rest runs again."""
+
+_CLOSE = 1.02
+"""So near to the bound nothing is tried any more."""
+
+
+def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int) -> Plan:
+    """The best of paging alone and of paging what is left once some of it runs again."""
+    unmanaged = trace.seconds
+    if trace.unmanaged_peak[0] <= budget_bytes:
+        idle = Timeline(Problem.of(trace))
+        return Plan(budget_bytes, True, _steps(idle), idle.peak, unmanaged, unmanaged, unmanaged)
+    bound = least_seconds(trace, budget_bytes, link)
+    found: list[Plan] = []
+
+    def better(made: Plan | None) -> bool:
+        """Whether it is worth going on."""
+        if made is None or not made.feasible:
+            return True
+        last = min((one.seconds for one in found), default=INFEASIBLE)
+        found.append(made)
+        return _CLOSE * bound < made.seconds < last
+
+    def paging(program: Iterable[Step] | None = None) -> Plan | None:
+        made = paged(trace, budget_bytes, link, program)
+        if made is None:
+            return None
+        return Plan(
+            budget_bytes, True, made.steps, made.peak_bytes, made.seconds, unmanaged, bound, made.away, made.clean,
+            made.written_bytes + made.read_bytes,
+        )  # fmt: skip
+
+    if better(paging()):
+        # As if what lives from pass to pass could not leave; then with less and less of what does not.
+        better(_standing(trace, budget_bytes, link, recompute, effort, bound))
+        if recompute:
+            inside = _without_cycle(trace)
+            most, least = inside.unmanaged_peak[0], least_bytes(Problem.of(inside))
+            for level in _LEVELS:
+                limit = min(int(least + level * (most - least)), budget_bytes)
+                again = _plan(inside, limit, None, True, effort // 8)
+                if again.feasible and not better(paging(again.steps)):
+                    break
+    return min(
+        found, key=lambda one: one.seconds, default=Plan(budget_bytes, False, (), 0, INFEASIBLE, unmanaged, bound)
+    )
+
+
+def _standing(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, bound: float) -> Plan:
+    """The best where what lives from pass to pass stays; on a link that is shared, as if each way had half of it."""
+    share = 0.5 if link.shared else 1.0
+    halved = replace(
+        link,
+        read_bytes_per_second=share * link.read_bytes_per_second,
+        write_bytes_per_second=share * link.write_bytes_per_second,
+    )
+    made = _plan(replace(trace, cycle=()), budget_bytes, halved, recompute, effort)
+    copied = (step.target for step in made.steps if step.do in (Do.OFFLOAD, Do.RELOAD))
+    moved = sum(trace.storages[s].size_bytes for s in copied)
+    seconds = made.seconds + moved * link.cpu_seconds_per_byte
+    return replace(made, seconds=seconds, bound_seconds=bound, moved_bytes=moved)
+
+
+def _without_cycle(trace: Trace) -> Trace:
+    """The same ops, where what lives from pass to pass takes no room."""
+    there = {s for pair in trace.cycle for s in pair}
+    for op in reversed(trace.ops):
+        there.update(old for old, new in op.writes if new in there)
+    for op in trace.ops:
+        there.update(new for old, new in op.writes if old in there)
+    storages = tuple(replace(s, size_bytes=0) if i in there else s for i, s in enumerate(trace.storages))
+    return replace(trace, storages=storages, cycle=())
 
 
 def _improved(

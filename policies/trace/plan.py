@@ -21,6 +21,9 @@ class Plan:
         seconds: predicted time, waits included; inf if infeasible.
         unmanaged_seconds: time of one run of each op.
         bound_seconds: no schedule under the budget takes less; inf: none exists.
+        away: of a cycle, the constants that are below, and not resident, when the pass begins.
+        clean: of a cycle, the constants that are resident then and have a copy below.
+        moved_bytes: of a cycle, what a pass writes and reads.
     """
 
     budget_bytes: int
@@ -30,6 +33,9 @@ class Plan:
     seconds: float
     unmanaged_seconds: float
     bound_seconds: float
+    away: tuple[int, ...] = ()
+    clean: tuple[int, ...] = ()
+    moved_bytes: int = 0
 
     @property
     def overhead(self) -> float:

@@ -54,7 +54,7 @@ class Broken(ValueError):
 
 def replay(
     trace: Trace, steps: Iterable[Step], budget_bytes: int, *, write_rate: float = 0.0, read_rate: float = 0.0,
-    latency_seconds: float = 0.0,
+    latency_seconds: float = 0.0, shared: bool = False, away: Iterable[int] = (), clean: Iterable[int] = (),
 ) -> Cost:  # fmt: skip
     """Runs a schedule by the rules of trace.py and says what it costs.
 
@@ -65,10 +65,16 @@ def replay(
         write_rate: bytes per second to the tier; 0: nothing can be written.
         read_rate: bytes per second from the tier.
         latency_seconds: of each copy.
+        shared: whether the two directions take turns.
+        away: of a cycle, the constants that are below, and not resident, when the pass begins: at its end what they become
+            is below again.
+        clean: of a cycle, the constants that are resident then and have a copy below.
 
-    Known limitations: the two directions of the link do not slow each other down; a tier is as large as needed.
+    Known limitations: a tier is as large as needed.
     """
     run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds)
+    run.shared = shared
+    run.begin_below(away, clean)
     try:
         for number, step in enumerate(steps, 1):
             try:
@@ -94,6 +100,13 @@ class Replay:
         self.ready_at: dict[int, float] = {}  # storages that are being read
         self.used = self.peak = self.computed = self.recomputes = 0
         self.now = self.waited = 0.0
+        self.away: frozenset[int] = frozenset()
+        self.shared = False
+
+    def begin_below(self, away: Iterable[int], clean: Iterable[int]) -> None:
+        """What has a copy below when the pass begins; `away` is not resident."""
+        self.away = frozenset(away)
+        self.copied_at = dict.fromkeys((*self.away, *clean), 0.0)
 
     def _wait(self, until: float) -> None:
         if until > self.now:
@@ -129,7 +142,8 @@ class Replay:
         if not self.trace.copy_on_write and not again:
             for old, _ in op.writes:  # the new version takes the old one's block
                 self._leave(old)
-        self._take([s for s in op.outputs if s not in self.resident], f"op {k}")
+        made = [s for s in op.outputs if s not in self.resident]
+        self._take([s for s in made if s not in self.away] if op.kind == OpKind.CONSTANT else made, f"op {k}")
         if again:
             self.recomputes += 1
         else:
@@ -169,13 +183,16 @@ class Replay:
             start = max(start, self.copied_at[s])
             self._take([s], f"reload of {storage.name}")
         done = start + self.latency + storage.size_bytes / self.rates[do]
-        self.free_at[do] = done
+        for direction in self.free_at if self.shared else (do,):
+            self.free_at[direction] = done
         (self.copied_at if do is Do.OFFLOAD else self.ready_at)[s] = done
 
     def end(self) -> None:
         if self.computed < len(self.trace.ops):
             raise Broken(f"only {self.computed} of {len(self.trace.ops)} ops computed")
-        lost = [self.trace.storages[s].name for s in self.trace.held_at_end if s not in self.resident]
+        begins = dict(self.trace.cycle)
+        below = {s for s in self.trace.held_at_end if begins.get(s) in self.away and s in self.copied_at}
+        lost = [self.trace.storages[s].name for s in self.trace.held_at_end if s not in self.resident | below]
         if lost:
             raise Broken(f"{len(lost)} storages held at the end are gone, {lost[:3]}")
         for s in self.trace.held_at_end:

@@ -105,6 +105,7 @@ class TierLink:
         latency_seconds: from asking to the first byte.
         capacity_bytes: room in the tier; None: unknown, taken as enough.
         cpu_seconds_per_byte: compute time lost per byte copied, in one direction, which the policies count; 0: unknown.
+        shared: reads and writes take turns (a disk), rather than run side by side (a bus).
     """
 
     tier: str
@@ -113,6 +114,7 @@ class TierLink:
     latency_seconds: float = 0.0
     capacity_bytes: int | None = None
     cpu_seconds_per_byte: float = 0.0
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class Trace:
         copy_on_write: an in-place write has old and new version resident while it runs (operator logs); else the new one
             takes the old one's block, which must then not be needed again.
         complete: False if the record ended inside an op, which is then left out.
+        cycle: (held at the end, constant) each: what the one is at the end of a pass, the other is at the start of the next;
+            empty where nothing is known of what comes before and after.
     """
 
     ops: tuple[Op, ...]
@@ -137,6 +141,7 @@ class Trace:
     links: tuple[TierLink, ...] = ()
     copy_on_write: bool = True
     complete: bool = True
+    cycle: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def constants(self) -> frozenset[int]:
@@ -192,6 +197,7 @@ class Trace:
                 release.
         """
         made: set[int] = set()
+        held = set(self.held_at_end)
         for k, op in enumerate(self.ops):
             if not op.seconds >= 0:
                 raise TraceError(f"op {k} ({op.name}) takes {op.seconds!r} seconds")
@@ -204,6 +210,11 @@ class Trace:
                 if not 0 <= s < len(self.storages) or s in made or self.storages[s].maker != k:
                     raise TraceError(f"op {k} ({op.name}) makes storage {s}, which is not its own")
                 made.add(s)
+        for end, start in self.cycle:
+            if end not in held or start not in self.constants:
+                raise TraceError(
+                    f"storage {end} is said to be {start} in the next pass, but is not held or that no constant"
+                )
         if len(made) != len(self.storages):
             raise TraceError(f"{len(self.storages) - len(made)} storages have no maker")
         return self

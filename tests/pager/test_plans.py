@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +14,24 @@ from torch import nn
 
 import memmgr
 from memmgr import _budget
+from memmgr.native import pager
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
 
 STEPS = 7
 
 
+TICKS = 3000  # about a microsecond for each look at the clock
+
+
 @pytest.fixture(autouse=True)
-def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small tensors count, and what ops take hangs on what they are, not on what else the machine does."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "16384")
+    native = pager.load()
+    native.count_ticks(TICKS)
+    yield
+    native.count_ticks(0)
 
 
 def bits(training: models.Training) -> list[bytes]:
@@ -39,13 +48,18 @@ def settled() -> None:
 
 
 def trained(make: Callable[[], models.Training], steps: int, each: Callable[[int], None] = lambda _: None) -> Any:
+    training, losses = run(make, steps, each)
+    return losses, bits(training)
+
+
+def run(make: Callable[[], models.Training], steps: int, each: Callable[[int], None] = lambda _: None) -> Any:
     torch.manual_seed(0)
     training = make()
     losses = []
     for i in range(steps):
         losses.append(training.step())
         each(i)
-    return losses, bits(training)
+    return training, losses
 
 
 def need(make: Callable[[], models.Training]) -> int:
@@ -70,9 +84,9 @@ def under(
             settled()
             figures.append(mm.stats())
 
-        got = trained(make, steps, each)
-    figures.append(mm.stats())
-    return got, figures, limit
+        training, losses = run(make, steps, each)
+    figures.append(mm.stats())  # bits are read afterwards: numpy has what it reads in memory
+    return (losses, bits(training)), figures, limit
 
 
 @pytest.mark.parametrize("policy", ["auto", "evict", "offload"])
@@ -193,3 +207,97 @@ def test_a_plan_that_cannot_be_made_costs_nothing_but_speed(monkeypatch: pytest.
     got, figures, _ = under(models.MODELS["unet"], 0.6)
     assert got == trained(models.MODELS["unet"], STEPS)
     assert figures[-1]["plans"] == 0
+
+
+class States(models.Training):
+    """Little is computed, and most of it lives from one step to the next."""
+
+    def __init__(self, between: Callable[[States, int], None] = lambda *_: None) -> None:
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(10)]
+        model = nn.Sequential(*layers, nn.Linear(256, 10))
+        x, y = torch.randn(128, 256), torch.randint(10, (128,))
+        super().__init__(model, lambda: nn.functional.cross_entropy(model(x), y))
+        self.between, self.steps = between, 0
+
+    def step(self) -> float:
+        self.steps += 1
+        self.between(self, self.steps)
+        return super().step()
+
+
+def moved(figures: list[dict[str, Any]]) -> int:
+    """Bytes to the tier and back in the last step."""
+    now, before = figures[STEPS - 1], figures[STEPS - 2]
+    return int(sum(now[k] - before[k] for k in ("offload_bytes", "reload_bytes")))
+
+
+@pytest.mark.parametrize("share", [0.7, 0.45, 0.3])
+def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
+    """One that reaches over the end of the period: what it begins with comes back before its op, in the plan's order."""
+    got, figures, limit = under(States, share, "offload")
+    assert got == trained(States, STEPS)
+    now, before = figures[STEPS - 1], figures[STEPS - 2]
+    assert now["planned_passes"] - before["planned_passes"] == 1
+    assert now["resident_bytes.peak"] <= limit
+    assert now["reads_ahead"] - before["reads_ahead"] >= 15
+    assert now["clean_drops"] - before["clean_drops"] >= 15
+    if share == 0.7:  # malloc's order scans states that it has just let go of, and most of them could stay
+        _, alone, _ = under(States, share, "offload", _plan=False)
+        assert moved(figures) < 0.9 * moved(alone)
+
+
+def test_a_step_moves_what_its_plan_says() -> None:
+    torch.manual_seed(0)
+    training = States()
+    limit = int(need(States) * 0.45)
+    figures = []
+    with memmgr.budget(limit, quiet=True, policy="offload") as mm:
+        for _ in range(STEPS):
+            training.step()
+            settled()
+            figures.append(mm.stats())
+        runtime: Any = _budget.current()
+        planned = runtime.plans.latest().moved_bytes
+    assert moved(figures) == pytest.approx(planned, rel=0.1)  # in blocks of 3 % of all of it each
+
+
+def other_states(training: States, step: int) -> None:
+    """In the place of the optimizer's states, others; those that a plan knows have ended."""
+    if step in (5, 7):
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+
+
+def other_layers(training: States, step: int) -> None:
+    if step in (5, 6):
+        model: Any = training.model
+        with torch.no_grad():
+            model[step - 3][0].weight = nn.Parameter(model[step][0].weight.clone())
+        training.optimizer = torch.optim.AdamW(model.parameters())
+
+
+def looks_on(training: States, step: int) -> None:
+    """Between two steps the model is only read."""
+    if step in (5, 7):
+        with torch.no_grad():
+            training.loss()
+
+
+def gradients_stay(training: States, step: int) -> None:
+    training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def twice(training: States, step: int) -> None:
+    if step >= 4:
+        training.loss().backward()
+
+
+@pytest.mark.parametrize("between", [other_states, other_layers, looks_on, gradients_stay, twice])
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_what_happens_between_steps_that_a_plan_spans(policy: str, between: Callable[..., None]) -> None:
+    def make() -> States:
+        return States(between)
+
+    got, figures, limit = under(make, 0.45, policy, steps=9)
+    assert got == trained(make, 9)
+    assert figures[-1]["resident_bytes.peak"] <= limit
+    assert figures[-1]["plans"] >= 1

@@ -1,0 +1,159 @@
+"""A schedule as the lives of blocks of bytes: what touches them, in which events they are born and die.
+
+Storages are versions; a block goes from one to the next where an op writes in place, and over the end of a pass where
+`Trace.cycle` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from memmgr.policies.trace import Trace
+from memmgr.policies.trace.schedule import Do, Step
+from memmgr.policies.trace.trace import OpKind
+
+
+@dataclass
+class Block:
+    """The life of a block of bytes, over the end of the pass if it is a cycle's.
+
+    Attributes:
+        size: bytes.
+        stays: it is never paged.
+        again: its op may run again, so that it needs no copy once nothing touches it.
+        touches: events that touch it, ascending.
+        writes: those that change it.
+        versions: (event, storage) each: what it is from there on.
+        held: it lives from one pass to the next.
+    """
+
+    size: int
+    stays: bool
+    again: bool
+    touches: list[int] = field(default_factory=list)
+    writes: set[int] = field(default_factory=set)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    held: bool = False
+
+
+@dataclass
+class Program:
+    """A schedule as events over blocks.
+
+    Attributes:
+        constants: steps that make them, before the first event.
+        begins: the block of each constant that comes from the pass before.
+        unknown: blocks that are there at the end, and of which nothing is known.
+    """
+
+    constants: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    touched: list[list[int]] = field(default_factory=list)
+    born: list[list[int]] = field(default_factory=list)
+    died: list[list[int]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    begins: dict[int, int] = field(default_factory=dict)
+    unknown: set[int] = field(default_factory=set)
+
+
+def plain(trace: Trace) -> Iterator[Step]:
+    """The program as it is: nothing runs again, what the program lets go of is freed."""
+    written = {old for op in trace.ops for old, _ in op.writes} if not trace.copy_on_write else set()
+    for k in range(len(trace.ops)):
+        yield Step(Do.COMPUTE, k)
+        yield from (Step(Do.FREE, s) for s in trace.released_before[k + 1] if s not in written)
+
+
+def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
+    p = Program()
+    pairs = dict(trace.cycle)
+    starts = set(pairs.values())
+    now: dict[int, int] = {}  # the block of each storage that is there
+    for step in steps:
+        if step.do is Do.FREE:
+            block = now.pop(step.target)
+            p.died[-1].append(block)
+            continue
+        op, event = trace.ops[step.target], len(p.steps)
+        if op.kind == OpKind.CONSTANT:
+            p.constants.append(step)
+            for s in op.outputs:
+                now[s] = len(p.blocks)
+                p.blocks.append(Block(trace.storages[s].size_bytes, s not in starts, False, versions=[(-1, s)]))
+                if s in starts:
+                    p.begins[s] = now[s]
+                    p.blocks[-1].held = True
+            continue
+        p.steps.append(step)
+        p.seconds.append(op.seconds)
+        p.born.append([])
+        p.died.append([])
+        if not event:
+            p.born[0] += [k for k, b in enumerate(p.blocks) if not b.held]
+        here = dict.fromkeys([now[s] for s in op.inputs] + p.born[-1])
+        if step.do is Do.COMPUTE and not trace.copy_on_write:
+            for old, made in op.writes:
+                block = now[made] = now.pop(old)
+                p.blocks[block].versions.append((event, made))
+                p.blocks[block].writes.add(event)
+        for s in op.outputs:
+            if s in now:
+                continue
+            stays = trace.storages[s].pinned_until > step.target
+            p.blocks.append(Block(trace.storages[s].size_bytes, stays, op.kind == OpKind.COMPUTE))
+            block = now[s] = len(p.blocks) - 1
+            p.blocks[block].versions.append((event, s))
+            p.born[-1].append(block)
+            here[block] = None
+        p.touched.append(list(here))
+        for block in here:
+            p.blocks[block].touches.append(event)
+    # What is held at the end is what the next pass begins with.
+    there = set(now.values())
+    for s, block in now.items():
+        first = p.begins.get(pairs.get(s, -1))
+        late = p.blocks[block]
+        if first == block:
+            continue
+        if first is None or first in there or late.held:  # nothing is known of it, or two blocks that take turns
+            late.stays = True
+            if not late.held:
+                p.unknown.add(block)
+                p.died[-1].append(block)
+            continue
+        # Made in this pass, let go of in the next.
+        into = p.blocks[first]
+        into.touches += late.touches
+        into.versions += late.versions
+        into.writes |= late.writes
+        into.again = False
+        for event in late.touches:
+            p.touched[event] = [first if b == block else b for b in p.touched[event]]
+            p.born[event] = [first if b == block else b for b in p.born[event]]
+    return p
+
+
+def steps_of(p: Program, done: list[tuple[int, Do, int]]) -> Iterator[Step]:
+    yield from p.constants
+    there: dict[int, bool] = {}
+    x = 0
+    for event, step in enumerate(p.steps):
+        while x < len(done) and done[x][0] == event:
+            _, do, k = done[x]
+            yield Step(do, version(p.blocks[k], event))
+            there[k] = do is not Do.FREE
+            x += 1
+        yield step
+        for k in p.born[event]:
+            there[k] = True
+        for k in p.died[event]:
+            if there.get(k, True) and k not in p.unknown:
+                yield Step(Do.FREE, version(p.blocks[k], event + 1))
+    yield from (Step(do, version(p.blocks[k], event)) for event, do, k in done[x:])
+
+
+def version(b: Block, event: int) -> int:
+    """What storage the block is before an event."""
+    return next(s for at, s in reversed(b.versions) if at < event)

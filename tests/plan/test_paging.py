@@ -1,0 +1,190 @@
+"""Plans of passes that repeat: judged by rules that are not their own, against a bound, and ending as they begin."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memmgr._trace_file import read_trace, write_trace
+from memmgr.policies.plan.paging import Paged, least_seconds, paged
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceError
+from memmgr.policies.trace.schedule import Cost, Do, replay
+
+LINK = TierLink("disk", 1000.0, 1000.0, shared=True)
+
+
+class Training:
+    """A period as the pager measures it: the optimizer's step, forward, backward; the step's gradients come from before."""
+
+    def __init__(self, layers: int, seed: int = 0, seconds: float = 0.01) -> None:
+        self.random = random.Random(seed)
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+        self.cycle: list[tuple[int, int]] = []
+        sizes = [self.random.randrange(1, 12) for _ in range(layers)]
+        parameters, states, gradients = ([self.constant(size) for size in sizes] for _ in range(3))
+        starts = list(parameters), list(states), list(gradients)
+        activations = [self.constant(3)]
+        for i in range(layers):  # the step writes parameter and state in place, and lets the gradient go
+            new_parameter, new_state = self.new(sizes[i]), self.new(sizes[i])
+            writes = ((parameters[i], new_parameter), (states[i], new_state))
+            self.op(seconds / 10, (parameters[i], states[i], gradients[i]), (new_parameter, new_state), writes)
+            for old, _ in writes:
+                self.release(old)
+            self.release(gradients[i])
+            parameters[i], states[i] = new_parameter, new_state
+        for i in range(layers):
+            made = self.new(self.random.randrange(1, 12))
+            self.op(seconds, (parameters[i], activations[-1]), (made,))
+            activations.append(made)
+        flowing = activations.pop()
+        for i in reversed(range(layers)):
+            gradient, back = self.new(sizes[i]), self.new(3)
+            once = OpKind.ONCE
+            self.op(2 * seconds, (parameters[i], activations[i], flowing), (gradient, back), kind=once)
+            self.release(flowing)
+            if i:
+                self.release(activations[i])
+            gradients[i], flowing = gradient, back
+        for ends, begins in zip((parameters, states, gradients), starts, strict=True):
+            self.cycle += list(zip(ends, begins, strict=True))
+
+    def new(self, size: int) -> int:
+        self.storages.append(Storage(f"s{len(self.storages)}", size, len(self.ops)))
+        return len(self.storages) - 1
+
+    def constant(self, size: int) -> int:
+        s = self.new(size)
+        self.ops.append(Op("constant", 0.0, (), (s,), OpKind.CONSTANT))
+        return s
+
+    def op(
+        self,
+        seconds: float,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        writes: tuple[tuple[int, int], ...] = (),
+        kind: OpKind = OpKind.COMPUTE,
+    ) -> None:
+        self.ops.append(Op("op", seconds, inputs, outputs, OpKind.ONCE if writes else kind, writes))
+
+    def release(self, s: int) -> None:
+        self.storages[s] = replace(self.storages[s], released=len(self.ops))
+
+    def trace(self) -> Trace:
+        return Trace(
+            tuple(self.ops), tuple(self.storages), "cpu", None, (LINK,), copy_on_write=False, cycle=tuple(self.cycle)
+        ).check()
+
+
+def judged(trace: Trace, made: Paged, budget: int, link: TierLink = LINK) -> Cost:
+    """By the rules of schedule.py, which also say that it ends with what it began with."""
+    return replay(
+        trace, made.steps, budget, write_rate=link.write_bytes_per_second, read_rate=link.read_bytes_per_second,
+        shared=link.shared, away=made.away, clean=made.clean,
+    )  # fmt: skip
+
+
+def least(trace: Trace) -> int:
+    """What the largest op touches, and what stays."""
+    stays = sum(trace.storages[s].size_bytes for s in trace.constants - {start for _, start in trace.cycle})
+    sizes = [s.size_bytes for s in trace.storages]
+    handed = trace.handed_bytes
+    return stays + max(sum(sizes[s] for s in {*op.inputs, *op.outputs}) - handed[k] for k, op in enumerate(trace.ops))
+
+
+@given(st.integers(1, 12), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_what_is_paged_is_valid_and_not_below_the_bound(
+    layers: int, seed: int, share: float, rate: float, shared: bool
+) -> None:
+    trace = Training(layers, seed).trace()
+    low, high = least(trace), trace.unmanaged_peak[0]
+    budget = int(low + share * (high - low))
+    link = TierLink("disk", rate, rate, shared=shared)
+    made = paged(trace, budget, link)
+    assert made is not None  # what every op touches fits, so it can be paged
+    cost = judged(trace, made, budget, link)
+    assert cost.valid, cost.why
+    assert cost.peak_bytes <= made.peak_bytes <= budget
+    assert made.seconds >= least_seconds(trace, budget, link) * (1 - 1e-9)
+    whole = plan(trace, budget, link=link, effort=2_000)
+    assert whole.feasible
+    assert whole.seconds <= made.seconds * (1 + 1e-9)
+    played = replay(
+        trace, whole.steps, budget, write_rate=rate, read_rate=rate, shared=shared, away=whole.away, clean=whole.clean
+    )
+    assert played.valid, played.why
+
+
+def test_below_what_an_op_touches_nothing_is_said_to_fit() -> None:
+    trace = Training(4).trace()
+    assert paged(trace, least(trace) - 1, LINK) is None
+    assert not plan(trace, least(trace) - 1, link=LINK).feasible
+
+
+def test_a_cycle_scans_its_states_once() -> None:
+    """LRU would miss all of it: what can stay stays, what streams is read once and written once."""
+    trace = Training(24, seed=3).trace()
+    budget = trace.unmanaged_peak[0] // 2
+    made = paged(trace, budget, LINK)
+    assert made is not None
+    sizes = {s: trace.storages[s].size_bytes for _, s in trace.cycle}
+    per_pass = sum(sizes.values())
+    assert 0 < len(made.away) < len(sizes)
+    # Parameters twice (step, and what the pass reads), states and gradients once; all of it if nothing stayed.
+    assert made.read_bytes < 2 * per_pass - budget / 2
+
+
+def test_what_lives_on_is_near_the_bound_where_the_step_is_the_wall() -> None:
+    for share in (0.75, 0.5, 0.35):
+        trace = Training(40, seed=1).trace()
+        budget = int(trace.unmanaged_peak[0] * share)
+        made = plan(trace, budget, link=LINK)
+        assert made.feasible
+        assert made.gap < 0.1
+
+
+def test_states_cost_nothing_where_all_fits() -> None:
+    trace = Training(6).trace()
+    made = plan(trace, trace.unmanaged_peak[0], link=LINK)
+    assert made.seconds == pytest.approx(trace.seconds)
+    assert not made.away
+    assert all(step.do in (Do.COMPUTE, Do.FREE) for step in made.steps)
+
+
+def test_two_blocks_that_take_turns_stay() -> None:
+    """An average and its copy that swap roles every pass: which is which is known in none of them."""
+    a, b = Storage("a", 5, 0), Storage("b", 5, 1)
+    made, freed = Storage("m", 4, 2), Storage("n", 4, 3)
+    ops = (
+        Op("constant", 0.0, (), (0,), OpKind.CONSTANT),
+        Op("constant", 0.0, (), (1,), OpKind.CONSTANT),
+        Op("op", 1.0, (0,), (2,)),
+        Op("op", 1.0, (1,), (3,)),
+    )
+    storages = (a, b, replace(made, released=3), replace(freed, released=4))
+    trace = Trace(ops, storages, copy_on_write=False, cycle=((0, 1), (1, 0))).check()
+    found = paged(trace, 14, LINK)
+    assert found is not None and found.away == ()
+    assert paged(trace, 13, LINK) is None
+
+
+def test_a_cycle_is_in_the_file(tmp_path: Path) -> None:
+    trace = Training(3).trace()
+    write_trace(tmp_path / "trace.jsonl", trace)
+    assert read_trace(tmp_path / "trace.jsonl") == trace
+
+
+def test_a_cycle_of_what_is_not_there_is_refused() -> None:
+    trace = Training(2).trace()
+    end, _ = trace.cycle[0]
+    with pytest.raises(TraceError, match="next pass"):
+        replace(trace, cycle=((end, end),)).check()
+    assert trace.storages[end].released == HELD
