@@ -84,8 +84,11 @@ void set_link(double seconds_per_byte) {
 
 void note_transfer(bool write, uint64_t nbytes, uint64_t ns) {
   auto& direction = write ? write_link : read_link;
+  const double before = direction.load(std::memory_order_relaxed);
   const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
-  direction.store(direction.load(std::memory_order_relaxed) * 0.9 + now * 0.1, std::memory_order_relaxed);
+  // One that met the other direction's burst, or a thread that did not run, says little of the next.
+  const double likely = std::clamp(now, before / 4, before * 4);
+  direction.store(before + (likely - before) / 32, std::memory_order_relaxed);
 }
 
 void note_tier_error(int error) {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from memmgr._consumers import log_path
 from memmgr._trace_file import write_trace
-from memmgr.native.pager import Pager
-from memmgr.policies.trace import Trace
+from memmgr.native.pager import Pager, PeriodInfo
+from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
 
@@ -53,7 +53,7 @@ class Periods:
     def begin(self) -> None:
         """The first one begins."""
         if self._file is not None and self._file.wants(1):
-            self._pager.next_period(True)
+            self._pager.next_period(True, True)
             self._noted = True
 
     def ended(self, passes: int, completed: bool) -> None:
@@ -68,10 +68,33 @@ class Periods:
             next_one = for_file or self._plans.wanted()
             if not next_one and not self._noted:
                 return
-            info = self._pager.next_period(next_one)
-            noted, self._noted = self._noted, next_one
-            if not noted or not info["ops"] or info["overflow"]:
+            info = self._next(next_one, sizes=True)
+            if info is None:
                 return
             if completed and self._file is not None and self._file.wants(passes):
-                self._file.write(self._plans.measured().trace)
+                self._write(self._file, repeats=info["before"] == info["hash"])
             self._plans.period_ended(info)
+
+    def _write(self, file: TraceFile, *, repeats: bool) -> None:
+        try:
+            trace = self._plans.measured(repeats=repeats).trace
+        except TraceError as error:
+            warnings.warn(f"memmgr: the pass is no trace: {error}", stacklevel=2)
+        else:
+            file.write(trace)
+
+    def called(self) -> None:
+        """A call of the model has ended, and there has been no backward."""
+        with self._lock:
+            next_one = self._plans.wanted()
+            if not next_one and not self._noted:
+                return
+            info = self._next(next_one, sizes=False)
+            if info is not None:
+                self._plans.period_ended(info, grows=True)
+
+    def _next(self, noted: bool, *, sizes: bool) -> PeriodInfo | None:
+        """The next period begins; of the one that ended, if it was noted and is of use."""
+        info = self._pager.next_period(noted, sizes)
+        before, self._noted = self._noted, noted
+        return info if before and info["ops"] and not info["overflow"] else None

@@ -3,9 +3,10 @@
 Parameters and optimizer states are touched in the same order in every pass, so what leaves and comes back is a cycle.
 `paged` plays passes one after the other with what is known of all of them: the link, whenever it is idle, brings in what is
 missing and touched next, in the room of what is touched last (Cao, Felten, Karlin, Li: A study of integrated prefetching and
-caching strategies, SIGMETRICS 1995, *aggressive*; what leaves is Belady's choice). What was changed since its copy was made
-is written first. Where ops will need the room before that touch, nothing is brought in. A pass that ends as it began is the
-plan.
+caching strategies, SIGMETRICS 1995). Either of anything (their *aggressive*: never idle, but it moves more than it has to),
+or only of what Belady's choice, made on demand with a part of the budget, lets go anyway (their *conservative*; the other
+part is for what is brought in early). What was changed since its copy was made is written first. Where ops will need the room
+before that touch, nothing is brought in. A pass that ends as it began is the plan; the shortest of all ways counts.
 
 What runs again is decided before: the program is any schedule of computes, recomputes and frees, and what it holds is paged.
 """
@@ -25,6 +26,12 @@ from .blocks import Program, plain, program_of, steps_of
 
 _MOST_PASSES = 6
 """The first begins with nothing in memory; most end as they began from the second on, and one in a hundred by `return_to`."""
+
+_RESERVES = (0.1, 0.25, 0.5)
+"""Of the budget, what is for bytes that come early, where only Belady's choice leaves."""
+
+_MANY = 4_000
+"""Events from which on one of them has to do."""
 
 _AHEAD = 0.05
 """Of a pass: what ops will make in so much time should find room without waiting for a write."""
@@ -61,6 +68,9 @@ class _Full(Exception):
     """Nothing can leave."""
 
 
+_Gap = tuple[int, int]
+"""A block, and the number of the touch that ends the gap."""
+
 _ABSENT, _RESIDENT, _UNBORN = range(3)
 _FAR = 1 << 60
 
@@ -71,8 +81,10 @@ class _Pager:
     Times are seconds, an event of the pass that is played has the number `base + event`.
     """
 
-    def __init__(self, p: Program, budget_bytes: int, link: TierLink) -> None:
+    def __init__(self, p: Program, budget_bytes: int, link: TierLink, may_leave: set[_Gap] | None = None) -> None:
         self.p, self.budget, self.n = p, budget_bytes, len(p.steps)
+        self.may_leave = may_leave
+        self.left: set[_Gap] = set()
         self.rates = (link.read_bytes_per_second, link.write_bytes_per_second)
         self.latency = link.latency_seconds
         self.cpu = link.cpu_seconds_per_byte
@@ -90,6 +102,7 @@ class _Pager:
         self.next = [_FAR] * n  # and when
         self.missing: list[tuple[int, int]] = []
         self.leaving: list[tuple[int, int]] = []
+        self.staying: list[tuple[int, int]] = []  # leave where nothing else can
         for k, b in enumerate(p.blocks):
             if b.held:
                 self.next[k] = b.touches[0]
@@ -108,10 +121,14 @@ class _Pager:
 
     # ---- one pass --------------------------------------------------------------------------------------------------
 
-    def play(self) -> None:
-        """One pass; `done` is what was done in it, (before which event, what, block)."""
+    def play(self, *, ahead: bool = True) -> None:
+        """One pass; `done` is what was done in it, (before which event, what, block), `left` the gaps in which blocks left.
+
+        Args:
+            ahead: whether anything moves before it has to.
+        """
         p = self.p
-        self.done = []
+        self.done, self.left = [], set()
         for event, (touched, born) in enumerate(zip(p.touched, p.born, strict=True)):
             at = self.base + event
             self._make_room(sum(p.blocks[k].size for k in born), event)
@@ -126,7 +143,8 @@ class _Pager:
                 if self.reading[k]:
                     self.now = max(self.now, self.done_at[k])
                     self.reading[k] = False
-            self._ahead(event, self.now + p.seconds[event])
+            if ahead:
+                self._ahead(event, self.now + p.seconds[event])
             self.now += p.seconds[event] + self.slowed
             self.slowed = 0.0
             for k in touched:
@@ -145,7 +163,7 @@ class _Pager:
                 self.state[k], self.dirty[k] = _UNBORN, False
             for k in touched:
                 if self.state[k] == _RESIDENT and not p.blocks[k].stays:
-                    heappush(self.leaving, (-self.next[k], k))
+                    self._line_up(k)
         self.base += self.n
 
     def held(self) -> dict[int, tuple[int, bool]]:
@@ -166,6 +184,10 @@ class _Pager:
 
     # ---- what moves ------------------------------------------------------------------------------------------------
 
+    def _line_up(self, k: int) -> None:
+        may = self.may_leave is None or (k, self.touch[k]) in self.may_leave
+        heappush(self.leaving if may else self.staying, (-self.next[k], k))
+
     def _take(self, k: int) -> None:
         self.used += self.p.blocks[k].size
         self.peak = max(self.peak, self.used)
@@ -181,7 +203,7 @@ class _Pager:
         self._copy(k, Do.RELOAD, begin, event)
         self.state[k], self.reading[k] = _RESIDENT, True
         self._take(k)
-        heappush(self.leaving, (-self.next[k], k))
+        self._line_up(k)
 
     def _write(self, k: int, event: int) -> None:
         self._copy(k, Do.OFFLOAD, self.now, event)
@@ -189,6 +211,7 @@ class _Pager:
 
     def _leave(self, k: int, event: int) -> None:
         self.state[k] = _ABSENT
+        self.left.add((k, self.touch[k]))
         self.used -= self.p.blocks[k].size
         self.done.append((event, Do.FREE, k))
         if self.next[k] < _FAR:
@@ -198,29 +221,32 @@ class _Pager:
         """Nothing touches it any more, and it needs no copy: were it touched, its op would run again."""
         return self.next[k] == _FAR and self.p.blocks[k].again
 
-    def _last(self, use: int) -> int | None:
+    def _last(self, use: int, line: list[tuple[int, int]] | None = None) -> int | None:
         """What is touched last, and after `use`, of what can leave."""
+        line = self.leaving if line is None else line
         waiting = []
         found = None
-        while self.leaving:
-            far, k = self.leaving[0]
+        while line:
+            far, k = line[0]
             if self.state[k] != _RESIDENT or self.next[k] != -far:
-                heappop(self.leaving)
+                heappop(line)
             elif -far <= use:
                 break
             elif self.reading[k] and self.done_at[k] > self.now:
-                waiting.append(heappop(self.leaving))
+                waiting.append(heappop(line))
             else:
                 found = k
                 break
         for entry in waiting:
-            heappush(self.leaving, entry)
+            heappush(line, entry)
         return found
 
     def _make_room(self, size: int, event: int) -> None:
         """At once, whatever it takes."""
         while self.used + size > self.budget:
             k = self._last(self.base + event)
+            if k is None:
+                k = self._last(self.base + event, self.staying)
             if k is None:
                 raise _Full
             if not self._unneeded(k):
@@ -306,7 +332,21 @@ def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Ste
         program: computes, recomputes and frees; None: the trace's own.
     """
     p = program_of(trace, plain(trace) if program is None else program)
-    pager = _Pager(p, budget_bytes, link)
+    found = [_settled(p, budget_bytes, link, None)]
+    for reserve in _RESERVES if len(p.steps) < _MANY else _RESERVES[:1]:
+        belady = _Pager(p, int(budget_bytes * (1 - reserve)), link)
+        try:
+            for _ in range(_MOST_PASSES // 2):
+                belady.play(ahead=False)
+        except _Full:
+            continue
+        found.append(_settled(p, budget_bytes, link, belady.left))
+    return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
+
+def _settled(p: Program, budget_bytes: int, link: TierLink, may_leave: set[_Gap] | None) -> Paged | None:
+    """The pass that ends as it began."""
+    pager = _Pager(p, budget_bytes, link, may_leave)
     try:
         for _ in range(_MOST_PASSES):
             begun, began = pager.now, pager.held()
