@@ -145,7 +145,8 @@ class Plans:
             short = ended["followed"] and ended["short"]
             if trials < known.trials or repeats > known.repeats:
                 known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
-            elif short and grows and known.met >= known.measure_at:
+                known.tries = 0  # what did not fit, or ran short, was another plan
+            elif short and grows and repeats and known.met >= known.measure_at:
                 known.of, known.measure_at = self.measured(repeats=repeats), 2 * known.met
             elif short and not grows and known.tries < MOST_TRIES:
                 known.tries += 1

@@ -15,6 +15,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget
 from memmgr.native import pager
+from memmgr.runtime.plans import MOST_TRIES
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
 
@@ -301,3 +302,17 @@ def test_what_happens_between_steps_that_a_plan_spans(policy: str, between: Call
     assert got == trained(make, 9)
     assert figures[-1]["resident_bytes.peak"] <= limit
     assert figures[-1]["plans"] >= 1
+
+
+def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
+    """Its first period, which is none, fits no plan; that says nothing of the next one."""
+    torch.manual_seed(0)
+    training = States()
+    limit = int(need(States) * 0.45)
+    with memmgr.budget(limit, quiet=True, policy="offload"):
+        runtime: Any = _budget.current()
+        for _ in range(5):
+            training.step()
+            settled()
+        known = [known for known in runtime.plans._known.values() if known.repeats]
+        assert known and all(one.made is not None and one.tries < MOST_TRIES for one in known)
