@@ -156,7 +156,8 @@ class PagerRuntime:
         self._periods.ended(self.passes.count, ended.completed)
 
     def _ended_call(self) -> None:
-        if self.passes.count == 0 and not self.passes.in_backward:
+        # Not in a forked child, nor where the budget was closed meanwhile.
+        if self._final is None and self.passes.count == 0 and not self.passes.in_backward:
             self.passes.calls += 1
             self._periods.called()
 

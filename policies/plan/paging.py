@@ -36,6 +36,8 @@ _MANY = 4_000
 _AHEAD = 0.05
 """Of a pass: what ops will make in so much time should find room without waiting for a write."""
 
+_LOOKED_AT = 32
+"""Blocks, for one that should be written before its room is needed."""
 
 _STRETCHES = 48
 """Beginnings that the bound looks at."""
@@ -305,9 +307,9 @@ class _Pager:
         if self.free_at[self.lanes[1]] >= until:
             return False
         short = self.used + size - self.budget
-        passed = []
+        passed: list[tuple[int, int]] = []
         found = False
-        while short > 0:
+        while short > 0 and len(passed) < _LOOKED_AT:
             k = self._last(use)
             if k is None:
                 break
