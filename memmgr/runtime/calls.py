@@ -10,39 +10,40 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memmgr.readers.patches import Patches
 
 _MOST_CLASSES = 16
+_LOOKED_AFTER = 8  # calls, each; then after 16, 32, 64, ...: to look is to change a class that all modules have
 
 
 class Calls:
     """Finds the modules that a program calls without gradient, and says when a call of them has ended.
 
-    A hook for all modules looks from the end of such a call to the beginning of the next, so that what is called inside of one
-    costs nothing. An outermost call with gradient is a training's: then nothing looks any more. The classes that were found
-    tell of their calls.
+    `Module.__call__` is another function from the end of such a call to the beginning of the next, so that what is called inside
+    of one costs nothing (a global hook would make compiled modules warn). An outermost call with gradient is a training's:
+    then nothing looks any more. The classes that were found tell of their calls.
 
     Args:
         ended: told.
 
-    Known limitations: a program that does not switch gradients off is taken for a training. Models that are first called
-    after a `torch.compile` are not found.
+    Known limitations: a program that does not switch gradients off is taken for a training. Compiled modules, and others that
+    have a `__call__` of their own, are not found.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._patches = Patches()
+        self._looking = Patches()
         self._known: set[type] = set()
         self._inside = threading.local()
         self._lock = threading.Lock()
-        self._hook: Any = None
+        self._count = 0
+        self._looks = False
         self._done = False
 
     def install(self) -> None:
         """Begins to look."""
-        self._patches.wrap(torch, "compile", self._compiled)
         self._look_for_another()
 
     def remove(self) -> None:
@@ -53,37 +54,35 @@ class Calls:
 
     def _look_for_another(self) -> None:
         with self._lock:
-            if self._hook is None and not self._done and len(self._known) < _MOST_CLASSES:
-                self._hook = register_module_forward_pre_hook(self._look)
+            if not self._looks and not self._done and len(self._known) < _MOST_CLASSES:
+                self._looks = True
+                self._looking.wrap(torch.nn.Module, "__call__", self._first)
 
     def _stop_looking(self) -> None:
         with self._lock:
-            if self._hook is not None:
-                self._hook.remove()
-                self._hook = None
+            self._looks = False
+            self._looking.undo()
 
-    def _look(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or next(module.parameters(), None) is None:
+    def _first(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self._looks:
+                self._look(module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _look(self, module: torch.nn.Module) -> None:
+        if next(module.parameters(), None) is None:
             return  # a transform of the input, say
         if torch.is_grad_enabled():
             self._done = True
-        elif type(module) not in self._known:
-            if _called_by_another(module):
-                return  # the budget was opened inside of a call
+        elif _called_by_another(module):
+            return  # the budget was opened inside of a call
+        self._stop_looking()
+        if not self._done and type(module) not in self._known:
             self._known.add(type(module))
             self._patches.wrap(type(module), "__call__", self._told)
-        self._stop_looking()
-
-    def _compiled(self, original: Any) -> Any:
-        """torch warns of global hooks; and what runs as one region has no order to plan."""
-
-        @functools.wraps(original)
-        def compile_(*args: Any, **kwargs: Any) -> Any:
-            self._done = True
-            self._stop_looking()
-            return original(*args, **kwargs)
-
-        return compile_
 
     def _told(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -93,13 +92,17 @@ class Calls:
             here = self._inside.__dict__
             if here.get("inside"):
                 return original(module, *args, **kwargs)
+            if self._looks:
+                self._stop_looking()
             here["inside"] = True
             try:
                 result = original(module, *args, **kwargs)
             finally:
                 here["inside"] = False
             self._ended()
-            self._look_for_another()
+            self._count += 1
+            if self._count <= _LOOKED_AFTER or self._count.bit_count() == 1:
+                self._look_for_another()
             return result
 
         return call

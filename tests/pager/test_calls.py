@@ -19,6 +19,7 @@ from memmgr.native import pager
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
 
 WIDTH, LAYERS = 256, 12
+CALL = nn.Module.__call__
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_a_training_has_periods_of_its_own() -> None:
     model = decoder()
     with memmgr.budget(weights() // 2, quiet=True) as mm:
         model(torch.ones(1, WIDTH)).sum().backward()
-        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert torch.nn.Module.__call__ is CALL
         assert "__call__" not in vars(Decoder)
         model.cache.clear()
         generated(model, 2)
@@ -233,6 +234,7 @@ def test_several_models_and_what_prepares_their_input() -> None:
         assert "__call__" in vars(Encoder) and "__call__" in vars(Decoder) and "__call__" not in vars(nn.Linear)
     assert same(made, plain)
     assert "__call__" not in vars(Encoder)
+    assert torch.nn.Module.__call__ is CALL
 
 
 def test_threads_that_call_the_same_model() -> None:
@@ -272,3 +274,19 @@ def test_what_is_compiled_runs_through_a_call_that_is_told() -> None:
         assert "__call__" in vars(nn.Sequential)
         assert torch.equal(model(twice(x)), plain)
         assert torch.equal(torch.compile(model, backend="eager")(model(model(x))), plain)
+
+
+def test_what_was_compiled_before() -> None:
+    """No warning of ours or of torch's, and the same numbers."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    compiled, x = torch.compile(model, backend="eager"), torch.ones(1, WIDTH)
+    with torch.no_grad():
+        plain = model(x)
+        with memmgr.budget("64MB", quiet=True):
+            assert torch.equal(compiled(x), plain)
+            assert torch.equal(compiled(x), plain)
+            traced = torch.fx.symbolic_trace(model)  # which has a `Module.__call__` of its own meanwhile
+            assert torch.equal(traced(x), plain)
+            assert torch.equal(model(x), plain)
+    assert torch.nn.Module.__call__ is CALL
+    assert torch.equal(model(x), plain)
