@@ -48,16 +48,17 @@ class Training:
 
     def __init__(self, quick: bool, batch: int) -> None:
         torch.manual_seed(0)
-        config = (
-            GPTConfig(layers=4, heads=4, width=128, context=64) if quick else GPTConfig(12, 10, 640, 256, dropout=0.1)
-        )
+        config = GPTConfig(10, 10, 640, 256, vocabulary=8192, dropout=0.1)
+        if quick:
+            config = GPTConfig(layers=4, heads=4, width=128, context=64)
         self.model: nn.Module = GPT(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.batch, self.context = batch, config.context
+        self.batch, self.config = batch, config
         self.warm = 3 if quick else WARM_STEPS
 
     def turn(self) -> dict[str, float]:
-        tokens, targets = (torch.randint(256, (self.batch, self.context)) for _ in range(2))
+        shape = self.batch, self.config.context
+        tokens, targets = (torch.randint(self.config.vocabulary, shape) for _ in range(2))
         begun = time.perf_counter()
         self.model(tokens, targets).backward()
         self.optimizer.step()

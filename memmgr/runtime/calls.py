@@ -66,23 +66,26 @@ class Calls:
     def _first(self, original: Any) -> Any:
         @functools.wraps(original)
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._looks:
-                self._look(module)
+            if not torch.compiler.is_compiling() and self._looks and self._found(module):
+                return type(module).__call__(module, *args, **kwargs)
             return original(module, *args, **kwargs)
 
         return call
 
-    def _look(self, module: torch.nn.Module) -> None:
+    def _found(self, module: torch.nn.Module) -> bool:
+        """Whether its class tells of its calls, from now on."""
         if next(module.parameters(), None) is None:
-            return  # a transform of the input, say
+            return False  # a transform of the input, say
         if torch.is_grad_enabled():
             self._done = True
         elif _called_by_another(module):
-            return  # the budget was opened inside of a call
+            return False  # the budget was opened inside of a call
         self._stop_looking()
-        if not self._done and type(module) not in self._known:
-            self._known.add(type(module))
-            self._patches.wrap(type(module), "__call__", self._told)
+        if self._done or type(module) in self._known:
+            return False
+        self._known.add(type(module))
+        self._patches.wrap(type(module), "__call__", self._told)
+        return True
 
     def _told(self, original: Any) -> Any:
         @functools.wraps(original)

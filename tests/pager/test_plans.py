@@ -240,8 +240,8 @@ def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
     now, before = figures[STEPS - 1], figures[STEPS - 2]
     assert now["planned_passes"] - before["planned_passes"] == 1
     assert now["resident_bytes.peak"] <= limit
-    assert now["reads_ahead"] - before["reads_ahead"] >= 15
-    assert now["clean_drops"] - before["clean_drops"] >= 15
+    assert now["reads_ahead"] > before["reads_ahead"]
+    assert now["clean_drops"] > before["clean_drops"]
     if share == 0.7:  # malloc's order scans states that it has just let go of, and most of them could stay
         _, alone, _ = under(States, share, "offload", _plan=False)
         assert moved(figures) < 0.9 * moved(alone)
