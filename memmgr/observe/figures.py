@@ -72,7 +72,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "passes",
         "counter",
-        "backwards that ended: a pass goes from the end of one to the end of the next; before the first, calls of the model",
+        "backwards that ended; a pass goes from the end of one to the end of the next",
     ),
     Figure("planned_passes", "counter", "passes that followed a plan to its end"),
     Figure("short_periods", "counter", "planned passes in which malloc had to choose for itself"),

@@ -53,7 +53,6 @@ class Passes:
         self._begun = time.perf_counter()
         self._under_way = 0
         self.count = 0
-        self.calls = 0  # of the model, where there has been no backward
         self.seconds = 0.0
         self.checkpoint_seconds = 0.0
         self.resident_peak = 0

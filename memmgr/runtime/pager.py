@@ -25,7 +25,6 @@ from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
 from memmgr.readers.captures import is_capturing
 
-from .calls import Calls
 from .config import Config
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -67,7 +66,6 @@ class PagerRuntime:
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, config.device, self.passes)
         self._steps = SlicedSteps(self.native, config.device)
-        self._calls = Calls(self._ended_call)
         self.figures = PagerFigures(
             config, self.native, self.passes, self.plans, self._readers.escaped, lambda: self._ranker.rankings
         )
@@ -117,7 +115,6 @@ class PagerRuntime:
                 gc.collect()
             self._readers.install()
             self._steps.install()
-            self._calls.install()
             if pager.settle():
                 raise self._explain.too_big(pager.resident())
             self.telemetry.start()
@@ -155,12 +152,6 @@ class PagerRuntime:
         )
         self._periods.ended(self.passes.count, ended.completed)
 
-    def _ended_call(self) -> None:
-        # Not in a forked child, nor where the budget was closed meanwhile.
-        if self._final is None and self.passes.count == 0 and not self.passes.in_backward:
-            self.passes.calls += 1
-            self._periods.called()
-
     def _happened(self, what: str, **fields: Any) -> None:
         self.telemetry.happened(what, **fields)
 
@@ -175,7 +166,6 @@ class PagerRuntime:
             return
         self._final = self.figures.stats()
         try:
-            self._calls.remove()
             self._steps.remove()
             self._readers.remove()
             self.plans.close()

@@ -68,7 +68,7 @@ class Periods:
             next_one = for_file or self._plans.wanted()
             if not next_one and not self._noted:
                 return
-            info = self._next(next_one, sizes=True)
+            info = self._next(next_one)
             if info is None:
                 return
             if completed and self._file is not None and self._file.wants(passes):
@@ -83,18 +83,8 @@ class Periods:
         else:
             file.write(trace)
 
-    def called(self) -> None:
-        """A call of the model has ended, and there has been no backward."""
-        with self._lock:
-            next_one = self._plans.wanted()
-            if not next_one and not self._noted:
-                return
-            info = self._next(next_one, sizes=False)
-            if info is not None:
-                self._plans.period_ended(info, grows=True)
-
-    def _next(self, noted: bool, *, sizes: bool) -> PeriodInfo | None:
+    def _next(self, noted: bool) -> PeriodInfo | None:
         """The next period begins; of the one that ended, if it was noted and is of use."""
-        info = self._pager.next_period(noted, sizes)
+        info = self._pager.next_period(noted, True)
         before, self._noted = self._noted, noted
         return info if before and info["ops"] and not info["overflow"] else None

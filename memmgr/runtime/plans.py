@@ -47,8 +47,6 @@ class _Known:
     of: Measured
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     repeats: bool  # whether the period before it was the same
-    met: int = 1  # how often
-    measure_at: int = 2  # where periods grow: once it was met so often, it is measured again if its plan runs short
     tries: int = 0
     made: Scheduled | None = None
     error: str = ""
@@ -103,17 +101,12 @@ class Plans:
         """Is the next period worth noting? Only once memory has been short."""
         return self._planner is not None and self._pager.stats()["reclaims"] > 0
 
-    def period_ended(self, ended: PeriodInfo, *, grows: bool = False) -> None:
-        """A period that was noted; its timeline is at hand. One thread at a time.
-
-        Args:
-            ended: it.
-            grows: one that does the same may need more.
-        """
+    def period_ended(self, ended: PeriodInfo) -> None:
+        """A period that was noted; its timeline is at hand. One thread at a time."""
         if self._planner is None:
             return
         try:
-            known = self._to_plan(ended, grows=grows)
+            known = self._to_plan(ended)
         except TraceError as error:  # threads whose ops are mixed up, say
             self._happened("no_plan", ops=ended["ops"], text=str(error))
             return
@@ -121,7 +114,7 @@ class Plans:
             self._thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
             self._thread.start()
 
-    def _to_plan(self, ended: PeriodInfo, *, grows: bool) -> _Known | None:
+    def _to_plan(self, ended: PeriodInfo) -> _Known | None:
         key, trials = ended["hash"], ended["trials"]
         repeats = self._offload and ended["before"] == key  # what lives on cannot leave without a tier
         known = self._known.get(key)
@@ -139,16 +132,12 @@ class Plans:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(key)
-            known.met += 1
             if self._busy():
                 return None
-            short = ended["followed"] and ended["short"]
             if trials < known.trials or repeats > known.repeats:
                 known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
                 known.tries = 0  # what did not fit, or ran short, was another plan
-            elif short and grows and repeats and known.met >= known.measure_at:
-                known.of, known.measure_at = self.measured(repeats=repeats), 2 * known.met
-            elif short and not grows and known.tries < MOST_TRIES:
+            elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
                 known.tries += 1
             else:
                 return None

@@ -122,7 +122,7 @@ def test_the_same_bits_and_three_figures_on_lines_of_training_only(tmp_path: Pat
     assert all(0 <= share <= 100 for share in shares) and any(shares)
     # Each of these is a budget of its own.
     trainer.test(module, _loader(1), verbose=False)
-    assert _budget.current() is None and callback.stats()["passes"] == 1  # its one batch
+    assert _budget.current() is None and callback.stats()["passes"] == 0
     assert len(trainer.predict(module, _loader(2))) == 2 and _budget.current() is None
 
 
