@@ -70,7 +70,7 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
     """What is said at the end; `manager` is the budget's, None if none was opened."""
     trace = manager.traced if manager is not None else None
     if trace is None:
-        passes = manager.passes.count if manager is not None else 0
+        passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     peak, _ = trace.unmanaged_peak
     name = args.out if Path(args.out).is_file() else args.trace

@@ -34,42 +34,6 @@
 
 namespace memmgr::pager {
 
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
-}
-
-#if defined(__x86_64__)
-static uint64_t clock_ticks() { return __builtin_ia32_rdtsc(); }
-#else
-static uint64_t clock_ticks() { return now_ns(); }
-#endif
-
-static std::atomic<uint64_t> each_look{0}, counted{0};
-
-uint64_t ticks() {
-  const uint64_t step = each_look.load(std::memory_order_relaxed);
-  return step ? counted.fetch_add(step, std::memory_order_relaxed) + step : clock_ticks();
-}
-
-void count_ticks(uint64_t step) {
-  if (each_look.load() == 0) counted = clock_ticks();
-  while (step == 0 && each_look.load() && clock_ticks() < counted.load()) {
-  }
-  each_look = step;
-}
-
-double seconds_of_ticks(uint64_t n) {
-  static const double each = [] {
-    const uint64_t t0 = now_ns(), c0 = clock_ticks();
-    while (now_ns() - t0 < 2000000) {
-    }
-    return static_cast<double>(now_ns() - t0) * 1e-9 / static_cast<double>(clock_ticks() - c0);
-  }();
-  return static_cast<double>(n) * each;
-}
-
 namespace {
 
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
@@ -473,9 +437,9 @@ void raise_wrong_bytes(const c10::Error& e) {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   PyObject* module = PyModule_Create(&definition);
-  if (module &&
-      (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
-       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, observe_methods) < 0))
+  if (module && (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
+                 PyModule_AddFunctions(module, figure_methods) < 0 ||
+                 PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
     Py_CLEAR(module);
   return module;
 }

@@ -21,5 +21,6 @@ PyObject* guarded(F&& body) {
 
 bool add_reader_functions(PyObject* module);  // module_readers.cpp
 extern PyMethodDef figure_methods[];          // module_figures.cpp
+extern PyMethodDef pool_methods[];            // module_pool.cpp
 
 }  // namespace memmgr::pager

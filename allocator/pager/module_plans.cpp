@@ -32,16 +32,15 @@ PyObject* bytes_of(const std::vector<T>& column) {
                                    static_cast<Py_ssize_t>(column.size() * sizeof(T)));
 }
 
-// next_period(noted, sizes) -> dict: what ended, in figures. `timeline()` has the rest of it.
-PyObject* py_next_period(PyObject*, PyObject* args) {
-  int noted, sizes;
-  if (!PyArg_ParseTuple(args, "pp", &noted, &sizes)) return nullptr;
+// next_period(noted) -> dict: what ended, in figures. `timeline()` has the rest of it.
+PyObject* py_next_period(PyObject*, PyObject* on) {
+  const bool noted = PyObject_IsTrue(on) == 1;
   Followed followed;
   Timeline ended;
   std::string wrong;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    ended = next_period(noted, sizes);
+    ended = next_period(noted);
     followed = end_following(ended.hash());
     poll_transfers();
   } catch (const std::exception& e) {
@@ -184,7 +183,7 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
 }
 
 PyMethodDef plan_methods[] = {
-    {"next_period", py_next_period, METH_VARARGS, "next_period(noted, sizes) -> figures of the period that ends here"},
+    {"next_period", py_next_period, METH_O, "next_period(noted) -> figures of the period that ends here"},
     {"turn_period", py_turn_period, METH_NOARGS, "an outermost backward begins"},
     {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
     {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},

@@ -15,7 +15,6 @@ constexpr size_t kMostOps = 200000;  // what is longer is no period
 // Guarded by the graph's lock.
 struct Period {
   uint32_t number = 1;
-  bool sizes = true;  // they are part of its hash
   Timeline noted;
   std::vector<Cell*> live;      // by ordinal
   std::vector<Cell*> previous;  // of the period before, by its ordinals
@@ -65,7 +64,7 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   const auto flags =
       static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
   p.noted.touches.push_back({ordinal, flags});
-  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.sizes ? c->nbytes : 0);
+  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), c->nbytes);
 }
 
 }  // namespace
@@ -162,7 +161,7 @@ void turn_period() {
   if (noted.turn < 0) noted.turn = static_cast<int64_t>(noted.ops.size());
 }
 
-Timeline next_period(bool noted, bool sizes) {
+Timeline next_period(bool noted) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Period& p = period();
   const uint64_t trials = counters.trials.load();
@@ -172,7 +171,6 @@ Timeline next_period(bool noted, bool sizes) {
   std::vector<Cell*> previous = std::move(p.live);
   p = Period();
   p.number = number;
-  p.sizes = sizes;
   p.previous = std::move(previous);
   p.noted.before = ended.overflow ? 0 : ended.hash();
   p.trials_before = trials;

@@ -81,8 +81,7 @@ uint64_t hash_before_locked();
 
 // An outermost backward begins here.
 void turn_period();
-// Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted. Without
-// `sizes` periods are the same that differ in how large their cells are (a cache that grows with each token).
-Timeline next_period(bool noted, bool sizes = true);
+// Begins the next period, and hands over what was noted of the one that ends; empty where it was not noted.
+Timeline next_period(bool noted);
 
 }  // namespace memmgr::pager

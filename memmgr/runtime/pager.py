@@ -32,7 +32,7 @@ from .ranking import Ranker, order_of
 from .steps import SlicedSteps
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""What a byte takes one way to each tier that this process has had, in seconds."""
+"""What a byte takes one way to each tier that this process has had, and of the CPU, in seconds."""
 
 
 class PagerRuntime:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memmgr._consumers import log_path
 from memmgr._trace_file import write_trace
-from memmgr.native.pager import Pager, PeriodInfo
+from memmgr.native.pager import Pager
 from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
@@ -53,7 +53,7 @@ class Periods:
     def begin(self) -> None:
         """The first one begins."""
         if self._file is not None and self._file.wants(1):
-            self._pager.next_period(True, True)
+            self._pager.next_period(True)
             self._noted = True
 
     def ended(self, passes: int, completed: bool) -> None:
@@ -68,8 +68,9 @@ class Periods:
             next_one = for_file or self._plans.wanted()
             if not next_one and not self._noted:
                 return
-            info = self._next(next_one)
-            if info is None:
+            info = self._pager.next_period(next_one)
+            noted, self._noted = self._noted, next_one
+            if not noted or not info["ops"] or info["overflow"]:
                 return
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
@@ -82,9 +83,3 @@ class Periods:
             warnings.warn(f"memmgr: the pass is no trace: {error}", stacklevel=2)
         else:
             file.write(trace)
-
-    def _next(self, noted: bool) -> PeriodInfo | None:
-        """The next period begins; of the one that ended, if it was noted and is of use."""
-        info = self._pager.next_period(noted, True)
-        before, self._noted = self._noted, noted
-        return info if before and info["ops"] and not info["overflow"] else None

@@ -263,7 +263,6 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         between = trace.ops[k].name == BETWEEN
         return max(of.position[k] - between, 0)
 
-    held = {s for pair in trace.cycle for s in pair}  # comes back in another pass
     found: dict[str, Rows] = {"departures": [], "writes": [], "reads": [], "groups": []}
     resident: set[int] = set()
     away: dict[
@@ -306,7 +305,11 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
                 continue
             which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
             away[s] = which, len(found[which])
-            found[which].append((position, cell(s), DROPS if s not in held else OFFLOADS))
+            found[which].append((position, cell(s), DROPS))
+    for s in away.keys() & {end for end, _ in trace.cycle}:  # comes back in the next pass
+        which, row = away[s]
+        position, ordinal, _ = found[which][row]
+        found[which][row] = position, ordinal, OFFLOADS
     kept: dict[tuple[int, int], int] = {}
     for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made:

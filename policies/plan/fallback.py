@@ -33,7 +33,10 @@ def best_online(
     rates = (link.write_bytes_per_second, link.read_bytes_per_second, link.latency_seconds) if link else (0.0, 0.0, 0.0)
     best: tuple[tuple[Step, ...], Cost] | None = None
     for steps in _schedules(trace, budget_bytes, link, recompute):
-        cost = replay(trace, steps, budget_bytes, write_rate=rates[0], read_rate=rates[1], latency_seconds=rates[2])
+        cost = replay(
+            trace, steps, budget_bytes, write_rate=rates[0], read_rate=rates[1], latency_seconds=rates[2],
+            shared=link is not None and link.shared,
+        )  # fmt: skip
         allowed = cost.valid and (recompute or not cost.recomputes) and _finds_room(trace, steps, link)
         if allowed and (best is None or cost.seconds < best[1].seconds):
             best = tuple(steps), cost

@@ -110,7 +110,7 @@ class Simulation:
         """
         self.trace, self.policy, self.tier, self.most = trace, policy, tier, most
         rates = (tier.write_bytes_per_second, tier.read_bytes_per_second, tier.latency_seconds) if tier else (0, 0, 0)
-        self.clock = Replay(trace, budget_bytes, *rates)
+        self.clock = Replay(trace, budget_bytes, *rates, shared=tier is not None and tier.shared)
         self.budget = budget_bytes
         self.steps: list[Step] = []
         self.chains = Neighbourhoods(trace, self._gone)

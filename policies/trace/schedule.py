@@ -54,7 +54,7 @@ class Broken(ValueError):
 
 def replay(
     trace: Trace, steps: Iterable[Step], budget_bytes: int, *, write_rate: float = 0.0, read_rate: float = 0.0,
-    latency_seconds: float = 0.0, shared: bool = False, away: Iterable[int] = (), clean: Iterable[int] = (),
+    latency_seconds: float = 0.0, shared: bool = False, away: Sequence[int] = (), clean: Sequence[int] = (),
 ) -> Cost:  # fmt: skip
     """Runs a schedule by the rules of trace.py and says what it costs.
 
@@ -72,9 +72,7 @@ def replay(
 
     Known limitations: a tier is as large as needed.
     """
-    run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds)
-    run.shared = shared
-    run.begin_below(away, clean)
+    run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds, shared=shared, away=away, clean=clean)
     try:
         for number, step in enumerate(steps, 1):
             try:
@@ -90,23 +88,22 @@ def replay(
 class Replay:
     """Bytes, clock and link of a schedule that is being run."""
 
-    def __init__(self, trace: Trace, budget: int, write_rate: float, read_rate: float, latency: float) -> None:
+    def __init__(
+        self, trace: Trace, budget: int, write_rate: float, read_rate: float, latency: float, *, shared: bool = False,
+        away: Sequence[int] = (), clean: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.trace, self.budget = trace, budget
         self.rates = {Do.OFFLOAD: write_rate, Do.RELOAD: read_rate}
         self.latency = latency
         self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has done what it was asked
         self.resident: set[int] = set()
-        self.copied_at: dict[int, float] = {}  # storages with a copy below: when it is whole
+        # Storages with a copy below: when it is whole.
+        self.copied_at: dict[int, float] = dict.fromkeys((*away, *clean), 0.0)
         self.ready_at: dict[int, float] = {}  # storages that are being read
         self.used = self.peak = self.computed = self.recomputes = 0
         self.now = self.waited = 0.0
-        self.away: frozenset[int] = frozenset()
-        self.shared = False
-
-    def begin_below(self, away: Iterable[int], clean: Iterable[int]) -> None:
-        """What has a copy below when the pass begins; `away` is not resident."""
-        self.away = frozenset(away)
-        self.copied_at = dict.fromkeys((*self.away, *clean), 0.0)
+        self.shared = shared
+        self.away = frozenset(away)  # not resident when their constant is met
 
     def _wait(self, until: float) -> None:
         if until > self.now:

@@ -15,6 +15,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget
 from memmgr.native import pager
+from memmgr.policies.trace import TraceError
 from memmgr.runtime.plans import MOST_TRIES
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
@@ -316,3 +317,16 @@ def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
             settled()
         known = [known for known in runtime.plans._known.values() if known.repeats]
         assert known and all(one.made is not None and one.tries < MOST_TRIES for one in known)
+
+
+def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads whose ops are mixed up: the program is not told by an exception out of its backward."""
+    from memmgr.runtime import plans
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise TraceError("reads what nothing has made")
+
+    monkeypatch.setattr(plans, "measured", refuses)
+    got, figures, _ = under(States, 0.5)
+    assert got == trained(States, STEPS)
+    assert figures[-1]["plans"] == 0
