@@ -79,6 +79,10 @@ void Trash::end() {
 
 // ---- storages and their cells ----
 
+static uint64_t next_serial = 4096;
+
+uint64_t serial_of_next_locked() { return next_serial; }
+
 // Private members that have no accessor: the pointer without its context, a count without the GIL.
 MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_, c10::detail::UniqueVoidPtr)
 MEMMGR_PRIVATE_MEMBER(DataOfUniquePtr, c10::detail::UniqueVoidPtr, data_, void*)
@@ -108,7 +112,6 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   at::DataPtr& p = pointer_of(s);
   auto* c = new Cell;
   c->state.store(pins);
-  static uint64_t next_serial = 4096;
   c->nbytes = s->nbytes();
   c->serial = next_serial;
   next_serial += (c->nbytes + 4095) / 4096 * 4096 + 4096;

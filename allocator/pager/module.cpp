@@ -159,7 +159,8 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.writes_ahead,
                     &counters.late_reads,
                     &counters.planned_periods,
-                    &counters.short_periods})
+                    &counters.short_periods,
+                    &counters.loop_turns})
       n->store(0);
     catch_unseen_threads(true);
     watch_exports(true);

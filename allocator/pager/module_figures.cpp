@@ -154,6 +154,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(writes_ahead)
   COUNTER(late_reads)
   COUNTER(planned_periods)
+  COUNTER(loop_turns)
   COUNTER(short_periods)
   COUNTER(slices)
   COUNTER(remat_ns)

@@ -8,6 +8,7 @@
 
 #include "budget.h"
 #include "follow.h"
+#include "loops.h"
 #include "timeline.h"
 #include "transfer.h"
 
@@ -32,6 +33,17 @@ PyObject* bytes_of(const std::vector<T>& column) {
                                    static_cast<Py_ssize_t>(column.size() * sizeof(T)));
 }
 
+// What has just ended, and becomes the last timeline; in figures.
+PyObject* period_ended(Timeline ended, const Followed& followed) {
+  last_timeline() = std::move(ended);
+  const Timeline& t = last_timeline();
+  return Py_BuildValue("{sK sK sn sO sO sK sO}", "before", static_cast<unsigned long long>(t.before), "hash",
+                       static_cast<unsigned long long>(t.hash()), "ops", static_cast<Py_ssize_t>(t.ops.size()),
+                       "followed", followed.to_the_end ? Py_True : Py_False, "short",
+                       followed.ran_short ? Py_True : Py_False, "trials", static_cast<unsigned long long>(t.trials),
+                       "overflow", t.overflow ? Py_True : Py_False);
+}
+
 // next_period(noted) -> dict: what ended, in figures. `timeline()` has the rest of it.
 PyObject* py_next_period(PyObject*, PyObject* on) {
   const bool noted = PyObject_IsTrue(on) == 1;
@@ -51,13 +63,34 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
     PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
     return nullptr;
   }
-  last_timeline() = std::move(ended);
-  const Timeline& t = last_timeline();
-  return Py_BuildValue("{sK sK sn sO sO sK sO}", "before", static_cast<unsigned long long>(t.before), "hash",
-                       static_cast<unsigned long long>(t.hash()), "ops", static_cast<Py_ssize_t>(t.ops.size()),
-                       "followed", followed.to_the_end ? Py_True : Py_False, "short",
-                       followed.ran_short ? Py_True : Py_False, "trials", static_cast<unsigned long long>(t.trials),
-                       "overflow", t.overflow ? Py_True : Py_False);
+  return period_ended(std::move(ended), followed);
+}
+
+PyObject* py_seek_loops(PyObject*, PyObject* on) {
+  seek_loops(PyObject_IsTrue(on) == 1);
+  Py_RETURN_NONE;
+}
+
+// wait_for_loop(): without the GIL, until a turn of a loop wants a plan; False: the budget ends
+PyObject* py_wait_for_loop(PyObject*, PyObject*) {
+  bool turned;
+  Py_BEGIN_ALLOW_THREADS;
+  turned = wait_for_loop();
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(turned);
+}
+
+PyObject* py_end_wait_for_loop(PyObject*, PyObject*) {
+  end_wait_for_loop();
+  Py_RETURN_NONE;
+}
+
+// take_loop() -> as next_period(), of the turn that wants a plan; None: there is none
+PyObject* py_take_loop(PyObject*, PyObject*) {
+  Followed followed;
+  Timeline ended;
+  if (!take_loop(&ended, &followed)) Py_RETURN_NONE;
+  return period_ended(std::move(ended), followed);
 }
 
 // turn_period(): an outermost backward begins
@@ -184,6 +217,10 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
 
 PyMethodDef plan_methods[] = {
     {"next_period", py_next_period, METH_O, "next_period(noted) -> figures of the period that ends here"},
+    {"seek_loops", py_seek_loops, METH_O, "whether turns of loops without a backward are periods"},
+    {"wait_for_loop", py_wait_for_loop, METH_NOARGS, "waits for a turn of a loop -> False: the budget ends"},
+    {"end_wait_for_loop", py_end_wait_for_loop, METH_NOARGS, "whoever waits for a loop goes on"},
+    {"take_loop", py_take_loop, METH_NOARGS, "take_loop() -> figures of the turn, None: it was taken"},
     {"turn_period", py_turn_period, METH_NOARGS, "an outermost backward begins"},
     {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
     {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},
@@ -197,6 +234,7 @@ bool add_plan_functions(PyObject* module) { return PyModule_AddFunctions(module,
 void forget_periods() {
   end_following(0);
   drop_plans();
+  seek_loops(false);
   next_period(false);
   next_period(false);  // nor is it the period before any other
   last_timeline() = Timeline();

@@ -12,6 +12,7 @@
 #include "hold.cpp"
 #include "kernel.cpp"
 #include "list_ops.cpp"
+#include "loops.cpp"
 #include "module.cpp"
 #include "module_figures.cpp"
 #include "module_plans.cpp"

@@ -14,6 +14,7 @@
 #include "captures.h"
 #include "follow.h"
 #include "hold.h"
+#include "loops.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -293,6 +294,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   Wait wait;
   counters.reclaims++;
+  note_shortage();
   const uint64_t want = need ? need : request;
   poll_transfers();
   uint64_t released = let_planned_go(want);

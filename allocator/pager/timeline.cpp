@@ -1,7 +1,13 @@
 #include "timeline.h"
 
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+
 #include "budget.h"
 #include "follow.h"
+#include "loops.h"
 #include "recipe.h"
 
 namespace memmgr::pager {
@@ -15,6 +21,8 @@ constexpr size_t kMostOps = 200000;  // what is longer is no period
 // Guarded by the graph's lock.
 struct Period {
   uint32_t number = 1;
+  bool asked = false;  // for: it goes from backward to backward
+  bool loop = false;   // it is a turn of a loop, and the same as one whose cells are larger (a cache that grows)
   Timeline noted;
   std::vector<Cell*> live;      // by ordinal
   std::vector<Cell*> previous;  // of the period before, by its ordinals
@@ -26,6 +34,11 @@ struct Period {
 Period& period() {
   static auto* p = new Period;
   return *p;
+}
+
+LoopSeeker& seeker() {
+  static auto* s = new LoopSeeker;
+  return *s;
 }
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
@@ -64,7 +77,39 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   const auto flags =
       static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
   p.noted.touches.push_back({ordinal, flags});
-  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), c->nbytes);
+  p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
+}
+
+Timeline next_locked(Period& p, bool noted) {
+  const uint64_t trials = counters.trials.load();
+  Timeline ended = std::move(p.noted);
+  ended.trials = trials - p.trials_before;
+  const uint32_t number = p.number + 1;
+  std::vector<Cell*> previous = std::move(p.live);
+  p = Period();
+  p.number = number;
+  p.previous = std::move(previous);
+  p.noted.before = ended.overflow ? 0 : ended.hash();
+  p.trials_before = trials;
+  timeline_on = noted;
+  return ended;
+}
+
+// The turn that ends before this op, or what was noted before a loop was looked for.
+std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& frame) {
+  if (c10::GradMode::is_enabled() || p.noted.turn >= 0) return std::nullopt;
+  auto how = LoopSeeker::Turn::kCut;
+  if (p.loop)
+    how = seeker().ends(p.noted, info, frame);
+  else if (!seeker().begins(p.asked, p.noted.ops.size(), info, frame))
+    return std::nullopt;
+  if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
+  const uint64_t last_end = p.last_end;
+  LoopTurn turn{next_locked(p, true), how == LoopSeeker::Turn::kWhole};
+  p.loop = true;
+  p.last_end = last_end;  // what the program did since then is a part of its turn
+  if (!turn.whole) p.noted.before = 0;
+  return turn;
 }
 
 }  // namespace
@@ -73,8 +118,13 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   const uint64_t now = ticks();
   uint32_t at;
   {
-    std::lock_guard<std::mutex> lock(graph_lock());
+    std::unique_lock<std::mutex> lock(graph_lock());
     Period& p = period();
+    if (std::optional<LoopTurn> turn = turn_locked(p, info, frame)) {
+      lock.unlock();
+      end_turn(std::move(*turn));
+      lock.lock();
+    }
     if (p.noted.ops.size() >= kMostOps) {
       p.noted.overflow = true;
       timeline_on = false;
@@ -129,6 +179,7 @@ void Moment::left() {
 
 void forget_in_timeline_locked(Cell* c) {
   Period& p = period();
+  seeker().forget(c);
   uint32_t prior = kNoOrdinal;
   if (c->period == p.number && c->ordinal < p.live.size()) {
     p.live[c->ordinal] = nullptr;
@@ -155,27 +206,33 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal) {
 uint64_t hash_before_locked() { return period().noted.before; }
 
 void turn_period() {
-  if (!timeline_on.load(std::memory_order_relaxed)) return;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  Timeline& noted = period().noted;
-  if (noted.turn < 0) noted.turn = static_cast<int64_t>(noted.ops.size());
+  if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
+  bool cut;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    Period& p = period();
+    seeker().backward();
+    cut = p.loop;
+    if (cut) next_locked(p, false);  // a part of a pass is no pass
+    if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
+  }
+  if (cut) end_following(0);
 }
 
 Timeline next_period(bool noted) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Period& p = period();
-  const uint64_t trials = counters.trials.load();
-  Timeline ended = std::move(p.noted);
-  ended.trials = trials - p.trials_before;
-  const uint32_t number = p.number + 1;
-  std::vector<Cell*> previous = std::move(p.live);
-  p = Period();
-  p.number = number;
-  p.previous = std::move(previous);
-  p.noted.before = ended.overflow ? 0 : ended.hash();
-  p.trials_before = trials;
-  timeline_on = noted;
+  if (p.asked) seeker().passed(p.noted.ops.size());
+  Timeline ended = next_locked(p, noted);
+  p.asked = noted;
   return ended;
+}
+
+void seek_loops(bool on) {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  seeker().reset(on);
+  if (on) begin_wait_for_loop();
+  if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
 }
 
 }  // namespace memmgr::pager

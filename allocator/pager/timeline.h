@@ -1,5 +1,6 @@
 // The timeline of a period: which ops touched which cells, in order (design section 5). A period runs from the end of
-// one outermost backward to the end of the next. It is noted only once memory has been short.
+// one outermost backward to the end of the next; where there is none, it is a turn of the program's loop (loops.h). It
+// is noted only once memory has been short.
 //
 // A cell's *ordinal* is the order in which the period met it; an op that touches a cell has a *position*. Both are the
 // same in every period that does the same, whatever the addresses are: that is how a plan is followed (follow.h).

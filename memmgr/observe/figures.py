@@ -69,7 +69,11 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("watched_seconds", "counter", "of all passes together"),
     # Passes and plans.
-    Figure("passes", "counter", "backwards that ended; a pass goes from the end of one to the end of the next"),
+    Figure(
+        "passes",
+        "counter",
+        "backwards that ended, a pass goes from the end of one to the end of the next; without one, equal turns of a loop",
+    ),
     Figure("planned_passes", "counter", "passes that followed a plan to its end"),
     Figure("short_periods", "counter", "planned passes in which malloc had to choose for itself"),
     Figure("plans", "counter", "plans that were made"),

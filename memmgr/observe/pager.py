@@ -135,7 +135,7 @@ class PagerFigures:
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,
             "watched_seconds": passes.seconds,
-            "passes": passes.count,
+            "passes": passes.count + now["loop_turns"],
             "planned_passes": now["planned_periods"],
             "plans": self._plans.made,
             "plan_seconds": self._plans.seconds,

@@ -168,6 +168,7 @@ class PagerRuntime:
         try:
             self._steps.remove()
             self._readers.remove()
+            self._periods.close()
             self.plans.close()
             self._ranker.close()
             self.native.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from pathlib import Path
@@ -49,12 +50,32 @@ class Periods:
         self._file = file
         self._lock = threading.Lock()
         self._noted = False
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """The first one begins."""
         if self._file is not None and self._file.wants(1):
             self._pager.next_period(True)
             self._noted = True
+        if self._plans.asked:
+            self._pager.seek_loops(True)
+            self._thread = threading.Thread(target=self._loop, name="memmgr-loops", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread."""
+        if self._thread is not None:
+            self._pager.end_wait_for_loop()
+            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+                self._thread.join()
+
+    def _loop(self) -> None:
+        """Where there is no backward: turns of the program's loop that come again get a plan, too."""
+        while self._pager.wait_for_loop():
+            with self._lock:
+                info = self._pager.take_loop()
+                if info is not None:
+                    self._plans.loop_turned(info)
 
     def ended(self, passes: int, completed: bool) -> None:
         """An outermost backward has ended.

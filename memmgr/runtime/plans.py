@@ -97,22 +97,44 @@ class Plans:
         self.made = 0
         self.seconds = 0.0
 
+    @property
+    def asked(self) -> bool:
+        """Whether there are any."""
+        return self._planner is not None
+
     def wanted(self) -> bool:
         """Is the next period worth noting? Only once memory has been short."""
-        return self._planner is not None and self._pager.stats()["reclaims"] > 0
+        return self.asked and self._pager.stats()["reclaims"] > 0
 
     def period_ended(self, ended: PeriodInfo) -> None:
         """A period that was noted; its timeline is at hand. One thread at a time."""
-        if self._planner is None:
-            return
+        if self._planner is not None:
+            self._begin(ended, lambda: self._to_plan(ended))
+
+    def loop_turned(self, ended: PeriodInfo) -> None:
+        """A turn of a loop without a backward, the same as the one before, that no plan was enough for. One thread at a time.
+
+        What is in it may have grown (a cache), so it is measured anew each time.
+        """
+        if not self._busy() and self._offload:  # without gradient nothing is recorded that could run again
+            self._begin(ended, lambda: self._known_anew(ended, repeats=True))
+
+    def _begin(self, ended: PeriodInfo, to_plan: Callable[[], _Known | None]) -> None:
         try:
-            known = self._to_plan(ended)
+            known = to_plan()
         except TraceError as error:  # threads whose ops are mixed up, say
             self._happened("no_plan", ops=ended["ops"], text=str(error))
             return
         if known is not None:
             self._thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
             self._thread.start()
+
+    def _known_anew(self, ended: PeriodInfo, *, repeats: bool) -> _Known:
+        known = self._known[ended["hash"]] = _Known(self.measured(repeats=repeats), ended["trials"], repeats)
+        self._known.move_to_end(ended["hash"])
+        while len(self._known) > MOST_PLANS:
+            self._known.popitem(last=False)
+        return known
 
     def _to_plan(self, ended: PeriodInfo) -> _Known | None:
         key, trials = ended["hash"], ended["trials"]
@@ -127,20 +149,17 @@ class Plans:
             # before: where no period is like another, planning buys nothing.
             if self._busy() or (len(self._known) >= FIRST_PLANS and not before):
                 return None
-            known = self._known[key] = _Known(self.measured(repeats=repeats), trials, repeats)
-            while len(self._known) > MOST_PLANS:
-                self._known.popitem(last=False)
+            return self._known_anew(ended, repeats=repeats)
+        self._known.move_to_end(key)
+        if self._busy():
+            return None
+        if trials < known.trials or repeats > known.repeats:
+            known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
+            known.tries = 0  # what did not fit, or ran short, was another plan
+        elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
+            known.tries += 1
         else:
-            self._known.move_to_end(key)
-            if self._busy():
-                return None
-            if trials < known.trials or repeats > known.repeats:
-                known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
-                known.tries = 0  # what did not fit, or ran short, was another plan
-            elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
-                known.tries += 1
-            else:
-                return None
+            return None
         return known
 
     def _busy(self) -> bool:

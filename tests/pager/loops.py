@@ -1,0 +1,239 @@
+"""What test_loops.py runs, each in a process of its own: what other tests leave behind counts against a budget."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memmgr
+from memmgr import _budget
+from memmgr.native import pager
+from memmgr.runtime.timeline import BETWEEN
+
+WIDTH, LAYERS = 256, 12
+
+
+class Decoder(nn.Module):
+    """Layers, and a cache that is longer after every call."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers))
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if len(self.cache) <= i:
+                self.cache.append(torch.zeros(32, WIDTH))
+            self.cache[i] = torch.cat([self.cache[i], x])
+            x = x + torch.softmax(x @ self.cache[i].T, -1) @ self.cache[i]
+        return x / x.norm()
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().eval()
+
+
+def weights() -> int:
+    return sum(p.nbytes for p in Decoder().parameters())
+
+
+def settled() -> None:
+    """Whoever plans has planned."""
+    runtime: Any = _budget.current()
+    if runtime is None:
+        return
+    for _ in range(50):  # the turn is told to a thread, which begins another
+        if not runtime._periods._lock.locked() and not runtime.plans._busy():
+            threading.Event().wait(0.002)
+    runtime.plans.close()
+
+
+def generated(model: nn.Module, calls: int, each: Callable[[], None] = settled) -> list[Tensor]:
+    x = torch.ones(1, WIDTH)
+    made = []
+    with torch.no_grad():
+        for _ in range(calls):
+            x = model(x)
+            made.append(x.clone())
+            each()
+    return made
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def token() -> dict[str, Any]:
+    """A loop over a model with a cache that grows."""
+    plain, figures = generated(decoder(), 14), []
+    with memmgr.budget(weights() // 2, quiet=True) as mm:
+
+        def each() -> None:
+            settled()
+            figures.append(mm.stats())
+
+        made = generated(decoder(), 14, each)
+    last = figures[-1]
+    return {
+        "same": same(made, plain),
+        "planned": last["planned_passes"],
+        "ahead": last["reads_ahead"] - figures[-2]["reads_ahead"],
+        "within": last["resident_bytes.peak"] <= last["budget_bytes"],
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("memmgr")],
+    }
+
+
+def reads() -> dict[str, Any]:
+    """Bytes that a turn reads, with plans and without."""
+
+    def read(**options: Any) -> int:
+        model, figures = decoder(), []
+        with memmgr.budget(int(weights() * 0.7), quiet=True, **options) as mm:
+
+            def each() -> None:
+                settled()
+                figures.append(mm.stats()["reload_bytes"])
+
+            generated(model, 12, each)
+        return int(figures[-1] - figures[-2])
+
+    return {"planned": read(), "without": read(_plan=False)}
+
+
+def trained(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(steps):
+        model(torch.ones(4, WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        settled()
+
+
+def evaluation() -> dict[str, Any]:
+    """A training, an evaluation of many batches, the training again."""
+
+    def run(planned: Callable[[], int] = lambda: 0) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+        trained(model, 6)
+        counts = [planned()]
+        made = generated(model, 40)
+        counts.append(planned())
+        trained(model, 6)
+        counts.append(planned())
+        return [*made, *(p.detach().clone() for p in model.parameters())], counts
+
+    plain, _ = run()
+    with memmgr.budget(2 * weights(), quiet=True) as mm:
+        made, counts = run(lambda: int(mm.stats()["planned_passes"]))
+    return {"same": same(made, plain), "counts": counts, "passes": mm.stats()["passes"]}
+
+
+class Recurrent(nn.Module):
+    """The same cells again and again, some of it without gradient, as in checkpointing: loops inside of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            for layer in self.layers:
+                with torch.no_grad():
+                    scale = layer(x).abs().mean()
+                x = torch.tanh(layer(x)) / scale
+        return x
+
+
+def recurrent() -> dict[str, Any]:
+    """A training whose passes have loops in them."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        for _ in range(7):
+            model.zero_grad()
+            model(torch.ones(64, WIDTH)).sum().backward()
+            settled()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = run()
+    with memmgr.budget(None, quiet=True) as mm:
+        run()
+    with memmgr.budget(int(mm.stats()["unmanaged_peak_bytes"] * 0.6), quiet=True) as mm:
+        made = run()
+    return {"same": same(made, plain), "planned": mm.stats()["planned_passes"], "passes": mm.stats()["passes"]}
+
+
+def several() -> dict[str, Any]:
+    """Two models called in turns, and calls that fail."""
+
+    def run() -> list[Tensor]:
+        model, other = decoder(), Decoder(4)
+        made = [torch.ones(1, WIDTH)]
+        with torch.no_grad():
+            for _ in range(12):
+                made.append(model(other(made[-1])))
+                settled()
+            for _ in range(3):
+                try:
+                    model(torch.ones(1, WIDTH + 1))
+                except RuntimeError:
+                    made.append(torch.zeros(1))
+            made += generated(model, 6)
+        return made
+
+    plain = run()
+    with memmgr.budget(weights() * 2 // 3, quiet=True) as mm:
+        made = run()
+    return {"same": same(made, plain), "planned": mm.stats()["planned_passes"]}
+
+
+def threads() -> dict[str, Any]:
+    """Threads that call the same model: what they do together does not repeat itself."""
+    model, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]), torch.ones(1, WIDTH)
+    with torch.no_grad():
+        plain = model(x)
+    wrong: list[str] = []
+
+    def serve() -> None:
+        try:
+            with torch.no_grad():
+                wrong.extend("bits" for _ in range(40) if not torch.equal(model(x), plain))
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    with memmgr.budget(weights() // 2, quiet=True):
+        those = [threading.Thread(target=serve) for _ in range(3)]
+        for thread in those:
+            thread.start()
+        for thread in those:
+            thread.join()
+    return {"wrong": wrong}
+
+
+def alignment() -> dict[str, Any]:
+    """A loop that is found somewhere in it: how long the program did something else before the first op of a turn, and at most."""
+    pager.load().count_ticks(0)
+    with memmgr.budget(weights() // 2, quiet=True):
+        generated(decoder(), 14, lambda: time.sleep(0.02))
+        settled()
+        runtime: Any = _budget.current()
+        known = list(runtime.plans._known.values())[-1]
+    ops = [op for op in known.of.trace.ops if op.inputs or op.name == BETWEEN]
+    return {"first": ops[0].name == BETWEEN and ops[0].seconds, "most": max(op.seconds for op in ops)}
+
+
+if __name__ == "__main__":
+    pager.load().count_ticks(3000)
+    print(json.dumps(globals()[sys.argv[1]]()))

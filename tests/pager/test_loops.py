@@ -1,0 +1,71 @@
+"""Plans without a backward: a turn of the program's loop is the period, and what the next one reads comes back by its order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pager import loops
+
+
+def alone(what: str) -> dict[str, Any]:
+    """What a function of loops.py says, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", str(Path(loops.__file__)), what],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MEMMGR_PAGER_SMALL": "16384", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_token_is_a_period_though_its_cache_grows() -> None:
+    got = alone("token")
+    assert got["same"] and got["within"]
+    assert got["planned"] >= 7
+    assert got["ahead"] >= loops.LAYERS // 4
+    assert got["threads"] == []
+
+
+def test_weights_that_stay_are_not_scanned() -> None:
+    """Malloc's own order lets go of what comes next; the plan keeps what fits and streams the rest."""
+    got = alone("reads")
+    assert 0 < got["planned"] < 0.8 * got["without"]
+
+
+def test_an_evaluation_between_trainings() -> None:
+    """Its batches are periods, and the training's own are found again behind it."""
+    got = alone("evaluation")
+    assert got["same"] and got["passes"] >= 12 + 12
+    trained, evaluated, again = got["counts"]
+    assert evaluated - trained >= 15
+    assert again - evaluated >= 3
+
+
+def test_loops_inside_of_a_pass_are_not_periods() -> None:
+    got = alone("recurrent")
+    assert got["same"]
+    assert got["planned"] >= 3
+
+
+def test_several_models_and_calls_that_fail() -> None:
+    got = alone("several")
+    assert got["same"]
+    assert got["planned"] >= 4
+
+
+def test_threads_that_call_the_same_model() -> None:
+    assert alone("threads")["wrong"] == []
+
+
+def test_a_turn_begins_where_the_program_does_most_between_two_ops() -> None:
+    """What chooses the next token: so a new prompt begins with a turn, wherever the loop was found."""
+    got = alone("alignment")
+    assert got["first"] == got["most"] > 0.015
