@@ -115,6 +115,9 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
   return false;
 }
 
+// Without gradient an op's inputs are mostly written before anybody needs its outputs again.
+bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
+
 // Everything that one try of an op does; what it throws may be mended by the caller.
 class Call {
  public:
@@ -126,7 +129,7 @@ class Call {
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
-    if (info_->recordable && !tl_foreign && c10::GradMode::is_enabled() && !budget.forked && !captures.load() &&
+    if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
         (frame.bytes() > 0 || may_make_large(info_, args, n)))
       record(frame, args, n);
     if (frame.writes()) {
@@ -357,7 +360,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
-      !(info->recordable && c10::GradMode::is_enabled() && may_make_large(info, args, n))) {
+      !(records(info) && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
     const size_t returns = op.schema().returns().size();
     call_below(op, below, stack);

@@ -97,6 +97,15 @@ const Names& overwriters() {
   return *n;
 }
 
+// What they make needs no input's bytes, so it can be made again whether or not there is a gradient: an optimizer's
+// first states, caches.
+const Names& fillers() {
+  static const auto* n =
+      new Names{"aten::zeros",     "aten::ones",      "aten::full",     "aten::zeros_like", "aten::ones_like",
+                "aten::full_like", "aten::new_zeros", "aten::new_ones", "aten::new_full"};
+  return *n;
+}
+
 const Names& storage_ops() {
   static const auto* n = new Names{"aten::set_",
                                    "aten::resize_",
@@ -222,6 +231,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
   uninitialized = pager::uninitialized().count(name) > 0;
   overwriter = overwriters().count(name) > 0;
+  fills = fillers().count(name) > 0;
   storage_op = storage_ops().count(name) > 0;
   lazy_clone = name == "aten::_lazy_clone";
   list_op = is_list_op(schema);

@@ -186,6 +186,24 @@ def test_chains_are_bounded(opened: native.Pager) -> None:
 # ---- rule 6: random numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, lambda t: torch.full((len(t),), 2.5)])
+def test_what_is_filled_without_gradient_costs_no_traffic(
+    make: Callable[[torch.Tensor], torch.Tensor], large_only: None, beyond: Callable[[str], int]
+) -> None:
+    """An optimizer's first states: four times the budget of them, and none is written below."""
+    like = torch.rand(1 << 18)
+    plain = make(like)
+    limit = beyond("4MB")  # and what there is
+    with memmgr.budget(limit, quiet=True) as mm, torch.no_grad():
+        kept = [make(like) for _ in range(4 * limit // like.nbytes)]
+        filled = mm.stats()
+        for i, one in enumerate(kept):
+            one.add_(i)
+        assert all(torch.equal(one, plain + i) for i, one in enumerate(kept))
+    assert filled["evicted_bytes"] > 2 * limit
+    assert filled["offload_bytes"] <= limit
+
+
 @pytest.mark.parametrize(
     "draw",
     [
