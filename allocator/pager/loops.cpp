@@ -1,7 +1,6 @@
 #include "loops.h"
 
 #include <algorithm>
-#include <bit>
 #include <condition_variable>
 
 #include "budget.h"
@@ -114,7 +113,7 @@ void end_turn(LoopTurn turn) {
     std::lock_guard<std::mutex> lock(t.lock);
     t.same = t.hash == ended.hash() ? t.same + 1 : 1;
     t.hash = ended.hash();
-    if ((followed.to_the_end && !followed.ran_short) || !std::has_single_bit(t.same)) return;
+    if ((followed.to_the_end && !followed.ran_short) || (t.same & (t.same - 1)) != 0) return;
     t.timeline = std::move(turn.ended);
     t.followed = followed;
     t.fresh = true;

@@ -1,7 +1,8 @@
 """Finds the core library, and compiles what uses torch's C++ headers for the torch that is installed.
 
-Their binary interface changes with every release of torch, so it is compiled on the user's machine; the result is kept in
-the user's cache folder under a name made of the sources' and torch's identity.
+Their binary interface changes with every release of torch. A wheel carries the libraries for some releases; for another one
+it is compiled on the user's machine, and kept in the user's cache folder. Either is found by a name made of the sources' and
+torch's identity.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ def package_sources(name: str, first: str) -> Path:
         if (folder / first).is_file():
             return folder
     raise NotBuiltError(f"sources ({name}) are missing from the package: reinstall memmgr")
+
+
+def prebuilt(name: str) -> Path:
+    """Where a wheel that carries the library `name` has it; `scripts/prebuilt.py` puts it there."""
+    return Path(str(importlib.resources.files("memmgr") / "_prebuilt" / f"{name}.so"))
 
 
 def include_folder(sources: Path) -> Path:

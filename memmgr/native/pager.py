@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import importlib.machinery
@@ -17,7 +18,7 @@ import torch
 
 from memmgr import _cache, _cuda
 
-from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources
+from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources, prebuilt
 
 SMALL_BYTES = 64 << 10
 """Smaller storages are counted and never paged: one that comes and goes costs more than the room that it makes."""
@@ -203,7 +204,7 @@ _loaded: Pager | None = None
 
 
 def load() -> Pager:
-    """The module, compiled if this torch has not been seen before.
+    """The module: from the wheel, or compiled if this torch has not been seen before.
 
     Raises:
         NotBuiltError: no compiler, no headers, or a torch that the pager does not know.
@@ -217,9 +218,12 @@ def load() -> Pager:
     files = [file for file in sources.rglob("*") if file.suffix in (".cpp", ".h")]
     for file in sorted([*files, *(include / "memmgr").glob("*.h")]):
         digest.update(file.name.encode() + file.read_bytes())
-    target = _cache.place(f"pager-{digest.hexdigest()[:20]}", "_pager.so")
+    name = f"pager-{digest.hexdigest()[:20]}"
+    target = _cache.place(name, "_pager.so")
     load_core()
-    if target.is_file():
+    with contextlib.suppress(ImportError):  # made on a machine that is too unlike this one
+        _loaded = _open(prebuilt(name))
+    if _loaded is None and target.is_file():
         try:
             _loaded = _open(target)
         except ImportError:  # what was built of sources that somebody was just editing
