@@ -188,3 +188,27 @@ def test_a_cycle_of_what_is_not_there_is_refused() -> None:
     with pytest.raises(TraceError, match="next pass"):
         replace(trace, cycle=((end, end),)).check()
     assert trace.storages[end].released == HELD
+
+
+def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_after_that() -> None:
+    """The planner's own schedule was no program, and it failed over it: what lives on takes no room there, nor do its copies."""
+    once = OpKind.ONCE
+    ops = (
+        Op("constant", 0.0, (), (0,), OpKind.CONSTANT),
+        Op("constant", 0.0, (), (1,), OpKind.CONSTANT),
+        Op("changed", 0.01, (0, 1), (2,), once, ((1, 2),)),
+        Op("made", 0.01, (2,), (3,)),
+        Op("f", 0.01, (3,), (4,), once),
+        Op("f", 0.001, (3, 0), (5,)),
+        Op("again", 0.001, (3, 5), (6,)),
+        Op("f", 0.01, (3, 5), (7,), once),
+        Op("f", 0.01, (0,), (8,), once),
+        Op("changed", 0.01, (3,), (9,), once, ((3, 9),)),
+        Op("f", 0.01, (0,), (10,), once),
+        Op("changed", 0.01, (7, 6, 9), (11,), once, ((9, 11),)),
+    )
+    sizes = (1, 30, 30, 30, 3, 1, 6, 1, 6, 30, 1, 30)
+    released = (HELD, 3, 5, 10, 12, 11, 12, 12, 9, 12, 12, HELD)
+    storages = tuple(Storage(f"s{i}", sizes[i], i, released[i]) for i in range(12))
+    trace = Trace(ops, storages, "cpu", None, (LINK,), copy_on_write=False, cycle=((0, 0), (11, 1))).check()
+    plan(trace, int(0.9 * trace.unmanaged_peak[0]), link=LINK, solve=False)
