@@ -190,6 +190,33 @@ def test_a_cycle_of_what_is_not_there_is_refused() -> None:
     assert trace.storages[end].released == HELD
 
 
+def replaced(seconds: float = 0.01) -> Trace:
+    """Something made of what it replaces: for one op both are there."""
+    ops, storages = [], []
+    for i in range(4):
+        storages.append(Storage(f"c.{i}", 4, i, released=7 + 2 * i))
+        ops.append(Op("constant", 0.0, (), (i,), OpKind.CONSTANT))
+    for i in range(4):
+        k = len(ops)
+        storages.append(Storage(f"{k}.0", 4, k))
+        ops.append(Op("made of it", seconds, (i,), (4 + i,), OpKind.ONCE))
+        ops.append(Op("read", seconds, (4 + i,), (), OpKind.VIEW))
+    cycle = tuple((4 + i, i) for i in range(4))
+    return Trace(tuple(ops), tuple(storages), "cpu", None, (LINK,), copy_on_write=False, cycle=cycle).check()
+
+
+@pytest.mark.parametrize("budget", [24, 22, 20, 16, 12])
+def test_what_replaces_something_while_it_is_there_is_another_block(budget: int) -> None:
+    """It was taken for the block that ends then, and was counted as gone for the rest of the pass."""
+    trace = replaced()
+    made = plan(trace, budget, link=LINK, solve=False)
+    if made.feasible:
+        cost = replay(trace, made.steps, budget, write_rate=LINK.write_bytes_per_second,
+                      read_rate=LINK.read_bytes_per_second, shared=True, away=made.away, clean=made.clean)  # fmt: skip
+        assert cost.valid, cost.why
+    assert made.feasible or budget < 20
+
+
 def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_after_that() -> None:
     """The planner's own schedule was no program, and it failed over it: what lives on takes no room there, nor do its copies."""
     once = OpKind.ONCE
