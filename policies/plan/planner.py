@@ -14,6 +14,7 @@ from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
 from memmgr.policies.trace.plan import Plan
 from memmgr.policies.trace.schedule import Do, Step
+from memmgr.policies.trace.trace import OpKind
 
 from .bound import INFEASIBLE, SOLVE, with_link
 from .fallback import best_online
@@ -146,6 +147,8 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
             for level in _LEVELS:
                 limit = min(int(least + level * (most - least)), budget_bytes)
                 again = _plan(inside, limit, None, True, effort // 8)
+                if _reads_what_is_gone(inside, again.steps):
+                    again = _plan(_read_in_time(inside), limit, None, True, effort // 8)
                 if again.feasible and not better(paging(again.steps)):
                     break
     return min(
@@ -177,6 +180,31 @@ def _without_cycle(trace: Trace) -> Trace:
         there.update(new for old, new in op.writes if old in there)
     storages = tuple(replace(s, size_bytes=0) if i in there else s for i, s in enumerate(trace.storages))
     return replace(trace, storages=storages, cycle=())
+
+
+def _reads_what_is_gone(trace: Trace, steps: Iterable[Step]) -> bool:
+    """Whether an op runs again on bytes that another has written over: of what takes no room a copy costs nothing."""
+    gone: set[int] = set()
+    for step in steps:
+        if step.do not in (Do.COMPUTE, Do.RECOMPUTE):
+            continue
+        op = trace.ops[step.target]
+        if step.do is Do.COMPUTE:
+            gone.update(old for old, _ in op.writes)
+        elif not gone.isdisjoint(op.inputs):
+            return True
+        gone.difference_update(op.outputs)
+    return False
+
+
+def _read_in_time(trace: Trace) -> Trace:
+    """The same ops, where what reads bytes that take no room and are written over later runs once."""
+    written = {old for op in trace.ops for old, _ in op.writes if not trace.storages[old].size_bytes}
+    ops = (
+        replace(op, kind=OpKind.ONCE) if op.kind == OpKind.COMPUTE and not written.isdisjoint(op.inputs) else op
+        for op in trace.ops
+    )
+    return replace(trace, ops=tuple(ops))
 
 
 def _improved(

@@ -238,7 +238,7 @@ class Search:
             if low == high:
                 return False
             extras = t.keys[low:high]
-            read = {s for q in (*extras, t.own[stage]) if t.op(q) < p.n_ops for s in p.inputs[t.op(q)]}
+            read = {s for q in (*extras, t.own[stage]) if 0 <= t.op(q) < p.n_ops for s in p.inputs[t.op(q)]}
             for q in extras:
                 for s in t._makes(q % t.stride):
                     if s in read:

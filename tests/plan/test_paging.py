@@ -188,3 +188,54 @@ def test_a_cycle_of_what_is_not_there_is_refused() -> None:
     with pytest.raises(TraceError, match="next pass"):
         replace(trace, cycle=((end, end),)).check()
     assert trace.storages[end].released == HELD
+
+
+def replaced(seconds: float = 0.01) -> Trace:
+    """Something made of what it replaces: for one op both are there."""
+    ops, storages = [], []
+    for i in range(4):
+        storages.append(Storage(f"c.{i}", 4, i, released=7 + 2 * i))
+        ops.append(Op("constant", 0.0, (), (i,), OpKind.CONSTANT))
+    for i in range(4):
+        k = len(ops)
+        storages.append(Storage(f"{k}.0", 4, k))
+        ops.append(Op("made of it", seconds, (i,), (4 + i,), OpKind.ONCE))
+        ops.append(Op("read", seconds, (4 + i,), (), OpKind.VIEW))
+    cycle = tuple((4 + i, i) for i in range(4))
+    return Trace(tuple(ops), tuple(storages), "cpu", None, (LINK,), copy_on_write=False, cycle=cycle).check()
+
+
+@pytest.mark.parametrize("budget", [24, 22, 20, 16, 12])
+def test_what_replaces_something_while_it_is_there_is_another_block(budget: int) -> None:
+    """It was taken for the block that ends then, and was counted as gone for the rest of the pass."""
+    trace = replaced()
+    made = plan(trace, budget, link=LINK, solve=False)
+    if made.feasible:
+        cost = replay(trace, made.steps, budget, write_rate=LINK.write_bytes_per_second,
+                      read_rate=LINK.read_bytes_per_second, shared=True, away=made.away, clean=made.clean)  # fmt: skip
+        assert cost.valid, cost.why
+    assert made.feasible or budget < 20
+
+
+def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_after_that() -> None:
+    """The planner's own schedule was no program, and it failed over it: what lives on takes no room there, nor do its copies."""
+    once = OpKind.ONCE
+    ops = (
+        Op("constant", 0.0, (), (0,), OpKind.CONSTANT),
+        Op("constant", 0.0, (), (1,), OpKind.CONSTANT),
+        Op("changed", 0.01, (0, 1), (2,), once, ((1, 2),)),
+        Op("made", 0.01, (2,), (3,)),
+        Op("f", 0.01, (3,), (4,), once),
+        Op("f", 0.001, (3, 0), (5,)),
+        Op("again", 0.001, (3, 5), (6,)),
+        Op("f", 0.01, (3, 5), (7,), once),
+        Op("f", 0.01, (0,), (8,), once),
+        Op("changed", 0.01, (3,), (9,), once, ((3, 9),)),
+        Op("f", 0.01, (0,), (10,), once),
+        Op("changed", 0.01, (7, 6, 9), (11,), once, ((9, 11),)),
+    )
+    sizes = (1, 30, 30, 30, 3, 1, 6, 1, 6, 30, 1, 30)
+    released = (HELD, 3, 5, 10, 12, 11, 12, 12, 9, 12, 12, HELD)
+    storages = tuple(Storage(f"s{i}", sizes[i], i, released[i]) for i in range(12))
+    trace = Trace(ops, storages, "cpu", None, (LINK,), copy_on_write=False, cycle=((0, 0), (11, 1))).check()
+    plan(trace, int(0.9 * trace.unmanaged_peak[0]), link=LINK, solve=False)

@@ -370,3 +370,29 @@ def test_plans_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trace.seconds < made.bound_seconds
     link = TierLink("host", 1e7, 1e7)
     holds(trace, plan(changed(trace, links=(link,)), made.budget_bytes, link=link), link)
+
+
+def test_a_read_at_the_highest_event_is_no_op() -> None:
+    """Near the floor, with a link: the planner looked for the inputs of what only reads a storage back, and failed."""
+    once, k = OpKind.ONCE, 1 << 10
+    ops = (
+        Op("clone", 1e-6, (), (0,)),
+        Op("add", 1e-6, (), (1,), once),
+        Op("convolution", 1e-6, (), (2, 3)),
+        Op("relu", 1e-6, (), (4,)),
+        Op("backward", 0.0, (1, 4), (5, 6, 7), once),
+        Op("backward", 0.0, (2,), (8, 9), once),
+        Op("convolution", 1e-6, (), (10, 11)),
+        Op("relu", 1e-6, (), (12,)),
+        Op("backward", 0.0, (12, 0), (13, 14, 15), once),
+        Op("backward", 1e-6, (10,), (16, 17), once),
+    )
+    sizes = (768, 16 * k, 64 * k, 64 * k, 64 * k, 64 * k, 768, 51664, 64 * k, 49280) + (64 * k,) * 4 + (
+        768, 66512, 64 * k, 65664,
+    )  # fmt: skip
+    released = (HELD, 6, 6, 3, 5, 5, HELD, 5, 6, 6, 10, 7, 9, 9, HELD, 9, 10, 10)
+    maker = {s: i for i, op in enumerate(ops) for s in op.outputs}
+    storages = tuple(Storage(f"s{s}", sizes[s], maker[s], released[s]) for s in range(18))
+    trace = Trace(ops, storages, copy_on_write=False).check()
+    link = TierLink("disk", 23.7e6, 119.4e6, 0.0, 200000, 1.6e-10, shared=True)
+    plan(trace, 242_104, link=link, effort=100_000, solve=False)
