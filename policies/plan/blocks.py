@@ -45,6 +45,7 @@ class Program:
         constants: steps that make them, before the first event.
         begins: the block of each constant that comes from the pass before.
         unknown: blocks that are there at the end, and of which nothing is known.
+        handed: of a block that begins a pass, the one that takes its place: it is made before that one dies.
     """
 
     constants: list[Step] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Program:
     blocks: list[Block] = field(default_factory=list)
     begins: dict[int, int] = field(default_factory=dict)
     unknown: set[int] = field(default_factory=set)
+    handed: dict[int, int] = field(default_factory=dict)
 
 
 def plain(trace: Trace) -> Iterator[Step]:
@@ -112,6 +114,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
             p.blocks[block].touches.append(event)
     # What is held at the end is what the next pass begins with.
     there = set(now.values())
+    death = {block: event for event, died in enumerate(p.died) for block in died}
     for s, block in now.items():
         first = p.begins.get(pairs.get(s, -1))
         late = p.blocks[block]
@@ -119,11 +122,24 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
             continue
         if first is None or first in there or late.held:  # nothing is known of it, or two blocks that take turns
             late.stays = True
+            if (
+                first is not None and first not in there
+            ):  # it dies, so it has to be there again when the next pass begins
+                p.begins.pop(pairs[s])
+                p.blocks[first].stays, p.blocks[first].held = True, False
+                p.born[0].append(first)
+                if first not in p.touched[0]:
+                    p.touched[0].append(first)
+                    p.blocks[first].touches.insert(0, 0)
             if not late.held:
                 p.unknown.add(block)
                 p.died[-1].append(block)
             continue
         # Made in this pass, let go of in the next.
+        late.again = False
+        if late.touches[0] <= death[first]:
+            p.handed[first] = block
+            continue
         into = p.blocks[first]
         into.touches += late.touches
         into.versions += late.versions

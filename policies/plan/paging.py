@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,7 @@ class _Pager:
 
     def __init__(self, p: Program, budget_bytes: int, link: TierLink, may_leave: set[_Gap] | None = None) -> None:
         self.p, self.budget, self.n = p, budget_bytes, len(p.steps)
+        self.first = {late: first for first, late in p.handed.items()}
         self.may_leave = may_leave
         self.left: set[_Gap] = set()
         self.rates = (link.read_bytes_per_second, link.write_bytes_per_second)
@@ -131,6 +133,8 @@ class _Pager:
         """
         p = self.p
         self.done, self.left = [], set()
+        if self.base:
+            self._hand_over()
         for event, (touched, born) in enumerate(zip(p.touched, p.born, strict=True)):
             at = self.base + event
             self._make_room(sum(p.blocks[k].size for k in born), event)
@@ -158,7 +162,7 @@ class _Pager:
                     self.next[k] = self.base + b.touches[self.touch[k]]
                 else:
                     self.touch[k] = 0
-                    self.next[k] = self.base + self.n + b.touches[0] if b.held else _FAR
+                    self.next[k] = self._next_pass(k)
             for k in p.died[event]:
                 if self.state[k] == _RESIDENT:
                     self.used -= p.blocks[k].size
@@ -168,26 +172,53 @@ class _Pager:
                     self._line_up(k)
         self.base += self.n
 
+    def _next_pass(self, k: int) -> int:
+        """When it is touched next, after its last touch of a pass."""
+        b = self.p.blocks[self.first.get(k, k)]
+        return self.base + self.n + b.touches[0] if b.held and k not in self.p.handed else _FAR
+
+    def _hand_over(self) -> None:
+        """A pass begins, and what took something's place at the end of the one before is that thing."""
+        columns: tuple[list[Any], ...] = (self.state, self.dirty, self.reading, self.done_at, self.next)
+        for first, late in self.p.handed.items():
+            for column in columns:
+                column[first] = column[late]
+            self.touch[first] = 0
+            self.state[late], self.dirty[late], self.reading[late], self.next[late] = _UNBORN, False, False, _FAR
+            if self.state[first] == _RESIDENT:
+                self._line_up(first)
+            else:
+                heappush(self.missing, (self.next[first], first))
+
+    def _now(self, k: int) -> int:
+        """The block that is in the place of one that passes begin with, between two passes."""
+        return self.p.handed.get(k, k) if self.base else k
+
     def held(self) -> dict[int, tuple[int, bool]]:
         """What lives from one pass to the next: where it is, and whether it was changed since its copy was made."""
-        return {k: (self.state[k], self.dirty[k]) for k, b in enumerate(self.p.blocks) if b.held}
+        held = ((k, self._now(k)) for k, b in enumerate(self.p.blocks) if b.held)
+        return {k: (self.state[now], self.dirty[now]) for k, now in held}
 
     def return_to(self, began: dict[int, tuple[int, bool]]) -> None:
         """At the end of a pass that others would follow in turns: all is where it was when it began."""
-        for k, (state, dirty) in began.items():
+        then = [(self._now(k), state, dirty) for k, (state, dirty) in began.items()]
+        for k, state, dirty in then:
             if self.state[k] == _RESIDENT and self.dirty[k] and not dirty:
                 self._write(k, self.n)
             if self.state[k] == _RESIDENT and state == _ABSENT:
                 self._leave(k, self.n)
-        for k, (state, _) in began.items():
+        for k, state, _ in then:
             if self.state[k] == _ABSENT and state == _RESIDENT:
                 self._read(k, self.now, self.n)
         self.now = max(self.now, *self.free_at)
 
     # ---- what moves ------------------------------------------------------------------------------------------------
 
+    def _gap(self, k: int) -> _Gap:
+        return (self.first.get(k, k) if self.touch[k] == 0 else k), self.touch[k]
+
     def _line_up(self, k: int) -> None:
-        may = self.may_leave is None or (k, self.touch[k]) in self.may_leave
+        may = self.may_leave is None or self._gap(k) in self.may_leave
         heappush(self.leaving if may else self.staying, (-self.next[k], k))
 
     def _take(self, k: int) -> None:
@@ -213,7 +244,7 @@ class _Pager:
 
     def _leave(self, k: int, event: int) -> None:
         self.state[k] = _ABSENT
-        self.left.add((k, self.touch[k]))
+        self.left.add(self._gap(k))
         self.used -= self.p.blocks[k].size
         self.done.append((event, Do.FREE, k))
         if self.next[k] < _FAR:

@@ -217,6 +217,27 @@ def test_what_replaces_something_while_it_is_there_is_another_block(budget: int)
     assert made.feasible or budget < 20
 
 
+@pytest.mark.parametrize("budget", [44, 34, 30, 26])
+def test_what_takes_the_place_of_something_that_dies_leaves_none_there(budget: int) -> None:
+    """The next pass begins with both: what died was counted as gone from then on."""
+    ops = (
+        *(Op("constant", 0.0, (), (i,), OpKind.CONSTANT) for i in range(3)),
+        Op("last use", 0.01, (1,), (3,), OpKind.ONCE),
+        Op("f", 0.01, (0, 3), (4,), OpKind.ONCE),
+        Op("g", 0.01, (2, 4), (5,), OpKind.ONCE),
+        Op("new", 0.01, (5,), (6,), OpKind.ONCE),
+    )
+    sizes, released = (10, 10, 10, 4, 4, 4, 10), (HELD, 4, HELD, 5, 6, 7, HELD)
+    storages = tuple(Storage(f"s{i}", sizes[i], i, released[i]) for i in range(7))
+    trace = Trace(ops, storages, links=(LINK,), copy_on_write=False, cycle=((0, 1), (6, 0), (2, 2))).check()
+    made = plan(trace, budget, link=LINK, solve=False)
+    assert made.feasible or budget < 30
+    if made.feasible:
+        cost = replay(trace, made.steps, budget, write_rate=LINK.write_bytes_per_second,
+                      read_rate=LINK.read_bytes_per_second, shared=True, away=made.away, clean=made.clean)  # fmt: skip
+        assert cost.valid, cost.why
+
+
 def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_after_that() -> None:
     """The planner's own schedule was no program, and it failed over it: what lives on takes no room there, nor do its copies."""
     once = OpKind.ONCE
