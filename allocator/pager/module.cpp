@@ -139,6 +139,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.rematerializations,
                     &counters.remat_ns,
                     &counters.stall_ns,
+                    &counters.room_ns,
                     &counters.reclaims,
                     &counters.ops,
                     &counters.recorded_ops,
@@ -159,8 +160,10 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
                     &counters.writes_ahead,
                     &counters.late_reads,
                     &counters.planned_periods,
-                    &counters.short_periods})
+                    &counters.short_periods,
+                    &counters.slices})
       n->store(0);
+    forget_moved();
     catch_unseen_threads(true);
     watch_exports(true);
     budget.open.store(true, std::memory_order_release);
