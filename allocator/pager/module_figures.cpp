@@ -107,7 +107,8 @@ void put(PyObject* dict, const char* key, uint64_t value) {
   Py_XDECREF(v);
 }
 
-// set_purpose(tensors, purpose): what the program has them for (Purpose in cell.h); what is no cell is left out
+// set_purpose(tensors, purpose): what the program has them for (Purpose in cell.h); what is no cell, or a small one, is
+// left out
 PyObject* py_set_purpose(PyObject*, PyObject* args) {
   PyObject* tensors;
   int purpose;
@@ -119,7 +120,8 @@ PyObject* py_set_purpose(PyObject*, PyObject* args) {
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for (const StoragePtr& s : storages)
-      if (Cell* c = s ? cell_of(s.get()) : nullptr) c->purpose = static_cast<Purpose>(purpose);
+      if (Cell* c = s ? cell_of(s.get()) : nullptr; c && !c->small && c->purpose == Purpose::kOther)
+        c->purpose = static_cast<Purpose>(purpose);  // for good: no sum of theirs falls
   }
   Py_RETURN_NONE;
 }

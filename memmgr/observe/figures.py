@@ -52,7 +52,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("moved_bytes.parameters", "counter", "parameters: written to the tier below and read back"),
     Figure("moved_bytes.gradients", "counter", "gradients: written to the tier below and read back"),
     Figure("moved_bytes.optimizer_states", "counter", "optimizer states: written to the tier below and read back"),
-    Figure("moved_bytes.other", "counter", "all else, activations mostly: written to the tier below and read back"),
+    Figure("moved_bytes.other", "gauge", "all else, activations mostly: written to the tier below and read back"),
     Figure(
         "kept_gradient_bytes",
         "gauge",

@@ -115,6 +115,7 @@ class PagerFigures:
         self._rankings = rankings
         self._begun = time.perf_counter()
         self._held_peak = 0
+        self._last: dict[str, Any] | None = None
         self.device_type = asked.device.type
 
     def held_bytes(self, now: dict[str, int]) -> int:
@@ -186,8 +187,19 @@ class PagerFigures:
             "tier": ("disk" if self.device_type == "cpu" else "host") if self._native.tier_stats() else None,
         }
 
+    def freeze(self) -> dict[str, Any]:
+        """The budget is about to close, and all comes back whatever its limit: from here on everything is as it is now.
+
+        Returns:
+            `stats()`.
+        """
+        self._last = self.sample()
+        return dict(self._last["total"])
+
     def sample(self) -> dict[str, Any]:
         """What does."""
+        if self._last is not None:
+            return self._last
         now = self._native.stats()
         resident, evicted, offloaded = (
             now["resident_bytes.current"],

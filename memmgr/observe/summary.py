@@ -70,7 +70,7 @@ def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("passes", f"{s['passes']:,}"),
         ("of these by plan", f"{s.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),
-        *(("of an unlimited run", f"{factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
+        *(("slowdown", f"{factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
         ("recomputing", f"{s['recompute_seconds'] / wall:.1%}"),
         ("waiting", f"{s['stall_seconds'] / wall:.1%}"),
     ]

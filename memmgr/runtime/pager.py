@@ -175,7 +175,7 @@ class PagerRuntime:
             return
         if self._open and not failed:
             self._purposes.look()
-        self._final = self.figures.stats()
+        self._final = self.figures.freeze()
         try:
             self._steps.remove()
             self._readers.remove()
