@@ -97,7 +97,10 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
     kept = int(stats.get("kept_gradient_bytes", 0))
     more = min(missing, int(stats["budget_bytes"]) // 4)
     knobs = [  # the cheapest first: (of the time saved, what)
-        (waiting * min(1.0, kept / moved), f"zero_grad(set_to_none=True): {show_size(kept)} of gradients outlive a step"),
+        (
+            waiting * min(1.0, kept / moved),
+            f"zero_grad(set_to_none=True): {show_size(kept)} of gradients outlive a step",
+        ),
         (
             waiting * states / moved / 2 if link > ops else 0.0,
             "twice the tokens a step (a larger batch; accumulating gradients saves the optimizer states' part of it)",
@@ -108,8 +111,8 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
     most = max(saved for saved, _ in knobs)
     saved, knob = next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper
     return [
-        f"what would help most: {knob}, about {saved:.0%} less time a token (an estimate). Of {show_size(moved)} that move a pass "
-        f"{show_size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
+        f"what would help most: {knob}, about {saved:.0%} less time a token (an estimate). Of {show_size(moved)} that move a "
+        f"pass {show_size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
     ]
 
 

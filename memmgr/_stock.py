@@ -136,7 +136,9 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def model_states(modules: Iterable[Any] = (), optimizers: Iterable[Any] = ()) -> Iterator[tuple[str, Any, torch.Tensor]]:
+def model_states(
+    modules: Iterable[Any] = (), optimizers: Iterable[Any] = ()
+) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """(kind, who has it, tensor): parameters and buffers of these modules, without their children's, and optimizers' states.
 
     Whoever is half made, or changed by another thread meanwhile, has what it had.

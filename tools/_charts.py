@@ -101,9 +101,7 @@ def over_time(watched: Watched) -> str:
     return "".join(parts) + "</svg>"
 
 
-def bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds
-) -> str:
+def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds) -> str:
     """Horizontal bars of seconds, or of what `show` writes, one a row, of parts that have a class each."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0.0)
     if most <= 0:

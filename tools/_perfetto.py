@@ -78,7 +78,9 @@ def _memory(watched: Watched) -> Iterator[Event]:
         layers = dict(zip(LAYERS.values(), point.layers, strict=True))
         yield _counter("memory by layer", point.seconds, **layers)
         if point.moved_bytes:
-            yield _counter("moved since the beginning", point.seconds, **dict(zip(KINDS, point.moved_bytes, strict=True)))
+            yield _counter(
+                "moved since the beginning", point.seconds, **dict(zip(KINDS, point.moved_bytes, strict=True))
+            )
         if point.budget_bytes < UNLIMITED:
             yield _counter("budget", point.seconds, bytes=point.budget_bytes)
 

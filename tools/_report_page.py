@@ -33,7 +33,8 @@ svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line);
 .other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
 .reload { fill: var(--offloaded); } .parameters { fill: var(--parameters); } .gradients { fill: var(--gradients); }
-.optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); } .key span { display: inline-block; margin-right: 1.2rem; }
+.optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); }
+.key span { display: inline-block; margin-right: 1.2rem; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }

@@ -283,12 +283,16 @@ class Watched:
 
         At the first look, and at the end, of the whole run.
         """
-        last = self.points[-1] if self.points else None
         since: dict[str, Any] = {}
-        for point in reversed(self.points if last is not None and self.end is None else ()):
+        for point in reversed(self.points if self.end is None else ()):
+            last = self.points[-1]
             if point.seconds <= last.seconds - window_seconds and point.passes < last.passes:
                 since = {f"moved_bytes.{kind}": size for kind, size in zip(KINDS, point.moved_bytes, strict=False)}
-                since |= {"passes": point.passes, "watched_seconds": point.watched_seconds, "wall_seconds": point.seconds}
+                since |= {
+                    "passes": point.passes,
+                    "watched_seconds": point.watched_seconds,
+                    "wall_seconds": point.seconds,
+                }
                 break
         return flows(self.stats, since)
 

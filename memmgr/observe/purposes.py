@@ -92,7 +92,7 @@ class Purposes:
         self._native.set_purpose([part for p in parameters.values() for part in plain(p)], Purpose.PARAMETER)
 
 
-def plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+def plain(tensor: Any) -> list[torch.Tensor]:
     """The tensors with storages that it is made of: itself, or what is in a subclass that wraps others (a DTensor's shard)."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]

@@ -43,4 +43,8 @@ with contextlib.redirect_stderr(said):
             readings.append(mm.stats())
     stats = mm.stats()
 large = [p for p in model.parameters() if p.nbytes >= 64 << 10]
-print(json.dumps({"stats": stats, "readings": readings, "said": said.getvalue(), "parameters": sum(p.nbytes for p in large)}))
+print(
+    json.dumps(
+        {"stats": stats, "readings": readings, "said": said.getvalue(), "parameters": sum(p.nbytes for p in large)}
+    )
+)

@@ -130,7 +130,9 @@ def test_the_trace_has_a_counter_of_what_moved() -> None:
 
 def advised(**changed: Any) -> str:
     """The line about the one knob: by default 4 of 10 s are waits."""
-    found = changes(stats(**{"stall_seconds": 4.0, "recompute_seconds": 0.0, "unmanaged_peak_bytes": 40 * MB, **changed}))
+    found = changes(
+        stats(**{"stall_seconds": 4.0, "recompute_seconds": 0.0, "unmanaged_peak_bytes": 40 * MB, **changed})
+    )
     return found[0]
 
 
@@ -152,7 +154,9 @@ def test_where_little_is_missing_a_larger_budget_is_named() -> None:
 
 def test_gradients_that_are_kept_are_named_where_they_are_most_of_it() -> None:
     said = advised(kept_gradient_bytes=4 * MB, link_bytes_per_second=80.0 * MB)
-    assert said.startswith("what would help most: zero_grad(set_to_none=True): 4 MB of gradients outlive a step, about 32%")
+    assert said.startswith(
+        "what would help most: zero_grad(set_to_none=True): 4 MB of gradients outlive a step, about 32%"
+    )
 
 
 def test_one_knob_and_no_other_estimate_beside_it() -> None:
