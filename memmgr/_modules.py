@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ._stock import model_states
+
 LEARNED_PASSES = 4  # at a time: programs alternate
 
 
@@ -167,18 +169,17 @@ class Modules:
                 entry = self._known.get(id(child))
                 name = self.name(entry[1]) if entry is not None and entry[0]() is child else type(child).__name__
                 total = 0
-                for kind, table in (("parameters", child._parameters), ("buffers", child._buffers)):
-                    for tensor in list(table.values()):
-                        if tensor is None or id(tensor) in seen or tensor.device.type != device_type:
-                            continue
-                        seen.add(id(tensor))
-                        kinds[kind] += tensor.nbytes
-                        total += tensor.nbytes
-                        grad = tensor.grad if tensor.is_leaf else None
-                        if grad is not None:
-                            kinds["gradients"] += grad.nbytes
-                            total += grad.nbytes
-                        del grad
+                for kind, _, tensor in model_states((child,)):
+                    if id(tensor) in seen or tensor.device.type != device_type:
+                        continue
+                    seen.add(id(tensor))
+                    kinds[kind] += tensor.nbytes
+                    total += tensor.nbytes
+                    grad = tensor.grad if tensor.is_leaf else None
+                    if grad is not None:
+                        kinds["gradients"] += grad.nbytes
+                        total += grad.nbytes
+                    del grad
                 if total:
                     modules[name or "?"] = modules.get(name or "?", 0) + total
         for key, found in list(self._optimizers.items()):
@@ -186,9 +187,7 @@ class Modules:
             if optimizer is None:
                 self._optimizers.pop(key, None)
                 continue
-            for state in list(optimizer.state.values()):
-                if isinstance(state, dict):
-                    for value in list(state.values()):
-                        if isinstance(value, torch.Tensor) and value.device.type == device_type:
-                            kinds["optimizer state"] += value.nbytes
+            for kind, _, tensor in model_states((), (optimizer,)):
+                if tensor.device.type == device_type:
+                    kinds[kind] += tensor.nbytes
         return kinds, modules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -136,6 +136,26 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
+def model_states(
+    modules: Iterable[Any] = (), optimizers: Iterable[Any] = ()
+) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """(kind, who has it, tensor): parameters and buffers of these modules, without their children's, and optimizers' states.
+
+    Whoever is half made, or changed by another thread meanwhile, has what it had.
+    """
+    for module in modules:
+        for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
+            for tensor in list(module.__dict__.get(table, {}).values()):
+                if isinstance(tensor, torch.Tensor):
+                    yield kind, module, tensor
+    for optimizer in optimizers:
+        for state in list(getattr(optimizer, "state", {}).values()):
+            if isinstance(state, dict):
+                for value in list(state.values()):
+                    if isinstance(value, torch.Tensor):
+                        yield "optimizer state", optimizer, value
+
+
 def holders(
     native: Any,
     device: torch.device | str,
@@ -157,7 +177,7 @@ def holders(
     device = torch.device(device)
 
     def take(tensor: Any, kind: str) -> int:
-        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
+        if tensor is None or tensor.device != device:
             return 0
         info = native.storage_info(tensor)
         if info is None or info[0] in seen:
@@ -166,19 +186,10 @@ def holders(
         kinds[kind] += info[1]
         return int(info[1])
 
-    for module in native.objects_of((torch.nn.Module,)):
-        name = type(module).__name__
-        for parameter in list(module.__dict__.get("_parameters", {}).values()):
-            if parameter is not None:
-                modules[name] += take(parameter, "parameters")
-        for buffer in list(module.__dict__.get("_buffers", {}).values()):
-            if buffer is not None:
-                modules[name] += take(buffer, "buffers")
-    for optimizer in native.objects_of((torch.optim.Optimizer,)):
-        for state in list(getattr(optimizer, "state", {}).values()):
-            if isinstance(state, dict):
-                for value in list(state.values()):
-                    take(value, "optimizer state")
+    for kind, module, tensor in model_states(native.objects_of((torch.nn.Module,))):
+        modules[type(module).__name__] += take(tensor, kind)
+    for kind, _, tensor in model_states((), native.objects_of((torch.optim.Optimizer,))):
+        take(tensor, kind)
     for thing in native.objects_of((torch.Tensor,)):
         if type(thing) in (torch.Tensor, torch.nn.Parameter):
             take(_gradient(thing), "gradients")

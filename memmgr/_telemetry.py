@@ -48,6 +48,9 @@ class About(Protocol):
     def sample(self) -> dict[str, Any]:
         """What does."""
 
+    def look(self) -> None:
+        """Finds out what is held, for the next samples."""
+
 
 class Native(modules_.Native, Protocol):
     """What is asked of the native half."""
@@ -386,6 +389,7 @@ class Telemetry:
         return {"type": "map", "seconds": self._now(), "span_bytes": span, "columns": columns}
 
     def _holders(self, wanting: list[Consumer]) -> dict[str, Any]:
+        self._about.look()
         kinds, modules = self.modules.holdings(self._about.device_type)
         ranked = sorted(modules.items(), key=lambda item: -item[1])[:100]
         return {"type": "holders", "seconds": self._now(), "kinds": kinds, "modules": dict(ranked)}

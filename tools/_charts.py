@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
@@ -101,8 +101,8 @@ def over_time(watched: Watched) -> str:
     return "".join(parts) + "</svg>"
 
 
-def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """Horizontal bars of seconds, one a row, of parts that have a class each."""
+def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds) -> str:
+    """Horizontal bars of seconds, or of what `show` writes, one a row, of parts that have a class each."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""
@@ -118,9 +118,9 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
             if width > 0:
                 drawn.append(
                     f'<rect class="{kind}" x="{at:.1f}" y="{top}" width="{width:.1f}" height="16">'
-                    f"<title>{escape(name)}: {kind} {show_seconds(seconds)}</title></rect>"
+                    f"<title>{escape(name)}: {kind.replace('_', ' ')} {show(seconds)}</title></rect>"
                 )
             at += width
-        total = show_seconds(sum(seconds for _, seconds in parts))
+        total = show(sum(seconds for _, seconds in parts))
         drawn.append(f'<text class="tick" x="{at + 6:.1f}" y="{top + 13}">{total}</text>')
     return "".join(drawn) + "</svg>"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memmgr._sizes import UNLIMITED
+from memmgr.observe.states import KINDS
 from memmgr.tools._watched import LAYERS, Watched
 
 Event = dict[str, Any]
@@ -76,6 +77,10 @@ def _memory(watched: Watched) -> Iterator[Event]:
         yield _counter("absent", point.seconds, bytes=point.absent_bytes)
         layers = dict(zip(LAYERS.values(), point.layers, strict=True))
         yield _counter("memory by layer", point.seconds, **layers)
+        if point.moved_bytes:
+            yield _counter(
+                "moved since the beginning", point.seconds, **dict(zip(KINDS, point.moved_bytes, strict=True))
+            )
         if point.budget_bytes < UNLIMITED:
             yield _counter("budget", point.seconds, bytes=point.budget_bytes)
 

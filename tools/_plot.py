@@ -1,11 +1,15 @@
-"""The picture of several runs: memory over time, each against its budget line."""
+"""Pictures of several runs: memory over time, each against its budget line, and time against the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memmgr.tools._runs import RunResult
+
+if TYPE_CHECKING:
+    from memmgr.tools.simulate import Result
 
 _COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
 
@@ -17,6 +21,53 @@ def available() -> bool:
     except ImportError:
         return False
     return True
+
+
+def slowdown(rows: Sequence[Sequence[Result]], path: Path, title: str) -> None:
+    """Draws time over unmanaged against the budget, a line a policy, with the bound that no schedule can pass below it.
+
+    A policy's line ends where the pass does not fit.
+
+    Args:
+        rows: of each budget, of each policy, what `memmgr simulate` found.
+        path: a PNG or an SVG, by its name.
+
+    Raises:
+        ImportError: matplotlib is missing; ask `available` first.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    bound = [(row[0].ratio, row[0].lower_bound) for row in rows if row[0].lower_bound is not None]
+    if bound:
+        ratios, factors = [ratio for ratio, _ in bound], [factor for _, factor in bound]
+        axes.fill_between(ratios, factors, 1, color="#5b6472", alpha=0.15, linewidth=0, label="below the bound")
+    for index, same in enumerate(zip(*rows, strict=True)):
+        fits = [result for result in same if result.overhead is not None]
+        axes.plot(
+            [result.ratio for result in fits],
+            [result.overhead or 1.0 for result in fits],
+            color=_COLOURS[(index + 1) % len(_COLOURS)],
+            linestyle=("-", "--", ":")[index // len(_COLOURS) % 3],
+            marker="o",
+            markersize=4,
+            label=same[0].policy,
+        )
+    axes.set_xlim(1.02, 0)
+    axes.set_ylim(bottom=1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(color="#d9dde2", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("budget, of the unmanaged peak", fontsize=9)
+    axes.set_ylabel("time over unmanaged", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", handlelength=3)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
 
 
 def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> None:

@@ -17,7 +17,8 @@ from memmgr.tools._watched import LAYERS, Watched, clean, name_of
 MOST_SESSIONS, MOST_ROWS = 20, 15
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
-  --other: #7d93b8; --saved: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a; }
+  --other: #7d93b8; --saved: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a;
+  --parameters: #4a86c5; --gradients: #c98a3a; --optimizer_states: #8a6bb5; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa2ab; --line: #363c43; --page: #16191c;
   --tile: #20252a; --other: #5b719a; --saved: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
@@ -31,7 +32,9 @@ svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line);
 .pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--saved); opacity: .45; }
 .other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
 .offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
-.reload { fill: var(--offloaded); } .key span { display: inline-block; margin-right: 1.2rem; }
+.reload { fill: var(--offloaded); } .parameters { fill: var(--parameters); } .gradients { fill: var(--gradients); }
+.optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); }
+.key span { display: inline-block; margin-right: 1.2rem; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
@@ -72,6 +75,7 @@ def _session(name: str, watched: Watched) -> Iterator[str]:
     lines = own_checkpointing(stats) + changes(stats) + _faults(watched) or [no_change(stats)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
+    yield from _states(watched)
     yield from _time(watched)
     yield from _gone(watched)
     yield from _largest(watched)
@@ -108,6 +112,23 @@ def _key() -> str:
         f'<p class="key soft">{items}<span><i class=pale></i>there at times: between the least and the most</span>'
         "<span>What left is drawn at its most. Marks below: ends of passes.</span></p>"
     )
+
+
+def _states(watched: Watched) -> Iterator[str]:
+    """Model states, where any have left."""
+    found = watched.flows()
+    if found is None or not found.states_moved_bytes:
+        return
+    moved = [(flow.kind, flow.moved_bytes) for flow in found.each]
+    took = show_seconds(found.pass_seconds)
+    yield "<h3>Model states, and what moved of them a pass</h3>"
+    yield bars([("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], show_size)
+    yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>below</th><th>moved a pass</th></tr>"
+    for flow in found.each:
+        name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
+        sizes = (flow.resident_bytes, flow.below_bytes, flow.moved_bytes)
+        yield f"<tr><td class=key>{name}</td>{''.join(f'<td>{show_size(size)}</td>' for size in sizes)}</tr>"
+    yield "</table></div>"
 
 
 def _time(watched: Watched) -> Iterator[str]:

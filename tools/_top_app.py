@@ -21,14 +21,14 @@ from memmgr.tools._attach import Attached
 from memmgr.tools._watched import Watched
 from memmgr.tools._wrong import Wrong
 
-PANELS = ("cells", "modules", "held", "events")
+PANELS = ("cells", "modules", "states", "held", "events")
 SOURCES = {"cells": "cells", "modules": "cells", "held": "holders"}
 """Whose line of the stream a panel shows: it may be older than the rest."""
 FOLLOW_SECONDS = 2.0
 HELP = """\
 [b]memmgr top[/b]   (by plan: passes follow a plan made of a measured one)
 
-1 2 3 4   cells, modules, what the program itself holds, events
+1 to 5    cells, modules, model states, what the program itself holds, events
 tab       the next panel
 s         sort the cells by the next column: size, age, cost, module, op, state
 /         show only what contains a text; escape shows all again
@@ -203,6 +203,8 @@ class TopApp(App[None]):
             rows = text.cell_rows(watched, self._order, self._wanted)
         elif self._panel == "modules":
             head, widths, rows = text.MODULE_HEAD, text.MODULE_WIDTHS, text.module_rows(watched, self._wanted)
+        elif self._panel == "states":
+            head, widths, rows = text.STATE_HEAD, text.STATE_WIDTHS, text.state_rows(watched) or [text.NO_STATES]
         elif self._panel == "held":
             head, widths, rows = text.HOLDER_HEAD, text.HOLDER_WIDTHS, text.holder_rows(watched, self._wanted)
         else:

@@ -343,6 +343,29 @@ def module_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
+STATE_HEAD = ("model states", "resident", "below", "moved a pass")
+STATE_WIDTHS = (40, 10, 10, 14)
+NO_STATES = ("none has left", "", "", "")
+
+
+def state_rows(watched: Watched) -> list[tuple[str, ...]]:
+    """Where each kind is and what moved of it a pass, beside what the link moves meanwhile; nothing where no state has left."""
+    found = watched.flows()
+    if found is None or not (found.states_moved_bytes or found.states_below_bytes):
+        return []
+    rows = [
+        (
+            f.kind.replace("_", " "),
+            show_size(f.resident_bytes),
+            show_size(f.below_bytes),
+            show_size(f.moved_bytes),
+        )
+        for f in found.each
+    ]
+    took = f"the link meanwhile ({show_seconds(found.pass_seconds)} a pass)"
+    return [*rows, (took, "", "", show_size(found.link_bytes))]
+
+
 HOLDER_HEAD = ("what the program itself holds", "bytes")
 HOLDER_WIDTHS = (50, 12)
 
@@ -383,5 +406,8 @@ def once(watched: Watched, width: int, height: int, glyphs: Glyphs) -> list[Line
         *strip(watched, width, 2, glyphs),
         [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
     ]
+    states = state_rows(watched)
+    if states:
+        lines += table(STATE_HEAD, STATE_WIDTHS, states, glyphs)
     room = max(3, height - len(lines) - 1)
     return [*lines, *table(CELL_HEAD, CELL_WIDTHS, cell_rows(watched)[: room - 1], glyphs)]

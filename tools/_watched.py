@@ -14,6 +14,7 @@ from typing import Any
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr._stream import PROTOCOL
+from memmgr.observe.states import KINDS, Flows, flows
 from memmgr.tools._wrong import Wrong
 
 LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
@@ -34,6 +35,8 @@ class Point:
     stall_seconds: float
     passes: int = 0
     planned_passes: int = 0
+    watched_seconds: float = 0.0
+    moved_bytes: tuple[int, ...] = ()  # of each of `KINDS`; empty: the process does not tell
 
     @property
     def absent_bytes(self) -> int:
@@ -175,6 +178,8 @@ class Watched:
                 float(total["stall_seconds"]),
                 int(total.get("passes", 0)),
                 int(total.get("planned_passes", 0)),
+                float(total.get("watched_seconds", 0.0)),
+                tuple(int(total[f"moved_bytes.{kind}"]) for kind in KINDS if f"moved_bytes.{kind}" in total),
             )
         )
 
@@ -272,6 +277,24 @@ class Watched:
             max(0.0, last.recompute_seconds - first.recompute_seconds) / spent,
             max(0.0, last.stall_seconds - first.stall_seconds) / spent,
         )
+
+    def flows(self, window_seconds: float = 10.0) -> Flows | None:
+        """Where model states are, and what moved of them a pass in the last seconds: from the pass on that was under way then.
+
+        At the first look, and at the end, of the whole run.
+        """
+        since: dict[str, Any] = {}
+        for point in reversed(self.points if self.end is None else ()):
+            last = self.points[-1]
+            if point.seconds <= last.seconds - window_seconds and point.passes < last.passes:
+                since = {f"moved_bytes.{kind}": size for kind, size in zip(KINDS, point.moved_bytes, strict=False)}
+                since |= {
+                    "passes": point.passes,
+                    "watched_seconds": point.watched_seconds,
+                    "wall_seconds": point.seconds,
+                }
+                break
+        return flows(self.stats, since)
 
     def passes_a_second(self, window_seconds: float = 10.0) -> float:
         """Passes that ended, over the same seconds as `shares`."""

@@ -10,6 +10,8 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
+With --sweep instead of one budget: the slowdown at budgets from all of the need down to a tenth of it, and a picture (--picture).
+
 Exit code: 0 for an answer, "does not fit" included; 2 for a file or an option that makes no sense.
 """
 
@@ -37,6 +39,7 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
+from memmgr.tools import _plot
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
 
@@ -102,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--ratio", type=_ratio, metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
     budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, none")
+    budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -137,6 +142,10 @@ def _run(args: argparse.Namespace) -> int:
     if not trace.complete:
         print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
     peak = trace.unmanaged_peak[0]
+    if args.sweep:
+        return _sweep(args, trace)
+    if args.picture:
+        raise _Refused("--picture is drawn of a --sweep")
     if args.ratio is not None and not 0 < args.ratio < float("inf"):
         raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
     budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args.budget, peak)
@@ -160,6 +169,50 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _show([result])
     return 0
+
+
+def _sweep(args: argparse.Namespace, trace: Trace) -> int:
+    """The slowdown by budget: a row a budget, a column a policy, and the bound."""
+    if args.schedule_out:
+        raise _Refused("--schedule-out needs one budget, not --sweep")
+    if args.picture and args.picture.suffix not in (".png", ".svg"):
+        raise _Refused(f"--picture: {args.picture} ends in neither .png nor .svg")
+    if args.picture and not _plot.available():
+        raise _Refused("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+    peak, tier = trace.unmanaged_peak[0], _tier(trace, args.link)
+    names = _all(trace, tier) if args.policy == "all" else [args.policy]
+    found: list[list[Result]] = []
+    for tenths in range(10, 0, -1):
+        budget = peak * tenths // 10
+        bound = _lower_bound(trace, budget, tier)
+        found.append([_simulate(trace, name, tenths / 10, budget, tier, bound)[0] for name in names])
+    if args.picture:
+        _plot.slowdown(
+            found, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+        )
+    if args.json:
+        print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
+        return 0
+    print(
+        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: does not fit)"
+    )
+    rows = []
+    for row in found:
+        bound = row[0].lower_bound
+        bars = [_bar(row[0].overhead)] if len(names) == 1 else []
+        times = ["-" if r.overhead is None else f"{r.overhead:.3f}" for r in row]
+        rows.append(
+            [f"{row[0].ratio:.0%}", megabytes(row[0].budget_bytes), *times, f"{bound:.3f}" if bound else "-", *bars]
+        )
+    table(["budget", "", *names, "bound", *([""] if len(names) == 1 else [])], rows)
+    if args.picture:
+        print(args.picture)
+    return 0
+
+
+def _bar(overhead: float | None) -> str:
+    """What a run takes longer, a character for five per cent."""
+    return "" if overhead is None else ("#" * min(30, round(20 * (overhead - 1)))).ljust(30)
 
 
 def _read(path: Path, form: str | None) -> Trace:

@@ -6,7 +6,7 @@
     memmgr top --json       the stream itself, a JSON object a line; with --once what it says now
     memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
 
-Keys: 1-4 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
+Keys: 1-5 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
 
 A reader never slows the training down: what it is too slow to take is dropped and counted. Without
 the package `textual` (pip install 'memmgr[top]'), or on a terminal without UTF-8, the plain screen is repeated.

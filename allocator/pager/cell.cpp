@@ -59,7 +59,10 @@ void count_root_locked(Cell* c) {
   set_root_locked(c, !c->small && v && !v->temporary && !v->recipe);
 }
 
+uint64_t moved_by_ended[kPurposes];
+
 static void unregister_locked(Cell* c) {
+  moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
   forget_victim_locked(c);
   forget_price_locked(c);
@@ -68,6 +71,12 @@ static void unregister_locked(Cell* c) {
   cells[c->index] = cells.back();
   cells[c->index]->index = c->index;
   cells.pop_back();
+}
+
+void forget_moved() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  for (uint64_t& bytes : moved_by_ended) bytes = 0;
+  for_each_cell_locked([](Cell* c) { c->moved_bytes = 0; });
 }
 
 void Trash::end() {

@@ -49,6 +49,11 @@ enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kPacked };
 // Why an address may not change any more (rule 9).
 enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured };
 
+// What the program has a cell for, as far as it was said (set_purpose); kOther: activations, and what nobody asked
+// about.
+enum class Purpose : uint8_t { kOther, kParameter, kGradient, kOptimizerState };
+constexpr size_t kPurposes = 4;
+
 constexpr uint32_t kPinMask = 0x00FFFFFF;
 constexpr uint32_t kDead = 1u << 29;  // the storage has died
 constexpr uint32_t kBusy = 1u << 30;  // somebody moves the bytes
@@ -81,13 +86,15 @@ struct Cell {
   size_t index = 0;                   // in the registry
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;
-  bool newborn = false;    // nobody has written to it yet: foreign code may, without telling (rule 3)
-  bool outside = false;    // its memory is not the pool's
-  bool root = false;       // counted among root_bytes
-  bool small = false;      // counted, never paged: it is a cell only because a recipe names it
-  bool kept = false;       // an orphan that recipes keep by value
-  int32_t queued_at = -1;  // among the victims (reclaim.cpp)
-  uint32_t period = 0;     // in which the timeline met it last, and its number there (timeline.cpp)
+  bool newborn = false;  // nobody has written to it yet: foreign code may, without telling (rule 3)
+  bool outside = false;  // its memory is not the pool's
+  bool root = false;     // counted among root_bytes
+  bool small = false;    // counted, never paged: it is a cell only because a recipe names it
+  bool kept = false;     // an orphan that recipes keep by value
+  Purpose purpose = Purpose::kOther;
+  uint64_t moved_bytes = 0;  // over the link, both ways: whose they are may be said after they moved
+  int32_t queued_at = -1;    // among the victims (reclaim.cpp)
+  uint32_t period = 0;       // in which the timeline met it last, and its number there (timeline.cpp)
   uint32_t ordinal = 0;
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
@@ -155,6 +162,9 @@ uint64_t trapped_cell(const char* what);
 // ---- the registry ----
 
 size_t count_cells_locked();
+// Bytes that moved over the link since the budget opened, of cells that have ended, by purpose.
+extern uint64_t moved_by_ended[kPurposes];
+void forget_moved();  // a budget opens
 Cell* cell_at_locked(size_t index);
 template <class F>
 void for_each_cell_locked(F&& visit) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "admission.h"
@@ -127,41 +128,8 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
     reset_floor();
-    for (auto* n : {&counters.evictions,
-                    &counters.evicted_bytes,
-                    &counters.offloads,
-                    &counters.packed,
-                    &counters.offload_bytes,
-                    &counters.clean_drops,
-                    &counters.reloads,
-                    &counters.reload_bytes,
-                    &counters.rematerialized_ops,
-                    &counters.rematerializations,
-                    &counters.remat_ns,
-                    &counters.stall_ns,
-                    &counters.reclaims,
-                    &counters.ops,
-                    &counters.recorded_ops,
-                    &counters.adopted,
-                    &counters.adopted_bytes,
-                    &counters.escapes,
-                    &counters.trials,
-                    &counters.refused_kinds,
-                    &counters.tier_errors,
-                    &counters.copies_before_write,
-                    &counters.trap_retries,
-                    &counters.admission_waits,
-                    &counters.retries,
-                    &counters.foreign_writes,
-                    &counters.unseen_ops,
-                    &counters.cut_recipes,
-                    &counters.reads_ahead,
-                    &counters.writes_ahead,
-                    &counters.late_reads,
-                    &counters.planned_periods,
-                    &counters.short_periods,
-                    &counters.loop_turns})
-      n->store(0);
+    new (&counters) Counters;  // from zero
+    forget_moved();
     catch_unseen_threads(true);
     watch_exports(true);
     budget.open.store(true, std::memory_order_release);

@@ -107,6 +107,25 @@ void put(PyObject* dict, const char* key, uint64_t value) {
   Py_XDECREF(v);
 }
 
+// set_purpose(tensors, purpose): what the program has them for (Purpose in cell.h); what is no cell, or a small one, is
+// left out
+PyObject* py_set_purpose(PyObject*, PyObject* args) {
+  PyObject* tensors;
+  int purpose;
+  if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &tensors, &purpose)) return nullptr;
+  if (purpose < 0 || purpose >= static_cast<int>(kPurposes))
+    return PyErr_Format(PyExc_ValueError, "no purpose %d", purpose);
+  std::vector<StoragePtr> storages;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) storages.push_back(storage_of(PyList_GET_ITEM(tensors, i)));
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const StoragePtr& s : storages)
+      if (Cell* c = s ? cell_of(s.get()) : nullptr; c && !c->small && c->purpose == Purpose::kOther)
+        c->purpose = static_cast<Purpose>(purpose);  // for good: no sum of theirs falls
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* py_stats(PyObject*, PyObject*) {
   PyObject* d = PyDict_New();
   if (!d || !budget.arena) return d;
@@ -159,17 +178,38 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(slices)
   COUNTER(remat_ns)
   COUNTER(stall_ns)
+  COUNTER(room_ns)
 #undef COUNTER
   uint64_t cells, pinned = 0, orphans = 0, evicted = 0, offloaded = 0, largest = 0;
+  struct {
+    uint64_t resident = 0, below = 0, moved = 0;
+  } of[kPurposes];
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     cells = count_cells_locked();
+    for (size_t purpose = 0; purpose < kPurposes; ++purpose) of[purpose].moved = moved_by_ended[purpose];
     for_each_cell_locked([&](Cell* c) {
       pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
       orphans += c->storage._unsafe_get_target() ? 0 : 1;
       largest = std::max(largest, c->nbytes);
-      if (c->state.load() & kAbsent) (c->absence == Absence::kEvicted ? evicted : offloaded) += c->nbytes;
+      auto& its = of[static_cast<size_t>(c->purpose)];
+      its.moved += c->moved_bytes;
+      if (!(c->state.load() & kAbsent)) {
+        its.resident += c->nbytes;
+      } else if (c->absence == Absence::kEvicted) {
+        evicted += c->nbytes;
+      } else {
+        offloaded += c->nbytes;
+        its.below += c->nbytes;
+      }
     });
+  }
+  static const char* names[kPurposes] = {"other", "parameters", "gradients", "optimizer_states"};
+  for (size_t purpose = 1; purpose < kPurposes; ++purpose) {  // who asks knows the rest of all
+    const std::string name = names[purpose];
+    put(d, ("resident_bytes." + name).c_str(), of[purpose].resident);
+    put(d, ("below_bytes." + name).c_str(), of[purpose].below);
+    put(d, ("moved_bytes." + name).c_str(), of[purpose].moved);
   }
   put(d, "cells", cells);
   put(d, "pinned_cells", pinned);
@@ -233,6 +273,7 @@ PyMethodDef figure_methods[] = {
     {"read_ahead", py_read_ahead, METH_O, "read_ahead(tensor) -> is it on its way? for tests"},
     {"describe", py_describe, METH_O, "describe(tensor) -> what is known about its cell, or None"},
     {"cells", py_cells, METH_NOARGS, "what is known about every cell"},
+    {"set_purpose", py_set_purpose, METH_VARARGS, "set_purpose(tensors, purpose): what the program has them for"},
     {"stats", py_stats, METH_NOARGS, "figures"},
     {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},

@@ -169,8 +169,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       lock.lock();
       if (slot >= 0) {
         c->slot = slot;
-        counters.offloads++;
-        counters.offload_bytes += c->nbytes;
+        note_moved_locked(c, true);
         if (pool->on_host()) note_transfer(true, c->nbytes, took);  // else it is only queued
       } else {
         note_tier_error(static_cast<int>(-slot));
@@ -336,6 +335,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   const uint64_t waited = wait.end();
   counters.stall_ns += waited;
+  counters.room_ns += waited;
   note_event(Event::kStall, nullptr, released, waited);
   return released;
 }
@@ -427,8 +427,6 @@ void bring_back(Cell* c) {
           bytes = rematerialize(c);
         } else {
           if (c->pool->on_host()) note_transfer(false, c->nbytes, now_ns() - reading);
-          counters.reloads++;
-          counters.reload_bytes += c->nbytes;
         }
       }
     }
@@ -443,6 +441,7 @@ void bring_back(Cell* c) {
   {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
+    if (absence == Absence::kOffloaded) note_moved_locked(c, false);
     if (absence != Absence::kEvicted)
       note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
     last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);

@@ -48,8 +48,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
     return;
   }
   c->slot = slot;
-  counters.offloads++;
-  counters.offload_bytes += c->nbytes;
+  note_moved_locked(c, true);
 }
 
 // The bytes are there; or the read has failed, or brought other bytes than left: then the cell is as absent as it was,
@@ -63,11 +62,8 @@ void end_read(Read r, int result) {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     resident_cell_bytes -= r.cell->nbytes;
+    if (good) note_moved_locked(r.cell, false);
     last = good ? come_back_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
-  }
-  if (good) {
-    counters.reloads++;
-    counters.reload_bytes += r.cell->nbytes;
   }
   if (last) last_user_is_gone(r.cell);
   drop_later(std::move(r.storage));
@@ -89,6 +85,12 @@ void note_transfer(bool write, uint64_t nbytes, uint64_t ns) {
   // One that met the other direction's burst, or a thread that did not run, says little of the next.
   const double likely = std::clamp(now, before / 4, before * 4);
   direction.store(before + (likely - before) / 32, std::memory_order_relaxed);
+}
+
+void note_moved_locked(Cell* c, bool write) {
+  (write ? counters.offloads : counters.reloads)++;
+  (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
+  c->moved_bytes += c->nbytes;
 }
 
 void note_tier_error(int error) {

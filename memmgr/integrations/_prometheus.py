@@ -45,15 +45,14 @@ class MemmgrCollector(Collector):
         for key, value in stats().items():
             if key.startswith("escapes."):
                 continue  # places in a program are no metrics
-            stem, dot, last = key.rpartition(".")
-            name = f"memmgr_{_with_peak(stem)}" if last == "peak" else f"memmgr_{stem if dot else key}"
             figure = _FIGURES[key]
-            metric = _FAMILIES[figure.kind](name, figure.meaning, labels=self._names)
+            metric = _FAMILIES[figure.kind](_name(key), figure.meaning, labels=self._names)
             metric.add_metric(self._values, float("inf") if value == UNLIMITED else float(value))
             yield metric
 
 
-def _with_peak(stem: str) -> str:
-    """`resident_bytes` as `resident_peak_bytes`: the unit comes last."""
+def _name(key: str) -> str:
+    """`resident_bytes.peak` as `memmgr_resident_peak_bytes`: the unit comes last."""
+    stem, _, last = key.partition(".")
     name, _, unit = stem.rpartition("_")
-    return f"{name}_peak_{unit}"
+    return f"memmgr_{stem}" if last in ("", "current") else f"memmgr_{name}_{last}_{unit}"

@@ -40,6 +40,29 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "fragmentation", "gauge", "1 - longest run / free bytes, of the addresses that are used without remap; 0 to 1"
     ),
+    # By what they are for. Tensors under 64 KiB never leave, and are other.
+    Figure("resident_bytes.parameters", "gauge", "parameters: on the device now"),
+    Figure("resident_bytes.gradients", "gauge", "gradients: on the device now"),
+    Figure("resident_bytes.optimizer_states", "gauge", "optimizer states: on the device now"),
+    Figure("resident_bytes.other", "gauge", "all else, activations mostly: on the device now"),
+    Figure("below_bytes.parameters", "gauge", "parameters: offloaded now"),
+    Figure("below_bytes.gradients", "gauge", "gradients: offloaded now"),
+    Figure("below_bytes.optimizer_states", "gauge", "optimizer states: offloaded now"),
+    Figure("below_bytes.other", "gauge", "all else, activations mostly: offloaded now"),
+    Figure("moved_bytes.parameters", "counter", "parameters: written to the tier below and read back"),
+    Figure("moved_bytes.gradients", "counter", "gradients: written to the tier below and read back"),
+    Figure("moved_bytes.optimizer_states", "counter", "optimizer states: written to the tier below and read back"),
+    Figure("moved_bytes.other", "gauge", "all else, activations mostly: written to the tier below and read back"),
+    Figure(
+        "kept_gradient_bytes",
+        "gauge",
+        "the most bytes of gradients that were set to zero, and not to None, before a backward",
+    ),
+    Figure(
+        "link_bytes_per_second",
+        "gauge",
+        "what the link to the tier below moves, one way at a time, as measured; 0 without a tier",
+    ),
     # What left, and came back.
     Figure("evictions", "counter", "tensors that were dropped, to be made again"),
     Figure("evicted_bytes", "counter", "bytes of the evictions"),
@@ -61,6 +84,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("wall_seconds", "counter", "since the budget opened, or while it was open"),
     Figure("recompute_seconds", "counter", "running ops again"),
     Figure("stall_seconds", "counter", "waiting for reads and for room"),
+    Figure("room_seconds", "counter", "of stall_seconds, waiting for room; the rest is for reads"),
     Figure("search_seconds", "counter", "choosing who leaves by address, where a search does"),
     Figure(
         "checkpoint_seconds",

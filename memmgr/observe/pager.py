@@ -11,6 +11,8 @@ import torch
 from memmgr.policies import Policy
 
 from .passes import Passes
+from .purposes import Purposes
+from .states import STATES
 from .summary import fragmentation
 
 
@@ -33,6 +35,7 @@ class Native(Protocol):
     def stats(self) -> dict[str, int]: ...
     def arena_stats(self) -> dict[str, int]: ...
     def tier_stats(self) -> dict[str, int]: ...
+    def link(self) -> tuple[float, float]: ...
 
 
 class Planned(Protocol):
@@ -99,6 +102,7 @@ class PagerFigures:
         native: Native,
         passes: Passes,
         plans: Planned,
+        purposes: Purposes,
         escaped: Callable[[], dict[str, int]],
         rankings: Callable[[], int],
     ) -> None:
@@ -106,10 +110,12 @@ class PagerFigures:
         self._native = native
         self._passes = passes
         self._plans = plans
+        self._purposes = purposes
         self._escaped = escaped
         self._rankings = rankings
         self._begun = time.perf_counter()
         self._held_peak = 0
+        self._last: dict[str, Any] | None = None
         self.device_type = asked.device.type
 
     def held_bytes(self, now: dict[str, int]) -> int:
@@ -132,6 +138,7 @@ class PagerFigures:
             "recompute_seconds": now["remat_ns"] * 1e-9,
             "prefetch_hits": now["reads_ahead"] - now["late_reads"],
             "stall_seconds": now["stall_ns"] * 1e-9,
+            "room_seconds": now["room_ns"] * 1e-9,
             "wall_seconds": time.perf_counter() - self._begun,
             "checkpoint_seconds": passes.checkpoint_seconds,
             "watched_seconds": passes.seconds,
@@ -147,8 +154,27 @@ class PagerFigures:
             "committed_bytes.peak": arena["committed_peak_bytes"],
             "tier_bytes.peak": tier.get("used_peak_bytes", 0),
             **{name: now[name] for name in _COUNTED},
+            **self._by_kind(now),
+            "kept_gradient_bytes": self._purposes.kept_bytes,
+            "link_bytes_per_second": 2 / sum(self._native.link()) if tier else 0.0,
             **{f"escapes.{site}": count for site, count in self._escaped().items()},
         }
+
+    def _by_kind(self, now: dict[str, int]) -> dict[str, int]:
+        """Where model states are and what moved of them; what is not theirs is other."""
+        whole = {
+            "resident_bytes": now["resident_bytes.current"],
+            "below_bytes": now["offloaded_now_bytes"],
+            "moved_bytes": now["offload_bytes"] + now["reload_bytes"],
+        }
+        found = {f"{name}.{kind}": now[f"{name}.{kind}"] for name in whole for kind in STATES}
+        # Read one after the other, and others move bytes meanwhile.
+        rest = {f"{n}.other": max(0, size - sum(found[f"{n}.{kind}"] for kind in STATES)) for n, size in whole.items()}
+        return {**found, **rest}
+
+    def look(self) -> None:
+        """Somebody wants to know who holds what."""
+        self._purposes.look()
 
     def hello(self) -> dict[str, Any]:
         """What does not change."""
@@ -161,8 +187,19 @@ class PagerFigures:
             "tier": ("disk" if self.device_type == "cpu" else "host") if self._native.tier_stats() else None,
         }
 
+    def freeze(self) -> dict[str, Any]:
+        """The budget is about to close, and all comes back whatever its limit: from here on everything is as it is now.
+
+        Returns:
+            `stats()`.
+        """
+        self._last = self.sample()
+        return dict(self._last["total"])
+
     def sample(self) -> dict[str, Any]:
         """What does."""
+        if self._last is not None:
+            return self._last
         now = self._native.stats()
         resident, evicted, offloaded = (
             now["resident_bytes.current"],

@@ -8,6 +8,8 @@ from typing import Any
 from memmgr._advice import own_checkpointing
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 
+from . import states
+
 
 def summary(s: dict[str, Any]) -> str:
     """One line.
@@ -26,9 +28,30 @@ def summary(s: dict[str, Any]) -> str:
     return (
         f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes{planned}; evicted {s['evictions']} "
         f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
-        f"recomputing {100 * s['recompute_seconds'] / wall:.1f} %, stalled {100 * s['stall_seconds'] / wall:.1f} % "
+        f"{_slower(s)}recomputing {100 * s['recompute_seconds'] / wall:.1f} %, waiting for reads "
+        f"{100 * (s['stall_seconds'] - s['room_seconds']) / wall:.1f} %, for room {100 * s['room_seconds'] / wall:.1f} % "
         f"of {wall:.1f} s"
     )
+
+
+def slowdown(s: dict[str, Any]) -> float | None:
+    """The run's time over that of one without a limit: what neither recomputed nor waited is what that would have taken.
+
+    Args:
+        s: `memmgr.stats()`.
+
+    Returns:
+        At least 1; None without a limit, and where threads that wait beside each other add up to all the time.
+
+    Known limitation: what copies take of the cores that compute, and of memory's bandwidth, is not in it.
+    """
+    wall, lost = float(s["wall_seconds"]), float(s["recompute_seconds"]) + float(s["stall_seconds"])
+    return wall / (wall - lost) if s["budget_bytes"] < UNLIMITED and lost < wall else None
+
+
+def _slower(s: dict[str, Any]) -> str:
+    factor = slowdown(s)
+    return "" if factor is None else f"{factor:.2f}x of an unlimited run: "
 
 
 def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
@@ -47,6 +70,7 @@ def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("passes", f"{s['passes']:,}"),
         ("of these by plan", f"{s.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),
+        *(("slowdown", f"{factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
         ("recomputing", f"{s['recompute_seconds'] / wall:.1%}"),
         ("waiting", f"{s['stall_seconds'] / wall:.1%}"),
     ]
@@ -54,7 +78,8 @@ def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def report(s: dict[str, Any]) -> None:
     """Prints it, and what else is worth saying."""
-    print(summary(s), *("memmgr: " + line for line in own_checkpointing(s)), sep="\n", file=sys.stderr)
+    lines = states.line(s) + own_checkpointing(s)
+    print(summary(s), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)
 
 
 def fragmentation(arena: dict[str, Any]) -> float:

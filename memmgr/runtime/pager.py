@@ -19,6 +19,7 @@ from memmgr.native.pager import Order, Pager
 from memmgr.observe.errors import Explainer
 from memmgr.observe.pager import PagerFigures
 from memmgr.observe.passes import Pass, Passes
+from memmgr.observe.purposes import Purposes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.policies.trace import Trace
@@ -66,8 +67,15 @@ class PagerRuntime:
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, config.device, self.passes)
         self._steps = SlicedSteps(self.native, config.device)
+        self._purposes = Purposes(self.native)
         self.figures = PagerFigures(
-            config, self.native, self.passes, self.plans, self._readers.escaped, lambda: self._ranker.rankings
+            config,
+            self.native,
+            self.passes,
+            self.plans,
+            self._purposes,
+            self._readers.escaped,
+            lambda: self._ranker.rankings,
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
@@ -150,6 +158,7 @@ class PagerRuntime:
         self.telemetry.ended_pass(
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
+        self._purposes.ended_pass(self.passes.count)
         self._periods.ended(self.passes.count, ended.completed)
 
     def _happened(self, what: str, **fields: Any) -> None:
@@ -164,7 +173,9 @@ class PagerRuntime:
         """Everything comes back, and nothing of ours is left."""
         if self._final is not None:
             return
-        self._final = self.figures.stats()
+        if self._open and not failed:
+            self._purposes.look()
+        self._final = self.figures.freeze()
         try:
             self._steps.remove()
             self._readers.remove()

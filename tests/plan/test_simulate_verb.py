@@ -185,3 +185,61 @@ def test_bad_files_are_one_line(content: bytes | None, tmp_path: Path, capsys: p
     assert simulate("--log", tmp_path / "bad.log", "--format", "dtr", "--ratio", 0.5) == 2
     said = capsys.readouterr().err
     assert "bad.log" in said and said.count("\n") == 1
+
+
+# -- a sweep --
+
+
+def test_a_sweep_is_a_curve_that_its_single_budgets_lie_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--policy", "plan", "--sweep", "--json") == 0
+    curve = json.loads(capsys.readouterr().out)["sweep"]
+    assert [one["ratio"] for one in curve] == [tenths / 10 for tenths in range(10, 0, -1)]
+    assert curve[0]["overhead"] == 1.0 and curve[5]["overhead"] > 1.0 and not curve[-1]["feasible"]
+    assert all(one["lower_bound"] <= one["overhead"] for one in curve if one["feasible"])
+    assert simulate("--log", file, "--policy", "plan", "--ratio", "60%", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert {**alone, "seconds": 0} == {**curve[4], "seconds": 0}
+
+
+def test_a_sweep_in_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--sweep") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 13 and max(map(len, shown)) <= 80
+    bars = [line.count("#") for line in shown[3:]]
+    assert bars[0] == 0 < bars[5] <= bars[7], "the less memory, the longer"
+    assert shown[-1].split()[-2:] == ["-", "-"], "nothing fits into a tenth, and so there is no bound"
+    assert simulate("--log", file, "--sweep", "--policy", "all") == 0
+    assert {"auto", "plan", "capuchin"} < set(capsys.readouterr().out.splitlines()[1].split())
+
+
+@pytest.mark.parametrize(("name", "magic"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
+def test_a_sweep_has_a_picture(name: str, magic: bytes, file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
+    out = tmp_path / name
+    assert simulate("--log", file, "--sweep", "--policy", "all", "--picture", out) == 0
+    assert out.read_bytes().startswith(magic)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--sweep", "--picture", "curve.jpg"), "ends in neither .png nor .svg"),
+        (("--sweep", "--schedule-out", "s"), "needs one budget"),
+        (("--ratio", "0.5", "--picture", "curve.png"), "drawn of a --sweep"),
+    ],
+)
+def test_what_a_sweep_does_not_go_with(
+    words: tuple[str, ...], says: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate("--log", file, *words) == 2
+    shown = capsys.readouterr().err
+    assert says in shown and len(shown.splitlines()) == 1
+
+
+def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert simulate("--log", file, "--sweep") == 0 and "100%" in capsys.readouterr().out
+    assert simulate("--log", file, "--sweep", "--picture", "curve.png") == 2
+    assert "pip install 'memmgr[demo]'" in capsys.readouterr().err

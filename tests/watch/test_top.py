@@ -165,7 +165,7 @@ def test_the_screen_at_80_by_24() -> None:
                 and shown[8].startswith("▓ other")
             )
             assert shown[10].startswith("▓▓▓▓▓▓▓▓████████········▚▚▚▚") and shown[12].startswith("· free")
-            assert shown[13].startswith(" 1 cells  2 modules  3 held  4 events   by size  9.5 s old")
+            assert shown[13].startswith(" 1 cells  2 modules  3 states  4 held  5 events   by size  9.5 s old")
             assert shown[12].endswith("arriving  9.5 s old"), "the map is of then"
             assert shown[14].split() == ["size", "state", "op", "module", "age", "cost"]
             assert shown[15].split() == ["1.05", "MB", "present", "gelu", "Net.first.1", "1.05", "ms", "1.05", "ms"]
@@ -191,7 +191,8 @@ def test_keys() -> None:
             assert "by age" in shown and shown.splitlines()[15].split()[1:3] == ["kB", "arriving"]
             shown = await after("2")
             assert "recompute" in shown.splitlines()[14] and "Net.first.1" in shown.splitlines()[15]
-            assert "optimizer state" in await after("3")
+            assert "none has left" in await after("3")
+            assert "optimizer state" in await after("4")
             assert "3 lines were dropped" in await after("tab")
             assert "Net.first.1" in await after("tab")
             assert "closes this" in await after("question_mark")
@@ -219,7 +220,7 @@ def test_the_first_screen_does_not_wait_for_the_process() -> None:
         _drive(app, look)
 
 
-@pytest.mark.parametrize("panel", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("panel", ["1", "2", "3", "4", "5"])
 def test_no_panel_is_wider_than_the_screen(panel: str) -> None:
     with lines.served(4242, lines.lines()):
         app = _app()
@@ -238,7 +239,7 @@ def test_what_has_not_come_yet_is_said_and_a_silent_process_too(monkeypatch: pyt
 
         async def look(pilot: Any) -> None:
             assert "by size  not told" not in _text(app), "the cells are there"
-            await pilot.press("3")
+            await pilot.press("4")
             await pilot.pause()
             assert "not told yet" in _text(app) and "silent" not in _text(app)
             app._attached[0]._heard -= 30.0

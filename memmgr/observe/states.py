@@ -1,0 +1,107 @@
+"""Model states as a kind of their own: where their bytes are, what moves of them, and what the link could have moved.
+
+From `memmgr.stats()` alone, so that whoever reads a stream or a log says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memmgr._sizes import show_size
+
+STATES = ("parameters", "gradients", "optimizer_states")
+KINDS = (*STATES, "other")
+"""As figures have them (`moved_bytes.parameters`); `other` is what no model or optimizer holds: activations, mostly."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One kind.
+
+    Attributes:
+        resident_bytes: on the device now.
+        below_bytes: offloaded now.
+        moved_bytes: over the link, both ways, in a pass.
+    """
+
+    kind: str
+    resident_bytes: int
+    below_bytes: int
+    moved_bytes: float
+
+
+@dataclass(frozen=True)
+class Flows:
+    """All kinds over some passes.
+
+    Attributes:
+        each: of every kind, in the order of `KINDS`.
+        pass_seconds: how long a pass took.
+        link_bytes: what the link could have moved in it, one way at a time; 0: there is none.
+    """
+
+    each: tuple[Flow, ...]
+    pass_seconds: float
+    link_bytes: float
+
+    @property
+    def moved_bytes(self) -> float:
+        """In a pass."""
+        return sum(flow.moved_bytes for flow in self.each)
+
+    @property
+    def states_moved_bytes(self) -> float:
+        """The model states' part of it."""
+        return sum(flow.moved_bytes for flow in self.each if flow.kind in STATES)
+
+    @property
+    def states_below_bytes(self) -> int:
+        """Of model states, offloaded now."""
+        return sum(flow.below_bytes for flow in self.each if flow.kind in STATES)
+
+
+def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> Flows | None:
+    """What moved between two readings, a pass.
+
+    Args:
+        stats: `memmgr.stats()`.
+        since: an earlier reading; without one the run begins there.
+
+    Returns:
+        None where the figures are missing (a log of an older memmgr). Without a pass in between: a pass is all the time.
+    """
+    if f"moved_bytes.{KINDS[0]}" not in stats:
+        return None
+    before = since or {}
+
+    def grown(name: str) -> float:
+        return float(stats.get(name, 0.0)) - float(before.get(name, 0.0))
+
+    passes = max(grown("passes"), 1.0)
+    seconds = max(0.0, grown("watched_seconds" if grown("passes") > 0 else "wall_seconds")) / passes
+    each = tuple(
+        Flow(
+            kind,
+            int(stats[f"resident_bytes.{kind}"]),
+            int(stats[f"below_bytes.{kind}"]),
+            max(0.0, grown(f"moved_bytes.{kind}")) / passes,
+        )
+        for kind in KINDS
+    )
+    return Flows(each, seconds, seconds * float(stats.get("link_bytes_per_second", 0.0)))
+
+
+def line(stats: Mapping[str, Any]) -> list[str]:
+    """A line where model states have left, else none."""
+    found = flows(stats)
+    if found is None or not found.states_moved_bytes:
+        return []
+    parts = ", ".join(
+        f"{flow.kind.replace('_', ' ')} {show_size(flow.moved_bytes)}" for flow in found.each if flow.moved_bytes
+    )
+    return [
+        f"model states left: {show_size(found.moved_bytes)} moved a pass ({parts}); one after the other the link moves "
+        f"{show_size(found.link_bytes)} in that time"
+    ]

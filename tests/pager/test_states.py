@@ -1,0 +1,91 @@
+"""Model states as a kind of their own: where they are, and what moved of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr.observe.states import KINDS, STATES, flows
+
+CHILD = Path(__file__).parent / "states_child.py"
+
+
+@functools.cache
+def trained(**spec: Any) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "MEMMGR_PAGER_SMALL"}
+    command = [sys.executable, CHILD, json.dumps(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def tight() -> dict[str, Any]:
+    return trained(share=0.4)
+
+
+def test_states_are_told_apart_and_nothing_is_lost(tight: dict[str, Any]) -> None:
+    stats, parameters = tight["stats"], tight["parameters"]
+
+    def there(kind: str) -> int:
+        return int(stats[f"resident_bytes.{kind}"] + stats[f"below_bytes.{kind}"])
+
+    assert there("parameters") == parameters
+    assert there("optimizer_states") == 2 * parameters
+    assert there("gradients") == 0, "they are None after the last step"
+    assert sum(stats[f"resident_bytes.{kind}"] for kind in KINDS) == stats["resident_bytes.current"]
+    assert sum(stats[f"moved_bytes.{kind}"] for kind in KINDS) == stats["offload_bytes"] + stats["reload_bytes"]
+
+
+def test_what_moves_is_the_states(tight: dict[str, Any]) -> None:
+    """Activations are small here, and the budget has no room for the states: all kinds of them go over the link."""
+    found = flows(tight["stats"])
+    assert found is not None
+    moved = {flow.kind: flow.moved_bytes for flow in found.each}
+    assert all(moved[kind] > 0.1 * tight["parameters"] for kind in STATES), moved
+    assert moved["other"] < 0.1 * found.moved_bytes, moved
+    assert found.link_bytes > 0
+
+
+def test_no_sum_of_states_falls(tight: dict[str, Any]) -> None:
+    for before, after in zip(tight["readings"], tight["readings"][1:], strict=False):
+        assert all(after[f"moved_bytes.{kind}"] >= before[f"moved_bytes.{kind}"] for kind in STATES)
+
+
+def test_the_summary_says_the_slowdown_and_what_moved(tight: dict[str, Any]) -> None:
+    first, second = tight["said"].splitlines()
+    assert "x of an unlimited run: recomputing " in first and " %, waiting for reads " in first
+    assert second.startswith("memmgr: model states left: ") and "parameters " in second and "the link moves " in second
+
+
+def test_where_all_fits_no_state_is_said_to_have_left() -> None:
+    found = trained(share=2)
+    assert len(found["said"].splitlines()) == 1 and "1.00x of an unlimited run" in found["said"]
+    assert found["stats"]["below_bytes.parameters"] == 0 == found["stats"]["moved_bytes.parameters"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_are_kept_over_a_step_are_seen(fused: bool) -> None:
+    assert trained(share=0.5, keep=True, fused=fused)["stats"]["kept_gradient_bytes"] >= trained(share=2)["parameters"]
+
+
+def test_gradients_that_accumulate_are_not_kept() -> None:
+    assert trained(share=0.5, accumulate=3)["stats"]["kept_gradient_bytes"] == 0
+
+
+def test_a_log_shows_the_kinds_and_never_more_than_the_budget(tmp_path: Path) -> None:
+    """When a budget closes everything comes back, whatever the limit was: that is no part of the run."""
+    log = tmp_path / "run.jsonl"
+    stats = trained(share=0.4, log=str(log))["stats"]
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    samples = [line for line in found if line["type"] == "sample"]
+    assert samples and max(one["resident_bytes"] for one in samples) <= stats["budget_bytes"]
+    assert found[-1]["stats"]["moved_bytes.optimizer_states"] >= stats["moved_bytes.optimizer_states"] > 0
