@@ -196,7 +196,7 @@ def _native() -> Iterator[Finding]:
     yield _compiler()
     begun = time.perf_counter()
     try:
-        pager.load()
+        library = Path(getattr(pager.load(), "__file__", ""))
     except build.NotBuiltError as why:
         yield Finding(
             "allocator",
@@ -204,6 +204,9 @@ def _native() -> Iterator[Finding]:
             f"no budget can be opened: {why}",
             "mend what it names: until then every budget is this error",
         )
+        return
+    if library.parent == build.prebuilt("").parent:
+        yield Finding("allocator", OK, "in the package, made for this torch and this Python")
         return
     seconds = time.perf_counter() - begun
     how = f"compiled in {seconds:.0f} s" if seconds > 2 else "compiled before"

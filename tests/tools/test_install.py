@@ -67,6 +67,27 @@ assert memmgr.stats() == {}
     assert re.match(f"memmgr: no C.. compiler was found to make the pager {ways}", opening)
 
 
+def test_a_wheel_that_carries_the_library_needs_no_compiler(tmp_path: Path) -> None:
+    library = Path(pager.load().__file__)  # type: ignore[attr-defined]
+    shutil.copy(library, tmp_path / f"{library.parent.name}.so")
+    code = """
+import sys
+from pathlib import Path
+import memmgr
+from memmgr.native import pager
+pager.prebuilt = lambda name: Path(sys.argv[1]) / f"{name}.so"
+with memmgr.budget("1GB", device="cpu", quiet=True):
+    print("opened")
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "MEMMGR_BUDGET")}
+    environment |= {"PATH": str(tmp_path / "nothing"), "MEMMGR_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.stdout == "opened\n", done.stderr
+    assert "compiling" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_wheel(tmp_path: Path) -> None:
     """Needs a network: the packages that build it are fetched."""
@@ -82,12 +103,18 @@ def test_the_wheel(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
     subprocess.run(pip, check=True, capture_output=True, timeout=120)
     assert (target / "memmgr" / "libmemmgr_core.so").is_file()
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    code = "import memmgr; print(memmgr.__file__); memmgr.budget('1GB', quiet=True).__enter__()"
+    environment = {**os.environ, "PYTHONPATH": str(target), "PATH": "", "MEMMGR_CACHE": str(tmp_path / "cache")}
+    code = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]  # the checkout's
+import memmgr
+memmgr.budget('1GB', quiet=True).__enter__()
+print(memmgr.__file__)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stdout.startswith(str(target)), done.stderr
 
 
 def test_what_the_package_says_of_itself() -> None:
