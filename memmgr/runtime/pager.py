@@ -159,7 +159,8 @@ class PagerRuntime:
             ended.resident_peak, ended.unmanaged_peak, ended.forward_seconds, ended.backward_seconds
         )
         self._purposes.ended_pass(self.passes.count)
-        self._periods.ended(self.passes.count, ended.completed)
+        if self._final is None:  # another thread's, while the budget closes
+            self._periods.ended(self.passes.count, ended.completed)
 
     def _happened(self, what: str, **fields: Any) -> None:
         self.telemetry.happened(what, **fields)
@@ -177,13 +178,13 @@ class PagerRuntime:
             self._purposes.look()
         self._final = self.figures.freeze()
         try:
-            self._steps.remove()
-            self._readers.remove()
             self._periods.close()
             self.plans.close()
             self._ranker.close()
+            self._steps.remove()
             self.native.close()
         finally:
+            self._readers.remove()  # last: other threads may have read meanwhile what was away
             self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
             if self._stock is not None:  # the next budget of the process counts it again
                 self.native.add_outside(-self._stock.close())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -229,3 +230,19 @@ def test_other_layouts(name: str) -> None:
         found = LAYOUTS[name](_numbers() + 0)
         assert torch.equal(found, want)
         assert mm.stats()["offloads"] + mm.stats()["evictions"] > 0
+
+
+def test_reads_while_the_budget_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read what is away until everything is back."""
+    pager, tensor = native.load(), torch.arange(4096.0)
+    close, read = pager.close, []
+
+    def reads_and_closes() -> None:
+        assert pager.take_away(tensor, 1) > 0
+        read.append(pickle.loads(pickle.dumps(tensor)))
+        close()
+
+    monkeypatch.setattr(pager, "close", reads_and_closes)
+    with memmgr.budget("1GB", quiet=True):
+        tensor.add_(1)
+    assert torch.equal(read[0], torch.arange(4096.0) + 1)
