@@ -161,15 +161,17 @@ def test_what_lives_on_is_near_the_bound_where_the_step_is_the_wall() -> None:
 def test_what_nobody_touches_again_need_not_be_written() -> None:
     """Two gradients that the step changes, as fused AdamW's schema says, before the program lets go of both; room for one.
 
-    One comes in before the step's second op, and one goes out after backward's first: two seconds, of which the ops hide 0.4.
+    One comes in before the step's second op, and one goes out after backward's first: two seconds, which hide the ops.
     """
     c, once = OpKind.CONSTANT, OpKind.ONCE
     ops = [Op("constant", 0.0, (), (s,), c) for s in (0, 1)]
     ops += [Op("step", 0.1, (s,), (s + 2,), once, ((s, s + 2),)) for s in (0, 1)]
+    ops += [Op("forward", 0.1, (), (), OpKind.VIEW)]
     ops += [Op("backward", 0.1, (), (s,), once) for s in (4, 5)]
-    released = {0: 3, 1: 4, 2: 4, 3: 4}
-    storages = tuple(Storage(f"s{s}", 10, k, released.get(s, HELD)) for k, s in enumerate(range(6)))
-    trace = Trace(tuple(ops), storages, "cpu", 4, (), copy_on_write=False, cycle=((4, 0), (5, 1))).check()
+    released = {0: 3, 1: 4, 2: 5, 3: 5}
+    makers = (0, 1, 2, 3, 5, 6)
+    storages = tuple(Storage(f"s{s}", 10, maker, released.get(s, HELD)) for s, maker in enumerate(makers))
+    trace = Trace(tuple(ops), storages, "cpu", 5, (), copy_on_write=False, cycle=((4, 0), (5, 1))).check()
     assert least_seconds(trace, 10, TierLink("disk", 10.0, 10.0, shared=True)) == pytest.approx(2.0)
 
 
