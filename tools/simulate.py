@@ -8,6 +8,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
+  zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
 With --sweep instead of one budget: the slowdown at budgets from all of the need down to a tenth of it, and a picture (--picture).
@@ -35,6 +36,8 @@ from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_online, delta_taco
+from memmgr.policies.published.patrickstar import patrickstar
+from memmgr.policies.published.streaming import l2l, zero_infinity, zero_offload
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
@@ -55,6 +58,14 @@ ALL = (
     "lru+evict",
     "largest+evict",
 )
+STATES: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
+    "zero_offload": zero_offload,
+    "zero_infinity": zero_infinity,
+    "patrickstar": patrickstar,
+    "l2l": l2l,
+}
+"""What moves model states, as published."""
+
 ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
 
 
@@ -76,6 +87,7 @@ class Result:
         wait_seconds: of the pass, waited for copies.
         recomputes: ops that ran again.
         why: if infeasible.
+        least_bytes: the smallest budget that the policy can keep; 0: unknown.
     """
 
     policy: str
@@ -91,6 +103,7 @@ class Result:
     wait_seconds: float = 0.0
     recomputes: int = 0
     why: str = ""
+    least_bytes: int = 0
 
 
 class _Refused(Exception):
@@ -249,7 +262,7 @@ def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | No
 
 
 def _all(trace: Trace, tier: TierLink | None) -> list[str]:
-    return list(ALL_WITH_LINK if tier else ALL)
+    return [*(ALL_WITH_LINK if tier else ALL), *(STATES if tier and trace.cycle else ())]
 
 
 class _Outcome(NamedTuple):
@@ -260,6 +273,7 @@ class _Outcome(NamedTuple):
     why: str
     away: Sequence[int] = ()
     clean: Sequence[int] = ()
+    least_bytes: int = 0
 
 
 def _simulate(
@@ -267,7 +281,7 @@ def _simulate(
 ) -> tuple[Result, list[Step]]:
     decide = _policy(name, tier)
     began = time.perf_counter()
-    feasible, steps, why, away, clean = decide(trace, budget)
+    feasible, steps, why, away, clean, least = decide(trace, budget)
     seconds = time.perf_counter() - began
     rates: dict[str, Any] = {}
     if tier is not None:
@@ -280,7 +294,7 @@ def _simulate(
     overhead = cost.seconds / trace.seconds if feasible and trace.seconds else (1.0 if feasible else None)
     result = Result(
         name, ratio, budget, feasible, overhead, cost.peak_bytes, bound, seconds, trace.unmanaged_peak[0], trace.seconds,
-        cost.wait_seconds, cost.recomputes, why,
+        cost.wait_seconds, cost.recomputes, why, least,
     )  # fmt: skip
     return result, steps
 
@@ -294,6 +308,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         "capuchin": capuchin,
         "delta_paper": delta_online,
         "delta_taco": delta_taco,
+        **STATES,
     }
     if name in own:
         return lambda trace, budget: _outcome(own[name](trace, budget, tier))
@@ -302,7 +317,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
 
 
 def _outcome(run: Run) -> _Outcome:
-    return _Outcome(run.feasible, run.steps, run.why)
+    return _Outcome(run.feasible, run.steps, run.why, run.away, run.clean, run.least_bytes)
 
 
 def _auto(trace: Trace, budget: int) -> _Outcome:
@@ -341,6 +356,11 @@ def _own_record(trace: Trace, step: Step) -> str:
     )
 
 
+def _too_small(result: Result) -> str:
+    least = result.least_bytes
+    return f"does not fit below {megabytes(least)}" if least > result.budget_bytes else "does not fit"
+
+
 def _show(results: list[Result]) -> None:
     first = results[0]
     bound = f", no schedule below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
@@ -351,7 +371,7 @@ def _show(results: list[Result]) -> None:
     rows = [
         [
             r.policy,
-            f"{r.overhead:.4f}" if r.overhead is not None else "does not fit",
+            f"{r.overhead:.4f}" if r.overhead is not None else _too_small(r),
             megabytes(r.peak_bytes) if r.feasible else "",
             f"{r.recomputes:,}" if r.feasible else "",
             f"{r.wait_seconds * 1e3:,.1f} ms" if r.feasible else "",

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_taco
+from memmgr.policies.published.patrickstar import patrickstar
+from memmgr.policies.published.streaming import l2l, zero_infinity, zero_offload
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Do, Step
@@ -60,13 +62,23 @@ def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
 def _published(system: Callable[[Trace, int, TierLink | None], Run]) -> Planner:
     def make(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
         run = system(trace, budget_bytes, link)
-        return Scheduled(run.steps, run.overhead) if run.feasible else None
+        if not run.feasible:
+            return None
+        return Scheduled(run.steps, run.overhead, away=run.away, moved_bytes=run.moved_bytes)
 
     return make
 
 
 PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
-    {"plan": _ours, "capuchin": _published(capuchin), "delta_taco": _published(delta_taco)}
+    {
+        "plan": _ours,
+        "capuchin": _published(capuchin),
+        "delta_taco": _published(delta_taco),
+        "zero_offload": _published(zero_offload),
+        "zero_infinity": _published(zero_infinity),
+        "patrickstar": _published(patrickstar),
+        "l2l": _published(l2l),
+    }
 )
 """The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is
 followed live is the whole schedule that comes of it."""

@@ -22,7 +22,7 @@ class Policy:
         director: see directors.py.
         prefetcher: see prefetchers.py.
         torture: every cell that can leave leaves at once, pressure or not (tests).
-        planner: who plans the passes that were measured ("plan", "capuchin", "delta_taco"); filter and director then decide
+        planner: who plans the passes that were measured ("plan", "capuchin", "zero_offload"); filter and director then decide
             only what no plan does. Empty: nobody.
         recomputes: cells may be evicted at all, to be made again; False: whoever has to make room may not do so either.
         offloads: a tier below is wanted; False: none is opened.
@@ -46,10 +46,13 @@ def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, 
         DIRECTORS[director],
         PREFETCHERS[prefetch] if isinstance(prefetch, str) else prefetch,
         planner=planner,
-        recomputes=director != "offload" or planner not in ("", "plan"),
+        recomputes=director != "offload" or planner not in ("", "plan", *STREAMING),
         offloads=director != "evict",
     )
 
+
+STREAMING = ("zero_offload", "zero_infinity", "patrickstar", "l2l")
+"""Planners that move model states, and run nothing again."""
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=False)
 
@@ -61,6 +64,7 @@ POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
         "delta": _policy("delta", "delta", "delta", "bandwidth"),
         "capuchin": _policy("capuchin", "lru", "offload", "off", "capuchin"),
         "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", "delta_taco"),
+        **{name: _policy(name, "lru", "offload", "off", name) for name in STREAMING},
         "keep": _KEEP,
         "nothing": _KEEP,
         "torture": Policy("torture", FILTERS["lru"], Alternate(), off, torture=True),

@@ -47,6 +47,10 @@ class Run:
         unmanaged_seconds: time of the pass without a budget.
         wait_seconds: of which compute waited for copies.
         why: if infeasible.
+        away: of a cycle, the constants that are below, and not resident, when the pass begins.
+        clean: of a cycle, the constants that are resident then and have a copy below.
+        moved_bytes: of a cycle, what a pass writes and reads.
+        least_bytes: the smallest budget that the policy can keep; 0: unknown.
     """
 
     policy: str
@@ -58,6 +62,10 @@ class Run:
     unmanaged_seconds: float
     wait_seconds: float = 0.0
     why: str = ""
+    away: tuple[int, ...] = ()
+    clean: tuple[int, ...] = ()
+    moved_bytes: int = 0
+    least_bytes: int = 0
 
     @property
     def overhead(self) -> float:

@@ -70,19 +70,29 @@ def replay(
             is below again.
         clean: of a cycle, the constants that are resident then and have a copy below.
 
+    A cycle's cost is that of the second pass of two, which the first one has left its unfinished copies.
+
     Known limitations: a tier is as large as needed.
     """
+    steps = list(steps)
     run = Replay(trace, budget_bytes, write_rate, read_rate, latency_seconds, shared=shared, away=away, clean=clean)
     try:
-        for number, step in enumerate(steps, 1):
-            try:
-                run.step(Do(step.do.value), step.target)
-            except Broken as broken:
-                return Cost(False, f"step {number}: {broken}")
-        run.end()
+        _play(run, steps)
+        if trace.cycle:  # what the link has not done by the end of a pass takes its time in the next
+            run = run.next_pass()
+            _play(run, steps)
     except Broken as broken:
         return Cost(False, str(broken))
     return Cost(True, "", run.peak, run.now, run.waited, run.recomputes)
+
+
+def _play(run: Replay, steps: Iterable[Step]) -> None:
+    for number, step in enumerate(steps, 1):
+        try:
+            run.step(Do(step.do.value), step.target)
+        except Broken as broken:
+            raise Broken(f"step {number}: {broken}") from None
+    run.end()
 
 
 class Replay:
@@ -90,20 +100,35 @@ class Replay:
 
     def __init__(
         self, trace: Trace, budget: int, write_rate: float, read_rate: float, latency: float, *, shared: bool = False,
-        away: Sequence[int] = (), clean: Sequence[int] = (),
+        away: Iterable[int] = (), clean: Iterable[int] = (),
     ) -> None:  # fmt: skip
         self.trace, self.budget = trace, budget
         self.rates = {Do.OFFLOAD: write_rate, Do.RELOAD: read_rate}
         self.latency = latency
         self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has done what it was asked
         self.resident: set[int] = set()
-        # Storages with a copy below: when it is whole.
-        self.copied_at: dict[int, float] = dict.fromkeys((*away, *clean), 0.0)
+        self.away, self.clean = (
+            frozenset(away),
+            frozenset(clean),
+        )  # constants with a copy below; `away` comes without bytes
+        self.copied_at: dict[int, float] = dict.fromkeys(self.away | self.clean, 0.0)  # when a copy is whole
         self.ready_at: dict[int, float] = {}  # storages that are being read
         self.used = self.peak = self.computed = self.recomputes = 0
         self.now = self.waited = 0.0
         self.shared = shared
-        self.away = frozenset(away)  # not resident when their constant is met
+
+    def next_pass(self) -> Replay:
+        """Before the next pass of a cycle, with what the link has not done in this one."""
+        rates = self.rates[Do.OFFLOAD], self.rates[Do.RELOAD]
+        begins = self.away | self.clean
+        run = Replay(
+            self.trace, self.budget, *rates, self.latency, shared=self.shared, away=self.away, clean=self.clean
+        )
+        run.free_at = {do: max(at - self.now, 0.0) for do, at in self.free_at.items()}
+        for end, begin in self.trace.cycle:
+            if begin in begins:
+                run.copied_at[begin] = max(self.copied_at.get(end, 0.0) - self.now, 0.0)
+        return run
 
     def _wait(self, until: float) -> None:
         if until > self.now:

@@ -15,6 +15,7 @@ from torch import nn
 import memmgr
 from memmgr import _budget
 from memmgr.native import pager
+from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
 from memmgr.runtime.plans import MOST_TRIES
 
@@ -246,6 +247,19 @@ def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
     if share == 0.7:  # malloc's order scans states that it has just let go of, and most of them could stay
         _, alone, _ = under(States, share, "offload", _plan=False)
         assert moved(figures) < 0.9 * moved(alone)
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"), [(name, 0.45) for name in STREAMING if name != "zero_offload"] + [("zero_offload", 0.75)]
+)
+def test_published_planners_of_states_are_followed(policy: str, share: float) -> None:
+    """Nothing runs again: the net beneath them only offloads."""
+    got, figures, limit = under(States, share, policy)
+    assert got == trained(States, STEPS)
+    now, before = figures[STEPS - 1], figures[STEPS - 2]
+    assert now["planned_passes"] - before["planned_passes"] == 1
+    assert now["resident_bytes.peak"] <= limit
+    assert now["offload_bytes"] > before["offload_bytes"] and now["evictions"] == 0
 
 
 def test_a_step_moves_what_its_plan_says() -> None:

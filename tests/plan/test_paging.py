@@ -22,12 +22,12 @@ LINK = TierLink("disk", 1000.0, 1000.0, shared=True)
 class Training:
     """A period as the pager measures it: the optimizer's step, forward, backward; the step's gradients come from before."""
 
-    def __init__(self, layers: int, seed: int = 0, seconds: float = 0.01) -> None:
+    def __init__(self, layers: int, seed: int = 0, seconds: float = 0.01, sizes: list[int] | None = None) -> None:
         self.random = random.Random(seed)
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.cycle: list[tuple[int, int]] = []
-        sizes = [self.random.randrange(1, 12) for _ in range(layers)]
+        sizes = sizes or [self.random.randrange(1, 12) for _ in range(layers)]
         parameters, states, gradients = ([self.constant(size) for size in sizes] for _ in range(3))
         starts = list(parameters), list(states), list(gradients)
         activations = [self.constant(3)]
@@ -44,6 +44,7 @@ class Training:
             self.op(seconds, (parameters[i], activations[-1]), (made,))
             activations.append(made)
         flowing = activations.pop()
+        self.turn = len(self.ops)
         for i in reversed(range(layers)):
             gradient, back = self.new(sizes[i]), self.new(3)
             once = OpKind.ONCE
@@ -79,7 +80,13 @@ class Training:
 
     def trace(self) -> Trace:
         return Trace(
-            tuple(self.ops), tuple(self.storages), "cpu", None, (LINK,), copy_on_write=False, cycle=tuple(self.cycle)
+            tuple(self.ops),
+            tuple(self.storages),
+            "cpu",
+            self.turn,
+            (LINK,),
+            copy_on_write=False,
+            cycle=tuple(self.cycle),
         ).check()
 
 
@@ -149,6 +156,23 @@ def test_what_lives_on_is_near_the_bound_where_the_step_is_the_wall() -> None:
         made = plan(trace, budget, link=LINK)
         assert made.feasible
         assert made.gap < 0.1
+
+
+def test_what_nobody_touches_again_need_not_be_written() -> None:
+    """Two gradients that the step changes, as fused AdamW's schema says, before the program lets go of both; room for one.
+
+    One comes in before the step's second op, and one goes out after backward's first: two seconds, which hide the ops.
+    """
+    c, once = OpKind.CONSTANT, OpKind.ONCE
+    ops = [Op("constant", 0.0, (), (s,), c) for s in (0, 1)]
+    ops += [Op("step", 0.1, (s,), (s + 2,), once, ((s, s + 2),)) for s in (0, 1)]
+    ops += [Op("forward", 0.1, (), (), OpKind.VIEW)]
+    ops += [Op("backward", 0.1, (), (s,), once) for s in (4, 5)]
+    released = {0: 3, 1: 4, 2: 5, 3: 5}
+    makers = (0, 1, 2, 3, 5, 6)
+    storages = tuple(Storage(f"s{s}", 10, maker, released.get(s, HELD)) for s, maker in enumerate(makers))
+    trace = Trace(tuple(ops), storages, "cpu", 5, (), copy_on_write=False, cycle=((4, 0), (5, 1))).check()
+    assert least_seconds(trace, 10, TierLink("disk", 10.0, 10.0, shared=True)) == pytest.approx(2.0)
 
 
 def test_states_cost_nothing_where_all_fits() -> None:

@@ -17,6 +17,7 @@ from memmgr.tools._dtr_log import read_dtr_log
 from .judge import needs_judge, verdict
 from .passes import layers
 from .synthetic import network
+from .test_paging import Training
 
 FIELDS = {"policy", "ratio", "budget_bytes", "feasible", "overhead", "peak_bytes", "lower_bound", "seconds"}
 
@@ -67,6 +68,21 @@ def test_a_table_of_all(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--log", file, "--policy", "all", "--ratio", 0.8) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("auto", "plan", "capuchin", "delta_taco", "dtr_eq"))
+
+
+def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Training(8).trace()
+    write_trace(tmp_path / "pass.trace", trace)
+    assert simulate("--log", tmp_path / "pass.trace", "--policy", "all", "--ratio", 0.4, "--json") == 0
+    results = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert results["zero_infinity"]["feasible"] and results["l2l"]["feasible"] and results["plan"]["feasible"]
+    refused = results["zero_offload"]
+    assert not refused["feasible"] and refused["least_bytes"] > refused["budget_bytes"]
+    words = ("--log", tmp_path / "pass.trace", "--policy", "zero_offload")
+    assert simulate(*words, "--budget", f"{refused['least_bytes']}B", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["feasible"]
+    assert simulate(*words, "--ratio", 0.4) == 0
+    assert "does not fit below" in capsys.readouterr().out
 
 
 def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,7 @@ def test_names_alone() -> None:
         ("dtr", True, False),
         ("capuchin", True, True),  # its net only swaps, its planner does both
         ("delta_taco", True, True),
+        ("zero_infinity", False, True),  # nothing runs again
         ("torture", True, True),
         ("keep", False, False),
     ],

@@ -6,12 +6,13 @@ Storages are versions; a block goes from one to the next where an op writes in p
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
-from memmgr.policies.trace import Trace
-from memmgr.policies.trace.schedule import Do, Step
-from memmgr.policies.trace.trace import OpKind
+from .schedule import Do, Step
+from .trace import OpKind, Trace
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Program:
         begins: the block of each constant that comes from the pass before.
         unknown: blocks that are there at the end, and of which nothing is known.
         handed: of a block that begins a pass, the one that takes its place: it is made before that one dies.
+        turn: the event with which backward begins; None: unknown.
     """
 
     constants: list[Step] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Program:
     begins: dict[int, int] = field(default_factory=dict)
     unknown: set[int] = field(default_factory=set)
     handed: dict[int, int] = field(default_factory=dict)
+    turn: int | None = None
 
 
 def plain(trace: Trace) -> Iterator[Step]:
@@ -88,6 +91,8 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
                     p.begins[s] = now[s]
                     p.blocks[-1].held = True
             continue
+        if step == Step(Do.COMPUTE, -1 if trace.backward_at is None else trace.backward_at):
+            p.turn = event
         p.steps.append(step)
         p.seconds.append(op.seconds)
         p.born.append([])
@@ -149,6 +154,66 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
             p.touched[event] = [first if b == block else b for b in p.touched[event]]
             p.born[event] = [first if b == block else b for b in p.born[event]]
     return p
+
+
+def spent(p: Program) -> list[set[int]]:
+    """Per event, the blocks that it is the last to touch before the program lets go of them: nobody needs their bytes then."""
+    last: list[set[int]] = [set() for _ in p.steps]
+    for end, died in enumerate(p.died):
+        for k in died:
+            touches = p.blocks[k].touches
+            before = bisect_right(touches, end)
+            if before:
+                last[touches[before - 1]].add(k)
+    return last
+
+
+class Kind(Enum):
+    """What a block is to a training."""
+
+    ACTIVATION = "activation"  # made and let go of within a period; also what nobody knows the next period's name of
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+
+
+def step_end(p: Program) -> int:
+    """The last event of the optimizer's step: nothing after it, up to backward, changes a parameter; -1: there is none.
+
+    *Known limitations*: a forward that changes a large buffer in place (a queue of features) counts as part of the step up to
+    there. Running averages of norms are too small to be in a trace.
+    """
+    turn = _turn(p)
+    changed = (b.writes for k, b in enumerate(p.blocks) if b.held and not _gradient(p, k))
+    return max((event for writes in changed for event in writes if event < turn), default=-1)
+
+
+def kinds(p: Program) -> list[Kind]:
+    """Per block, told from when it is changed and touched: the trace has no names.
+
+    A gradient is made or changed in backward and lives on; an optimizer's state is touched by its step alone; what else lives
+    on is a parameter (buffers among them).
+
+    *Known limitations*: without a turn to backward nothing is a gradient.
+    """
+    end = step_end(p)
+
+    def kind(k: int) -> Kind:
+        if not p.blocks[k].held:
+            return Kind.ACTIVATION
+        if _gradient(p, k):
+            return Kind.GRADIENT
+        return Kind.STATE if max(p.blocks[k].touches, default=-1) <= end else Kind.PARAMETER
+
+    return [kind(k) for k in range(len(p.blocks))]
+
+
+def _turn(p: Program) -> int:
+    return len(p.steps) if p.turn is None else p.turn
+
+
+def _gradient(p: Program, k: int) -> bool:
+    return p.blocks[k].held and any(event >= _turn(p) for event, _ in p.blocks[k].versions)
 
 
 def steps_of(p: Program, done: list[tuple[int, Do, int]]) -> Iterator[Step]:
