@@ -1,6 +1,6 @@
 """memmgr beside what users would take instead: peak, seconds a step, and whether the bits are those of plain torch.
 
-    python benchmarks/alternatives.py [--quick] [--json FILE] [--steps 10] [--batch 4] [--threads N]
+    python benchmarks/alternatives.py [--quick] [--json FILE] [--size tiny|small|large] [--steps 10] [--batch 4] [--threads N]
 
 The GPT of `model_states.py`, fused AdamW. Every system trains in a process of its own, from the same beginning, and takes a
 step while the others wait; a ratio is of the same turn: median, with the quartiles. What cannot run says why.
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import FP32, checkpointed, digest_of
+from _training import FP32, SIZES, checkpointed, digest_of
 from _turns import in_turns, take_turns
 from model_states import needs
 
@@ -45,8 +45,8 @@ TO_CPU = "offloads to the CPU, which is the device here: can save nothing"
 class Checkpoint(FP32):
     """Every block is recomputed."""
 
-    def __init__(self, quick: bool, batch: int) -> None:
-        super().__init__(quick, batch)
+    def __init__(self, size: str, batch: int) -> None:
+        super().__init__(size, batch)
         model: Any = self.model
         for block in model.blocks:
             block.forward = checkpointed(block.forward)
@@ -73,12 +73,12 @@ class TorchAO(FP32):
 class Accelerate(FP32):
     """accelerate's cpu_offload: parameters are on the device while their module runs."""
 
-    def __init__(self, quick: bool, batch: int) -> None:
+    def __init__(self, size: str, batch: int) -> None:
         from accelerate import cpu_offload
 
-        super().__init__(quick, batch)
+        super().__init__(size, batch)
         self.weights = dict(self.model.state_dict())
-        cpu_offload(self.model, execution_device=torch.device("cpu"), state_dict=self.weights)
+        cpu_offload(self.model, execution_device=torch.device(self.device), state_dict=self.weights)
 
     def tensors(self) -> list[Tensor]:
         return list(self.weights.values())
@@ -87,11 +87,11 @@ class Accelerate(FP32):
 class FSDP2(FP32):
     """fully_shard with CPUOffloadPolicy on one rank, a group for each block."""
 
-    def __init__(self, quick: bool, batch: int) -> None:
+    def __init__(self, size: str, batch: int) -> None:
         import torch.distributed as dist
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-        super().__init__(quick, batch)
+        super().__init__(size, batch)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model: Any = self.model
@@ -136,15 +136,15 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def run(name: str, limit: int | None, quick: bool, batch: int, threads: int, pipe: Connection) -> None:
+def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe: Connection) -> None:
     """A process of one system."""
     torch.set_num_threads(threads)
     system = SYSTEMS[name]
-    system.make(quick=True, batch=1).turn()  # what it imports, and threads, are there before memory is looked at
+    system.make("tiny", 1).turn()  # what it imports, and threads, are there before memory is looked at
     gc.collect()
     there = memory("VmRSS")
     with memmgr.budget(limit, quiet=True) if limit is not None else contextlib.nullcontext() as mm:
-        workload = system.make(quick, batch)
+        workload = system.make(size, batch)
         begins_as = digest_of(workload.tensors()[:1])
         for _ in range(workload.warm):
             workload.turn()
@@ -157,10 +157,41 @@ def run(name: str, limit: int | None, quick: bool, batch: int, threads: int, pip
     pipe.send({"digest": workload.digest(), **told})
 
 
+def run_on_test_device(name: str, limit: int | None, size: str, batch: int, pipe: Connection) -> None:
+    """The same where device and CPU have memories of their own. `memmgr` counts for all, and without a limit does no more."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from memdev import start
+
+    os.environ["MEMMGR_DRIVER"] = str(start(mode="prompt", memory_bytes=8 << 30, poison=False).driver_path)
+    FP32.device = "memdev"
+    torch.ones(1, device=FP32.device)
+    with memmgr.budget(limit, device=FP32.device, policy="keep" if limit is None else "auto", quiet=True) as mm:
+        workload = SYSTEMS[name].make(size, batch)
+        begins_as = digest_of(workload.tensors()[:1])
+        for _ in range(workload.warm):
+            workload.turn()
+        take_turns(workload, pipe)
+        peak = mm.stats()["resident_bytes.peak"]
+    trained = digest_of(workload.tensors()[:1]) != begins_as
+    pipe.send({"digest": workload.digest(), "peak_bytes": peak, "trained": trained})
+
+
 def bits(row: dict[str, Any], plain: dict[str, Any]) -> str:
     if not row["trained"]:
         return "no: trains nothing, without an error"
     return "yes" if row["digest"] == plain["digest"] else "no"
+
+
+def table_of_the_test_device(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """In Markdown."""
+    yield "| on the test device | peak held, MB | of plain | same bits | |"
+    yield "|---|---|---|---|---|"
+    for name, row in rows.items():
+        if "error" in row:
+            yield f"| {name} | | | | did not run: `{row['error']}` |"
+        else:
+            share = row["peak_bytes"] / rows["plain"]["peak_bytes"]
+            yield f"| {name} | {row['peak_bytes'] / 1e6:,.1f} | {share:.2f} | {bits(row, rows['plain'])} | |"
 
 
 def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -188,18 +219,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a small model, two turns")
+    parser.add_argument("--test-device", action="store_true", help="peaks on the device of the tests, without times")
+    parser.add_argument("--size", choices=SIZES, default="large", help="of the GPT (default: %(default)s)")
+    parser.add_argument("--quick", action="store_const", const=("tiny", 2), help="a tiny model, two turns")
     args = parser.parse_args()
+    args.size, args.steps = args.quick or (args.size, args.steps)
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {args.threads} threads")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        need, _ = pool.apply(needs, ("train", args.quick, args.batch))
+        need, _ = pool.apply(needs, ("train", args.size, args.batch))
     print(f"torch holds {need / 1e6:,.0f} MB at the most\n")
-    asked = {
-        name: (run, (name, None if s.share is None else int(need * s.share), args.quick, args.batch, args.threads))
-        for name, s in SYSTEMS.items()
-    }
-    rows = in_turns(asked, 2 if args.quick else args.steps)
-    print("\n".join(table(rows)))
+    limits = {name: None if system.share is None else int(need * system.share) for name, system in SYSTEMS.items()}
+    if args.test_device:
+        on_device = {name: (run_on_test_device, (name, limit, args.size, args.batch)) for name, limit in limits.items()}
+        rows = in_turns(on_device, 1)
+        print("\n".join(table_of_the_test_device(rows)))
+    else:
+        rows = in_turns(
+            {name: (run, (name, limit, args.size, args.batch, args.threads)) for name, limit in limits.items()},
+            args.steps,
+        )
+        print("\n".join(table(rows)))
     if args.json is not None:
         args.json.write_text(json.dumps({"need": need, "rows": rows}, indent=1))
 
