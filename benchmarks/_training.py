@@ -42,13 +42,13 @@ def demo_gpt(quick: bool, checkpointed: bool = False) -> Run:
     model = GPT(config)
     if checkpointed:
         for block in model.blocks:
-            block.forward = checkpointed(block.forward)  # type: ignore[method-assign]
+            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
     batch = 8 if quick else 16
     tokens, targets = (torch.randint(256, (batch, config.context)) for _ in range(2))
     return run_of(model, lambda: model(tokens, targets))
 
 
-def checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def recomputed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 

@@ -39,6 +39,7 @@ def in_turns(systems: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], tu
     for system, (function, arguments) in systems.items():
         ours, theirs = context.Pipe()
         context.Process(target=_run, args=(function, arguments, theirs), daemon=True).start()
+        theirs.close()  # else `recv` waits for ever for a process that has died
         wrong = ours.recv()
         rows[system] = {"turns": []} if wrong is None else {"error": wrong}
         if wrong is None:

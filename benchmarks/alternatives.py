@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import FP32, SIZES, checkpointed
+from _training import FP32, SIZES, recomputed
 from _turns import in_turns, take_turns
 from model_states import needs
 
@@ -50,7 +50,7 @@ class Checkpoint(FP32):
         super().__init__(size, batch)
         model: Any = self.model
         for block in model.blocks:
-            block.forward = checkpointed(block.forward)
+            block.forward = recomputed(block.forward)
 
 
 class SaveOnCPU(FP32):
