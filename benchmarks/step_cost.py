@@ -112,7 +112,7 @@ def _build(system: System, quick: bool) -> Run:
 def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
     """A child: a step for each message until there is none, and what was seen at the end."""
     torch.set_num_threads(threads)
-    managed = memmgr.budget(system.limit, policy=system.policy, quiet=True) if system.limit else None
+    managed = memmgr.budget(f"{system.limit}B", policy=system.policy, quiet=True) if system.limit else None
     with managed or contextlib.nullcontext():
         run = _build(system, quick)
         for _ in range(WARM_STEPS):

@@ -56,7 +56,9 @@ static void set_root_locked(Cell* c, bool root) {
 
 void count_root_locked(Cell* c) {
   const Version* v = c->version;
-  set_root_locked(c, !c->small && v && !v->temporary && !v->recipe);
+  // What was filled with one value will be written: without a tier it has nowhere to go then.
+  const bool filled = v && v->recipe && v->recipe->info->fills;
+  set_root_locked(c, !c->small && v && !v->temporary && (!v->recipe || filled));
 }
 
 uint64_t moved_by_ended[kPurposes];

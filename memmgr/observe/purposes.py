@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,8 @@ class Purposes:
 
     def __init__(self, native: Native) -> None:
         self._native = native
-        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        # Of who has them: torch refuses to swap tensors of which there are weak references.
+        self._owners: list[weakref.ref[Any]] = []
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
         self.kept_bytes = 0
@@ -62,15 +64,14 @@ class Purposes:
         found: dict[int, tuple[int, int]] = {}
         gradients: list[torch.Tensor] = []
         kept = 0
-        for ref in self._parameters:
-            parameter = ref()
-            gradient = parameter.grad if parameter is not None else None
-            if parameter is None or gradient is None:
+        for parameter in parameters_of(ref() for ref in self._owners):
+            gradient = parameter.grad if parameter.requires_grad and parameter.is_leaf else None
+            if gradient is None:
                 continue
             gradients += plain(gradient)
-            which, version = found[id(ref)] = gradient._cdata, gradient._version
+            which, version = found[id(parameter)] = gradient._cdata, gradient._version
             # Backward adds to it in one write. A second one set it to zero; a new gradient has none, wherever it lies.
-            before, then = self._gradients.get(id(ref), (0, 0))
+            before, then = self._gradients.get(id(parameter), (0, 0))
             kept += gradient.nbytes if which == before and version >= then + 2 else 0
         self._gradients, self.kept_bytes = found, max(self.kept_bytes, kept)
         self._native.set_purpose(gradients, Purpose.GRADIENT)
@@ -79,17 +80,26 @@ class Purposes:
         """Finds models and optimizers. In any thread."""
         modules = self._native.objects_of((torch.nn.Module,))
         optimizers = self._native.objects_of((torch.optim.Optimizer,))
-        parameters = {id(tensor): tensor for kind, _, tensor in model_states(modules) if kind == "parameters"}
-        for optimizer in optimizers:
-            for group in list(getattr(optimizer, "param_groups", [])):
-                parameters.update({id(tensor): tensor for tensor in list(group["params"])})
         states = [tensor for _, _, tensor in model_states((), optimizers)]
-        known = {id(ref()): ref for ref in self._parameters}
-        self._parameters = [
-            known.get(id(p)) or weakref.ref(p) for p in parameters.values() if p.requires_grad and p.is_leaf
-        ]
+        self._owners = [weakref.ref(owner) for owner in (*modules, *optimizers)]
         self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATE)
-        self._native.set_purpose([part for p in parameters.values() for part in plain(p)], Purpose.PARAMETER)
+        self._native.set_purpose(
+            [part for p in parameters_of((*modules, *optimizers)) for part in plain(p)], Purpose.PARAMETER
+        )
+
+
+def parameters_of(owners: Iterable[Any]) -> list[torch.Tensor]:
+    """Parameters of modules, without their children's, and of optimizers' groups; None has none."""
+    found: dict[int, torch.Tensor] = {}
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer):
+            for group in list(getattr(owner, "param_groups", [])):
+                found.update({id(tensor): tensor for tensor in list(group["params"])})
+        elif owner is not None:
+            for tensor in list(owner.__dict__.get("_parameters", {}).values()):
+                if isinstance(tensor, torch.Tensor):
+                    found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def plain(tensor: Any) -> list[torch.Tensor]:

@@ -52,9 +52,10 @@ def settled() -> None:
     runtime: Any = _budget.current()
     if runtime is None:
         return
-    for _ in range(50):  # the turn is told to a thread, which begins another
-        if not runtime._periods._lock.locked() and not runtime.plans._busy():
-            threading.Event().wait(0.002)
+    with runtime._periods._lock:  # before the thread that waits for turns, or after it
+        turn = runtime.native.take_loop()
+        if turn is not None:
+            runtime.plans.loop_turned(turn)
     runtime.plans.close()
 
 

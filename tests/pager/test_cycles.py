@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from budget.there import bytes_already_there
 from torch import nn
 
 import memmgr
@@ -89,13 +89,18 @@ def need(make: Callable[[], Any]) -> int:
     return int(mm.stats()["unmanaged_peak_bytes"])
 
 
+def limit_of(make: Callable[[], Any], share: float) -> int:
+    """A budget of so much of its need, beyond what other tests have left behind."""
+    there = bytes_already_there()
+    return int((need(make) - there) * share) + there
+
+
 def same_bits(make: Callable[[], Any], share: float, policy: str = "offload", **options: Any) -> dict[str, Any]:
     """Trains with and without a budget and compares; the figures."""
     loop, want = trained(make)
     wanted = bits(loop.all())
     del loop
-    limit = int(need(make) * share)
-    gc.collect()
+    limit = limit_of(make, share)
     wrong: list[str] = []
     with memmgr.budget(limit, quiet=True, policy=policy, **options) as mm:
         loop, got = trained(make, each=lambda *_: wrong.extend(settled()))
@@ -194,7 +199,7 @@ def test_forked_children_read_all_that_a_followed_cycle_has_away() -> None:
     sums: list[int] = []
     trained(Loop, each=lambda loop, _: sums.append(sum_of(bits(loop.all()))))
     every, sums = sums, []
-    with memmgr.budget(int(need(Loop) * 0.5), quiet=True, policy="offload") as mm:
+    with memmgr.budget(limit_of(Loop, 0.5), quiet=True, policy="offload") as mm:
 
         def each(loop: Loop, number: int) -> None:
             sums.append(every[number])
