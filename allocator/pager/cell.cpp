@@ -56,9 +56,8 @@ static void set_root_locked(Cell* c, bool root) {
 
 void count_root_locked(Cell* c) {
   const Version* v = c->version;
-  // What was filled with one value will be written: without a tier it has nowhere to go then.
-  const bool filled = v && v->recipe && v->recipe->info->fills;
-  set_root_locked(c, !c->small && v && !v->temporary && (!v->recipe || filled));
+  // Once it is written, what was filled has no recipe any more: a budget without a tier needs room for it then.
+  set_root_locked(c, !c->small && v && !v->temporary && (!v->recipe || v->recipe->filled));
 }
 
 uint64_t moved_by_ended[kPurposes];

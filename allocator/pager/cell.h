@@ -210,9 +210,9 @@ void end_newborn_locked(Cell* c);
 bool others_have_newborns();
 
 // Whether it is a root may have changed.
+void count_root_locked(Cell* c);
 // What is made from now on has serials from here.
 uint64_t serial_of_next_locked();
-void count_root_locked(Cell* c);
 
 // ---- versions ----
 

@@ -132,16 +132,16 @@ bool Frame::one_by_one() {
     while (pinned_ > 0) unpin(cells_[--pinned_].cell);
   };
   c10::SmallVector<StoragePtr, 8> held;  // what is unpinned may not end
-  bool any = false;
+  bool any = false, all = true;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     for (const Touched& t : cells_) {
       any |= t.cell->version && t.cell->version->evicted;
       held.push_back(hold(t.cell));
-      if (!held.back()) any = false;
+      all &= static_cast<bool>(held.back());
     }
   }
-  if (any) {
+  if (any && all) {
     unpin_all();
     for (const Touched& t : cells_) {
       pin(t.cell, ticks());
@@ -163,7 +163,7 @@ bool Frame::one_by_one() {
   }
   for (StoragePtr& s : held)
     if (s) drop(std::move(s));
-  return any;
+  return any && all;
 }
 
 }  // namespace memmgr::pager

@@ -196,6 +196,7 @@ class Call {
     recipe_ = describe(info_, below_, args, n);
     if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
     if (!recipe_) return;
+    recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
     counters.recorded_ops++;
     if (info_->writes == 0 || recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
     // The first of its kind that writes in place: what it is going to write to, for the second run.

@@ -64,6 +64,7 @@ struct Recipe {
   uint32_t module = 0;  // that was running, while somebody looks (observe.h)
   uint16_t depth = 1;
   bool broken = false;  // something that it reads is lost
+  bool filled = false;  // without gradient, with one value: it will be written, as an optimizer's states are
   uint64_t bytes = 0;   // that it costs by itself
   ~Recipe();
 };

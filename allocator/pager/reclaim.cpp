@@ -66,6 +66,10 @@ void stay_in_child() {
 
 bool nothing_leaves_locked() { return frozen.load() > 0; }
 
+static thread_local int tl_nothing_is_dropped = 0;
+NothingIsDropped::NothingIsDropped() { ++tl_nothing_is_dropped; }
+NothingIsDropped::~NothingIsDropped() { --tl_nothing_is_dropped; }
+
 // ---- leaving ----
 
 namespace {
@@ -106,6 +110,7 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
 
 // The caller has set kBusy, and says how the reference is given back. Returns the bytes released.
 uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
+  if (tl_nothing_is_dropped > 0) way = Way::kOffload;
   StoragePtr storage;
   at::DataPtr bytes;
   Trash cancelled;

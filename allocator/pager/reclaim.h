@@ -42,6 +42,11 @@ bool sum_agrees(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);
 bool nothing_leaves_locked();
+// While one lives, what leaves at its thread's requests goes to the tier, where there is one, whatever it costs.
+struct NothingIsDropped {
+  NothingIsDropped();
+  ~NothingIsDropped();
+};
 void stay_in_child();  // the same in a forked child, for ever
 // The bytes are in memory when this returns. The caller has a pin on the cell and holds its storage. No lock is held.
 void bring_back(Cell* c);

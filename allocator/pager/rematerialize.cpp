@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -109,7 +110,9 @@ class Input {
     if (storage_) drop(std::move(storage_));
   }
   bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
-  // False: the bytes are nowhere, so the plan is out of date.
+  // False: the bytes are nowhere, so the plan is out of date. What has to be made again would be made beside the other
+  // inputs of the op, which is more than the op needs: the next plan makes it first, where its bytes have a tier to
+  // wait in.
   bool fetch(const Version* v, Source* source) {
     bool private_copy = false;
     for (;; std::this_thread::yield()) {
@@ -119,6 +122,7 @@ class Input {
       if (!pin_living_locked(c, ticks())) continue;
       const bool orphan = !c->storage._unsafe_get_target();
       pinned_ = c;
+      if (v->evicted && c->slot < 0 && may_be_offloaded()) return false;
       if (!orphan) {
         storage_ = hold(c);
         private_copy = !storage_ && !c->resident();
@@ -296,6 +300,8 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
 at::DataPtr rematerialize(Cell* c) {
   counters.rematerializations++;
   for (int attempt = 0; attempt < 1000; ++attempt) {
+    std::optional<NothingIsDropped> kept;
+    if (attempt > 0) kept.emplace();  // what has come back stays to be had
     Plan plan;
     const Version* target;
     {
