@@ -36,8 +36,7 @@ from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_online, delta_taco
-from memmgr.policies.published.patrickstar import patrickstar
-from memmgr.policies.published.streaming import l2l, zero_infinity, zero_offload
+from memmgr.policies.published.states import STATES
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
@@ -58,14 +57,6 @@ ALL = (
     "lru+evict",
     "largest+evict",
 )
-STATES: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
-    "zero_offload": zero_offload,
-    "zero_infinity": zero_infinity,
-    "patrickstar": patrickstar,
-    "l2l": l2l,
-}
-"""What moves model states, as published."""
-
 ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
 
 

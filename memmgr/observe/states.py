@@ -71,6 +71,7 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
 
     Returns:
         None where the figures are missing (a log of an older memmgr). Without a pass in between: a pass is all the time.
+        Turns of a loop without a backward share all the time, since nobody watches when they begin.
     """
     if f"moved_bytes.{KINDS[0]}" not in stats:
         return None
@@ -80,7 +81,7 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
         return float(stats.get(name, 0.0)) - float(before.get(name, 0.0))
 
     passes = max(grown("passes"), 1.0)
-    seconds = max(0.0, grown("watched_seconds" if grown("passes") > 0 else "wall_seconds")) / passes
+    seconds = max(0.0, grown("watched_seconds") or grown("wall_seconds")) / passes
     each = tuple(
         Flow(
             kind,

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
 from memmgr.policies.published.delta import delta_taco
-from memmgr.policies.published.patrickstar import patrickstar
-from memmgr.policies.published.streaming import l2l, zero_infinity, zero_offload
+from memmgr.policies.published.states import STATES
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Do, Step
@@ -74,10 +73,7 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
         "plan": _ours,
         "capuchin": _published(capuchin),
         "delta_taco": _published(delta_taco),
-        "zero_offload": _published(zero_offload),
-        "zero_infinity": _published(zero_infinity),
-        "patrickstar": _published(patrickstar),
-        "l2l": _published(l2l),
+        **{name: _published(system) for name, system in STATES.items()},
     }
 )
 """The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is

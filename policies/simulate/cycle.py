@@ -281,9 +281,8 @@ def settled(passes: Cycle) -> Paged | None:
             passes.return_to(began)
     except Full:
         return None
-    seconds = (
-        passes.now - begun + max(passes.behind() - behind, 0.0)
-    )  # what it leaves to the next one, all of them would
+    left = max(passes.behind() - behind, 0.0)  # to the next one: all of them would
+    seconds = passes.now - begun + left
     away = tuple(sorted(s for s, k in p.begins.items() if began[k] == (ABSENT, False)))
     clean = tuple(sorted(s for s, k in p.begins.items() if began[k] == (RESIDENT, False) and not p.blocks[k].stays))
     moved = {do: sum(p.blocks[k].size for _, d, k in passes.done if d is do) for do in (Do.OFFLOAD, Do.RELOAD)}

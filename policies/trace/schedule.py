@@ -54,7 +54,7 @@ class Broken(ValueError):
 
 def replay(
     trace: Trace, steps: Iterable[Step], budget_bytes: int, *, write_rate: float = 0.0, read_rate: float = 0.0,
-    latency_seconds: float = 0.0, shared: bool = False, away: Sequence[int] = (), clean: Sequence[int] = (),
+    latency_seconds: float = 0.0, shared: bool = False, away: Iterable[int] = (), clean: Iterable[int] = (),
 ) -> Cost:  # fmt: skip
     """Runs a schedule by the rules of trace.py and says what it costs.
 
@@ -107,10 +107,8 @@ class Replay:
         self.latency = latency
         self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has done what it was asked
         self.resident: set[int] = set()
-        self.away, self.clean = (
-            frozenset(away),
-            frozenset(clean),
-        )  # constants with a copy below; `away` comes without bytes
+        # Constants with a copy below; `away` comes without bytes.
+        self.away, self.clean = frozenset(away), frozenset(clean)
         self.copied_at: dict[int, float] = dict.fromkeys(self.away | self.clean, 0.0)  # when a copy is whole
         self.ready_at: dict[int, float] = {}  # storages that are being read
         self.used = self.peak = self.computed = self.recomputes = 0

@@ -69,6 +69,11 @@ def test_without_a_pass_the_run_is_one() -> None:
     assert found is not None and found.moved_bytes == 100 * MB and found.pass_seconds == 10.0
 
 
+def test_turns_of_a_loop_share_all_the_time() -> None:
+    found = flows(stats(watched_seconds=0.0))
+    assert found is not None and (found.pass_seconds, found.link_bytes) == (0.5, 10 * MB), "20 turns in 10 s"
+
+
 def test_the_line_is_said_only_where_states_left() -> None:
     assert line(stats()) == [
         "model states left: 5 MB moved a pass (parameters 1 MB, gradients 1 MB, optimizer states 2.5 MB, other 500 kB); one "
