@@ -72,7 +72,7 @@ size_t mm_arena_block(mm_arena* arena, const void* p, size_t* requested_bytes) {
 }
 const void* mm_arena_base(mm_arena* arena) { return Of(arena)->Base(); }
 int mm_arena_owns(mm_arena* arena, const void* p) { return Of(arena)->Owns(p) ? 1 : 0; }
-void mm_arena_free(mm_arena* arena, void* p) { Of(arena)->Free(p); }
+size_t mm_arena_free(mm_arena* arena, void* p) { return Of(arena)->Free(p); }
 uint64_t mm_arena_trim(mm_arena* arena, uint64_t keep_bytes) { return Of(arena)->Trim(keep_bytes); }
 void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild(); }
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }

@@ -514,8 +514,8 @@ inline void Arena::Release(Block* block, uint64_t offset) {
   Verify("free");
 }
 
-void Arena::Free(void* p) {
-  if (p == nullptr || forked()) return;
+uint64_t Arena::Free(void* p) {
+  if (p == nullptr || forked()) return 0;
   std::lock_guard hold(lock_);
   const uint64_t offset = Offset(p);
   Block* block = offset < range_bytes_ ? FindLive(offset) : nullptr;
@@ -525,7 +525,9 @@ void Arena::Free(void* p) {
     fprintf(stderr, "memmgr: free of %p, which is not a live block\n", p);
     abort();
   }
+  const uint64_t bytes = block->bytes;
   Release(block, offset);
+  return bytes;
 }
 
 uint64_t Arena::Trim(uint64_t keep_bytes) {

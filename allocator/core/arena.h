@@ -71,7 +71,7 @@ class Arena final : private ForkAware {
   // `order` is for memory in stream order; nullptr where there are no streams.
   void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
-  void Free(void* p);
+  uint64_t Free(void* p);  // its bytes
   // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
   // whoever waits for this stream from now on waits for those others too.
   void Waited(const void* p, const StreamOrder& order);

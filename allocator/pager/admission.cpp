@@ -15,9 +15,12 @@ namespace memmgr::pager {
 
 namespace {
 
+// Bytes that the ops under way have asked for, and how many ops these are in the upper bits: one addition for both.
+constexpr int kOpsShift = 48;
+constexpr uint64_t kOneOp = uint64_t{1} << kOpsShift;
+
 struct Admission {
-  std::atomic<uint64_t> bytes{0};
-  std::atomic<int> ops{0};
+  std::atomic<uint64_t> running{0};
   std::atomic<int> waiting{0};
   std::mutex lock;
   std::condition_variable changed;
@@ -28,43 +31,38 @@ Admission& admission() {
   return *a;
 }
 
-bool fits(uint64_t bytes) {
+bool fits(uint64_t running) {
+  const uint64_t bytes = running & (kOneOp - 1);
   const uint64_t limit = mm_arena_budget(budget.arena);
   if (limit == MM_UNLIMITED) return true;
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
+  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
   const uint64_t fixed = all - std::min(all, paged);
   return bytes + fixed <= limit;
 }
 
 }  // namespace
 
-Admitted::Admitted(uint64_t bytes, bool alone) : bytes_(bytes) {
+Admitted::Admitted(uint64_t bytes, bool alone) : asked_(kOneOp + std::min(bytes, kOneOp / 256)) {
   Admission& a = admission();
-  const uint64_t total = a.bytes.fetch_add(bytes) + bytes;
-  const int ops = a.ops.fetch_add(1) + 1;
-  if (C10_LIKELY(ops == 1 || (!alone && fits(total)))) return;
-  a.bytes.fetch_sub(bytes);
-  a.ops.fetch_sub(1);
+  const auto may_run = [&] {
+    const uint64_t running = a.running.fetch_add(asked_) + asked_;
+    if (C10_LIKELY(running >> kOpsShift == 1 || (!alone && fits(running)))) return true;
+    a.running.fetch_sub(asked_);
+    return false;
+  };
+  if (C10_LIKELY(may_run())) return;
   counters.admission_waits++;
   WithoutGil released;
   std::unique_lock<std::mutex> lock(a.lock);
   a.waiting++;
-  for (;;) {
-    const uint64_t now = a.bytes.fetch_add(bytes) + bytes;
-    const int running = a.ops.fetch_add(1) + 1;
-    if (running == 1 || (!alone && fits(now))) break;
-    a.bytes.fetch_sub(bytes);
-    a.ops.fetch_sub(1);
-    // Bounded, because what is fixed changes without anybody's telling.
-    a.changed.wait_for(lock, std::chrono::milliseconds(5));
-  }
+  // Bounded, because what is fixed changes without anybody's telling.
+  while (!may_run()) a.changed.wait_for(lock, std::chrono::milliseconds(5));
   a.waiting--;
 }
 
 Admitted::~Admitted() {
   Admission& a = admission();
-  a.bytes.fetch_sub(bytes_);
-  a.ops.fetch_sub(1);
+  a.running.fetch_sub(asked_);
   if (C10_UNLIKELY(a.waiting.load(std::memory_order_relaxed) > 0)) {
     std::lock_guard<std::mutex> lock(a.lock);
     a.changed.notify_all();
@@ -78,7 +76,7 @@ void forget_admission_in_child() {
   a.waiting = 0;
 }
 
-bool others_are_running() { return admission().ops.load() > (tl_depth > 0 ? 1 : 0); }
+bool others_are_running() { return admission().running.load() >> kOpsShift > (tl_depth > 0 ? 1 : 0); }
 
 void wait_for_others(double seconds) {
   Admission& a = admission();

@@ -15,7 +15,7 @@ class Admitted {
   Admitted& operator=(const Admitted&) = delete;
 
  private:
-  uint64_t bytes_;
+  const uint64_t asked_;
 };
 
 bool others_are_running();

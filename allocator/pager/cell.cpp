@@ -16,9 +16,10 @@
 
 namespace memmgr::pager {
 
-std::atomic<uint64_t> resident_cell_bytes{0};
-std::atomic<uint64_t> root_bytes{0};
-std::atomic<uint64_t> escaped_bytes{0};
+SumUnderLock resident_cell_bytes;
+SumUnderLock root_bytes;
+SumUnderLock escaped_bytes;
+SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
 // Never destroyed: storages outlive statics.
@@ -114,6 +115,10 @@ bool adoptable(const c10::StorageImpl* s) {
 
 Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   std::lock_guard<std::mutex> lock(graph_lock());
+  return adopt_locked(s, pins);
+}
+
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
@@ -226,12 +231,16 @@ void unadopt(Cell* c) {
   delete c;
 }
 
-// Ends the cell if nobody needs its bytes, or makes an orphan of it.
-void last_user_is_gone(Cell* c) {
+// What ends with a cell, outside of the lock.
+struct Remains {
   Trash trash;
-  WeakStorage weak{StoragePtr()};
-  std::lock_guard<std::mutex> lock(graph_lock());
-  weak = std::move(c->storage);
+  WeakStorage storage{StoragePtr()};
+};
+
+// Ends the cell if nobody needs its bytes, or makes an orphan of it.
+static void last_user_is_gone_locked(Cell* c, Remains* remains) {
+  Trash& trash = remains->trash;
+  remains->storage = std::move(c->storage);
   c->storage = WeakStorage(StoragePtr());
   Version* v = c->version;
   if (v) {
@@ -262,17 +271,21 @@ void last_user_is_gone(Cell* c) {
   delete c;
 }
 
+void last_user_is_gone(Cell* c) {
+  Remains remains;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  last_user_is_gone_locked(c, &remains);
+}
+
 extern "C" void memmgr_pager_end_of_storage(void* cell) {
   auto* c = static_cast<Cell*>(cell);
-  uint32_t standing;
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    note_death_locked(c);
-    standing = c->standing_pins;
-    unstand_all_locked(c);
-  }
+  Remains remains;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  note_death_locked(c);
+  const uint32_t standing = c->standing_pins;
+  unstand_all_locked(c);
   const uint32_t before = c->state.fetch_add(kDead - standing, std::memory_order_acq_rel);
-  if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone(c);
+  if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone_locked(c, &remains);
 }
 
 // ---- the trap ----

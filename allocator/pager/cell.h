@@ -27,6 +27,7 @@
 #include <optional>
 #include <vector>
 
+#include "budget.h"
 #include "memmgr/device.h"
 
 namespace memmgr::pager {
@@ -112,17 +113,18 @@ struct Version {
   Recipe* recipe = nullptr;  // counted
   uint16_t depth = 0;
   uint64_t nbytes = 0;
-  bool lost = false;             // a ghost that nothing can make any more
-  std::vector<Recipe*> readers;  // the recipes that name it
+  bool lost = false;                     // a ghost that nothing can make any more
+  c10::SmallVector<Recipe*, 2> readers;  // the recipes that name it
 };
 
 std::mutex& graph_lock();
+
 std::condition_variable& residency_changed();  // told whenever a cell stops being busy; waits on graph_lock()
 
 // Bytes and other things that must end outside of the lock.
 struct Trash {
-  std::vector<at::DataPtr> bytes;
-  std::vector<mm_slot> slots;  // first: one that is being written reads the bytes
+  c10::SmallVector<at::DataPtr, 2> bytes;
+  c10::SmallVector<mm_slot, 2> slots;  // first: one that is being written reads the bytes
   void end();
   ~Trash() { end(); }
 };
@@ -145,6 +147,7 @@ bool adoptable(const c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
 // A new cell begins with so many pins.
 Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins);
 // The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
 void unadopt(Cell* c);
 // Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls
@@ -242,9 +245,10 @@ void drop_slot(Cell* c);
 void forget_recipe_locked(Version* v, Trash* trash);
 
 // Bytes of resident cells that are not small, for admission and figures.
-extern std::atomic<uint64_t> resident_cell_bytes;
-extern std::atomic<uint64_t> root_bytes;  // of cells that nothing can make again: without a tier they stay
-extern std::atomic<uint64_t> escaped_bytes;
+extern SumUnderLock resident_cell_bytes;
+extern SumUnderLock root_bytes;  // of cells that nothing can make again: without a tier they stay
+extern SumUnderLock escaped_bytes;
+extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
 extern std::atomic<int64_t> absent_cells;
 
 }  // namespace memmgr::pager

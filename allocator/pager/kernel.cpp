@@ -125,7 +125,7 @@ class Call {
       : op_(op), info_(info), below_(below), stack_(stack) {}
 
   void run(Frame& frame) {
-    const size_t n = op_.schema().arguments().size();
+    const size_t n = info_->arguments;
     const c10::IValue* args = stack_->data() + stack_->size() - n;
     frame.pin_all();
     // What was touched is not reclaimed before we are through, whoever is told to make room.
@@ -197,7 +197,6 @@ class Call {
     if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
     if (!recipe_) return;
     recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
-    counters.recorded_ops++;
     if (info_->writes == 0 || recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
     // The first of its kind that writes in place: what it is going to write to, for the second run.
     for (const TensorArg& a : recipe_->tensors)
@@ -217,26 +216,35 @@ class Call {
 
   void outputs(Frame& frame) {
     c10::SmallVector<c10::StorageImpl*, 4> storages;
-    const size_t returns = op_.schema().returns().size();
+    const size_t returns = info_->returns;
     if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
     if (info_->writes && recipe_) attach_write(frame);
     collect_outputs(*stack_, returns, &storages);
     c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
     bool any = false;
-    for (size_t i = 0; i < storages.size(); ++i) {
-      if (!newly_large(storages[i])) continue;
-      Cell* c = adopt(storages[i], 1);
-      if (!c) continue;
-      frame.take_pin(c);
-      made.push_back(c);
-      versions[i] = c->version;
-      any = true;
-      if (info_->uninitialized) {
-        std::lock_guard<std::mutex> lock(graph_lock());
-        begin_newborn_locked(c);
+    {
+      Trash trash;
+      std::unique_lock<std::mutex> lock(graph_lock(), std::defer_lock);
+      for (size_t i = 0; i < storages.size(); ++i) {
+        if (!newly_large(storages[i])) continue;
+        if (!lock.owns_lock()) lock.lock();
+        Cell* c = adopt_locked(storages[i], 1);
+        if (!c) continue;
+        frame.take_pin(c);
+        made.push_back(c);
+        versions[i] = c->version;
+        any = true;
+        if (info_->uninitialized) begin_newborn_locked(c);
+      }
+      if (C10_LIKELY(any && recipe_ && is_trusted())) {  // under the one lock: most ops that are recorded end here
+        note_run();
+        attach_locked(std::move(recipe_), versions, &trash);
       }
     }
-    if (!recipe_) return;
+    if (!recipe_) {
+      keep_recipes_few();
+      return;
+    }
     if (!any) {
       give_up();
       return;
@@ -245,10 +253,22 @@ class Call {
     for (size_t i = 0; i < storages.size(); ++i)
       if (!versions[i]) storages[i] = nullptr;
     try_kind(storages);
-    if (recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes)
-      attach(std::move(recipe_), versions);
-    else
+    attach_if_trusted(versions);
+  }
+
+  bool is_trusted() const { return recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes; }
+
+  void attach_if_trusted(c10::ArrayRef<Version*> versions) {
+    if (!is_trusted()) {
       give_up();
+      return;
+    }
+    {
+      Trash trash;
+      std::lock_guard<std::mutex> lock(graph_lock());
+      attach_locked(std::move(recipe_), versions, &trash);
+    }
+    keep_recipes_few();
   }
 
   void attach_write(const Frame& frame) {
@@ -270,10 +290,7 @@ class Call {
     }
     note_run();
     try_kind(s);
-    if (recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes)
-      attach(std::move(recipe_), {written->version});
-    else
-      give_up();
+    attach_if_trusted(written->version);
   }
 
   // What is queued has hardly begun: of those the trial says how long they take.
@@ -330,7 +347,7 @@ class Call {
 };
 
 // The trap met by somebody inside the op who reads a tensor that no argument shows: it comes back, pinned.
-bool bring_back_trapped(const char* what, Frame* frame) {
+bool bring_back_trapped(const char* what, std::optional<Frame>* frame) {
   const uint64_t id = trapped_cell(what);
   if (!id) return false;
   Cell* found = nullptr;
@@ -343,7 +360,8 @@ bool bring_back_trapped(const char* what, Frame* frame) {
     if (!found) return false;
     storage = hold(found);
     if (!storage) return false;
-    frame->add_pinned(found);
+    if (!*frame) frame->emplace();
+    (*frame)->add_pinned(found);
   }
   bring_back(found);
   drop(std::move(storage));
@@ -355,15 +373,16 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(queues)) note_stream();
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
-  Frame frame, extra;
-  const size_t n = op.schema().arguments().size(), base = stack->size() - n;
+  Frame frame;
+  std::optional<Frame> extra;  // for tensors that no argument shows
+  const size_t n = info->arguments, base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
       !(records(info) && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
-    const size_t returns = op.schema().returns().size();
+    const size_t returns = info->returns;
     call_below(op, below, stack);
     c10::SmallVector<Cell*, 4> made;
     adopt_outputs(info, *stack, returns, &made);
@@ -423,7 +442,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       if (held) out.emplace_back(t.cell, std::move(held));
     }
     frame.release();
-    extra.release();
+    extra.reset();
     static std::atomic<int> turn{0};
     for (auto& [cell, held] : out) {
       if (cell_of(held.get()) == cell) let_go(cell, turn++ % 2 ? Way::kOffload : Way::kEvict);
@@ -449,13 +468,12 @@ void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet b
 void captured(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Depth depth;
   Frame frame;
-  touch_arguments(frame, info, stack->data() + stack->size() - op.schema().arguments().size(),
-                  op.schema().arguments().size());
+  touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
   frame.pin_all();
   frame.begin_writes();
   for (const Touched& t : frame.cells()) escape(t.cell, Escape::kCaptured);
   frame.end_newborns();
-  const size_t returns = op.schema().returns().size();
+  const size_t returns = info->returns;
   call_below(op, below, stack);
   c10::SmallVector<Cell*, 4> made;
   adopt_outputs(info, *stack, returns, &made);
@@ -490,7 +508,7 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
 
 // What a composite reads raw, in memory while the frame lives. Such a one may write as well.
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
-  const size_t n = info->op.schema().arguments().size();
+  const size_t n = info->arguments;
   const bool all = info->reads_raw == RawReads::kAll;
   for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i)
     if (stack[i].isTensor() && stack[i].unsafeToTensorImpl()->has_storage() &&
@@ -525,7 +543,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     return;
   }
   OpInfo* info = info_of(op);
-  counters.ops.fetch_add(1, std::memory_order_relaxed);
+  inside->count_op();
   switch (info->kind) {
     case OpClass::kView:
       if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;

@@ -129,6 +129,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_reset_counts(budget.arena);
     reset_floor();
     new (&counters) Counters;  // from zero
+    counters.ops_before = ops_counted();
     forget_moved();
     catch_unseen_threads(true);
     watch_exports(true);

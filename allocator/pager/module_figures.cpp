@@ -154,7 +154,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(reload_bytes)
   COUNTER(rematerialized_ops)
   COUNTER(rematerializations)
-  COUNTER(ops)
+  put(d, "ops", ops_counted() - counters.ops_before);
   COUNTER(recorded_ops)
   COUNTER(adopted)
   COUNTER(adopted_bytes)

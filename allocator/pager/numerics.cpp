@@ -27,7 +27,7 @@ MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision, Precisio
 namespace {
 
 constexpr size_t kPrecisions = 9;
-using Switches = std::array<int64_t, 16 + kPrecisions>;
+using Switches = std::array<int16_t, 16 + kPrecisions>;
 
 const std::array<at::Float32Precision*, kPrecisions>& precisions() {
   static const auto all = [] {
@@ -56,13 +56,14 @@ Switches read_switches() {
              c.userEnabledMathSDP(),
              c.userEnabledCuDNNSDP(),
              c.allowFP16ReductionCPU(),
-             at::get_num_threads(),
+             static_cast<int16_t>(at::get_num_threads()),
              0,
-             static_cast<int64_t>(c10::get_default_dtype().toScalarType())};
+             static_cast<int16_t>(c10::get_default_dtype().toScalarType())};
 #if defined(__x86_64__)
-  s[14] = static_cast<int64_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
+  s[14] = static_cast<int16_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
 #endif
-  for (size_t i = 0; i < kPrecisions; ++i) s[16 + i] = static_cast<int64_t>(*precisions()[i]);
+  const auto& float32 = precisions();
+  for (size_t i = 0; i < kPrecisions; ++i) s[16 + i] = static_cast<int16_t>(*float32[i]);
   return s;
 }
 

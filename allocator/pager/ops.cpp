@@ -203,6 +203,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const std::string& name = schema.name();
   const std::string space = name.substr(0, name.find("::"));
   const bool replayable_space = space == "aten" || space == "prims";
+  arguments = schema.arguments().size();
+  returns = schema.returns().size();
   bool all_aliases = true, any_tensor = false;
   int positional_outputs = 0;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {

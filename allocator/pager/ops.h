@@ -47,6 +47,7 @@ struct OpInfo {
   std::vector<uint8_t> may_hold_tensors;                   // by argument
   std::vector<uint8_t> written;                            // by argument
   int writes = 0;
+  size_t arguments = 0, returns = 0;       // how many; none where the op has no schema
   std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
 
   explicit OpInfo(const c10::OperatorHandle& handle);

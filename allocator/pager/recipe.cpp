@@ -16,18 +16,18 @@
 
 namespace memmgr::pager {
 
-std::atomic<uint64_t> recipe_bytes{0};
 thread_local int tl_running_recipes = 0;
 
 // A hundredth of the budget (rule 5), and room enough for a small model's.
 uint64_t recipe_bytes_limit() { return std::max<uint64_t>(mm_arena_budget(budget.arena) / 100, 4 << 20); }
 
-Recipe::~Recipe() { recipe_bytes -= bytes; }
-
 bool is_plain(const c10::TensorImpl* t) {
   using K = c10::DispatchKey;
-  if (!t->has_storage() || t->is_python_dispatch() || t->has_symbolic_sizes_strides()) return false;
   const c10::DispatchKeySet k = t->key_set();
+  if (!t->has_storage() || t->has_symbolic_sizes_strides()) return false;
+  constexpr c10::DispatchKeySet of_all({K::ADInplaceOrView, K::AutogradFunctionality, K::AutocastCPU});
+  if (C10_LIKELY((k.raw_repr() & ~of_all.raw_repr()) == c10::DispatchKeySet(K::CPU).raw_repr())) return true;  // most
+  if (t->is_python_dispatch()) return false;
   if (k.has_any(c10::DispatchKeySet(
           {K::FuncTorchBatched, K::FuncTorchGradWrapper, K::Functionalize, K::ZeroTensor, K::Conjugate, K::Negative})))
     return false;
@@ -161,12 +161,12 @@ struct Describer {
     }
     c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
     const bool written = info->written[argument];
-    TensorArg a;
+    TensorArg& a = recipe->tensors.emplace_back();
     a.argument = static_cast<uint16_t>(argument);
     a.element = element;
     a.storage_bytes = s->nbytes();
-    for (const int64_t n : t->sizes()) a.sizes.push_back(n);
-    for (const int64_t n : t->strides()) a.strides.push_back(n);
+    a.sizes.append(t->sizes().begin(), t->sizes().end());
+    a.strides.append(t->strides().begin(), t->strides().end());
     a.offset = t->storage_offset();
     a.dtype = t->dtype();
     const bool here = s->device_type() == budget.pool->device.type();
@@ -197,7 +197,6 @@ struct Describer {
       if (!c) ok = false;
     }
     cells.push_back(c);
-    recipe->tensors.push_back(std::move(a));
   }
 };
 
@@ -212,7 +211,6 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   d.hash.mix(keys.raw_repr());
   const bool statistics = info->moves_statistics(args);
   r->args.reserve(n);
-  r->tensors.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {
     const c10::IValue& v = args[i];
     const bool left_out =
@@ -254,9 +252,6 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   d.hash.mix(static_cast<uint64_t>(r->numerics));
   r->kind = kind_of(d.hash.value, info);
   if (r->kind->trust.load(std::memory_order_relaxed) == Trust::kNo) return nullptr;
-  r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
-             r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
-  recipe_bytes += r->bytes;
   std::lock_guard<std::mutex> lock(graph_lock());
   uint16_t depth = 0;
   for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
@@ -272,7 +267,13 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     r->tensors[i].version = v;
   }
   r->depth = static_cast<uint16_t>(depth + 1);
-  if (d.ok && r->depth <= kLongestChain) return r;
+  if (d.ok && r->depth <= kLongestChain) {
+    r->bytes = sizeof(Recipe) + r->tensors.size() * (sizeof(TensorArg) + sizeof(Version)) +
+               r->args.size() * sizeof(c10::IValue) + (r->rng.defined() ? 5056 : 0);
+    recipe_bytes += r->bytes;
+    counters.recorded_ops += 1;
+    return r;
+  }
   // References that were taken are given back; none of them is the last, since the cells have their own.
   for (TensorArg& a : r->tensors)
     if (a.version) a.version->refs--;
@@ -286,36 +287,33 @@ void discard(std::unique_ptr<Recipe> recipe) {
   std::lock_guard<std::mutex> lock(graph_lock());
   for (const TensorArg& a : recipe->tensors)
     if (a.version) release_version_locked(a.version, &trash);
+  recipe_bytes -= recipe->bytes;
   recipe.reset();
 }
 
-void attach(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs) {
-  bool full;
-  {
-    Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
-    Recipe* r = recipe.release();
-    r->refs = 1;
-    r->outputs.assign(outputs.begin(), outputs.end());
-    r->module = module_of(r->info);
-    for (const TensorArg& a : r->tensors) {
-      if (!a.version) continue;
-      a.version->readers.push_back(r);
-      r->broken |= !available_locked(a.version);
-    }
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      Version* v = outputs[i];
-      if (!v) continue;
-      forget_recipe_locked(v, &trash);
-      v->recipe = r;
-      if (v->cell && v->cell->version == v) count_root_locked(v->cell);
-      v->depth = r->depth;
-      r->refs++;
-    }
-    release_recipe_locked(r, &trash);
-    full = recipe_bytes.load(std::memory_order_relaxed) > recipe_bytes_limit();
+void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash) {
+  Recipe* r = recipe.release();
+  r->refs = 1;
+  r->outputs.assign(outputs.begin(), outputs.end());
+  r->module = module_of(r->info);
+  for (const TensorArg& a : r->tensors) {
+    if (!a.version) continue;
+    a.version->readers.push_back(r);
+    r->broken |= !available_locked(a.version);
   }
-  if (full) cut_recipes(false);
+  for (Version* v : outputs) {
+    if (!v) continue;
+    forget_recipe_locked(v, trash);
+    v->recipe = r;
+    if (v->cell && v->cell->version == v) count_root_locked(v->cell);
+    v->depth = r->depth;
+    r->refs++;
+  }
+  release_recipe_locked(r, trash);
+}
+
+void keep_recipes_few() {
+  if (C10_UNLIKELY(recipe_bytes.load() > recipe_bytes_limit())) cut_recipes(false);
 }
 
 void need_inputs_locked(Recipe* r) {
@@ -345,6 +343,7 @@ void release_recipe_locked(Recipe* r, Trash* trash) {
     }
     release_version_locked(a.version, trash);
   }
+  recipe_bytes -= r->bytes;
   delete r;
 }
 

@@ -55,9 +55,9 @@ struct Recipe {
   uint32_t refs = 0;  // versions that it makes, and who runs it; guarded by the graph's lock
   OpInfo* info = nullptr;
   Kind* kind = nullptr;
-  c10::DispatchKeySet keys;       // below ours, as the op was called
-  std::vector<c10::IValue> args;  // tensors left out
-  std::vector<TensorArg> tensors;
+  c10::DispatchKeySet keys;               // below ours, as the op was called
+  c10::SmallVector<c10::IValue, 6> args;  // tensors left out
+  c10::SmallVector<TensorArg, 2> tensors;
   c10::SmallVector<Version*, 2> outputs;  // not counted; null: nobody wants it
   at::Generator rng;                      // a copy, in the state before the op drew; undefined: it draws nothing
   int numerics = 0;
@@ -65,19 +65,19 @@ struct Recipe {
   uint16_t depth = 1;
   bool broken = false;  // something that it reads is lost
   bool filled = false;  // without gradient, with one value: it will be written, as an optimizer's states are
-  uint64_t bytes = 0;   // that it costs by itself
-  ~Recipe();
+  uint64_t bytes = 0;   // that it costs by itself, once it counts among recipe_bytes
 };
 
-extern std::atomic<uint64_t> recipe_bytes;  // all of them, and what is kept for them
 uint64_t recipe_bytes_limit();
 
 // Describes the call on the stack before it runs; the cells of its large tensors are pinned and resident. Null where
 // the op cannot be run again. The result has references that the lock guards: end it with discard().
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n);
 void discard(std::unique_ptr<Recipe> recipe);
-// The recipe makes these versions. Takes the lock.
-void attach(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs);
+// The recipe makes these versions.
+void attach_locked(std::unique_ptr<Recipe> recipe, c10::ArrayRef<Version*> outputs, Trash* trash);
+// After attaching: the oldest recipes go where all take more than they may (rule 5). Takes the lock.
+void keep_recipes_few();
 
 inline bool recipe_available_locked(const Recipe* r) { return !r->broken; }
 void need_inputs_locked(Recipe* r);

@@ -35,6 +35,7 @@ namespace {
 struct KernelSlots {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::vector<KernelSlot*> all;
+  uint64_t ops_of_ended = 0;
 };
 
 KernelSlots& kernel_slots() {
@@ -51,6 +52,7 @@ struct OwnSlot {
   ~OwnSlot() {
     std::lock_guard<std::mutex> lock(kernel_slots().lock);
     auto& all = kernel_slots().all;
+    kernel_slots().ops_of_ended += slot.ops.load();
     all.erase(std::remove(all.begin(), all.end(), &slot), all.end());
     tl_kernel_slot = nullptr;
   }
@@ -68,6 +70,13 @@ KernelSlot* new_kernel_slot() {
   static thread_local Mark mark;
   (void)mark;
   return tl_kernel_slot = ended ? &late : &own.slot;
+}
+
+uint64_t ops_counted() {
+  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  uint64_t ops = kernel_slots().ops_of_ended;
+  for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
+  return ops;
 }
 
 void prepare_for_waiting() {

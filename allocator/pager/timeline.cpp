@@ -64,7 +64,7 @@ uint32_t ordinal_locked(Period& p, Cell* c, bool* first) {
 uint32_t begin_locked(Period& p, OpInfo* info, uint64_t now) {
   OpNote note{info, static_cast<uint32_t>(p.noted.touches.size())};
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
-  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load(std::memory_order_relaxed);
+  const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
   p.noted.ops.push_back(note);
   p.running = mixed(p.running, reinterpret_cast<uintptr_t>(info));

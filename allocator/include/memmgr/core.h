@@ -115,8 +115,9 @@ size_t mm_arena_block_bytes(mm_arena*, const void* p);
 size_t mm_arena_block(mm_arena*, const void* p, size_t* requested_bytes);
 const void* mm_arena_base(mm_arena*);         // the address that a walk counts from
 int mm_arena_owns(mm_arena*, const void* p);  // any address in the range; takes no lock
-// NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would.
-void mm_arena_free(mm_arena*, void* p);
+// NULL is nothing; anything else that is not a live block of this arena ends the process, as free() would. Returns the
+// block's size.
+size_t mm_arena_free(mm_arena*, void* p);
 // ---- prices and searches: who leaves so that a request fits (window.h) ----
 
 // cost >= 0: the block may leave at cost / staleness^exponent, staleness being `now` of the search minus last_access;

@@ -54,8 +54,7 @@ void free_block(void* block) {
   // Some of torch's libraries (oneDNN) free by whatever allocator is in place then.
   if (C10_UNLIKELY(!mm_arena_owns(a.arena, block))) return a.previous->raw_deleter()(block);
   if (C10_UNLIKELY(c10::memoryProfilingEnabled())) a.tell_profiler(block, false);
-  note_scratch_given(mm_arena_block_bytes(a.arena, block));
-  mm_arena_free(a.arena, block);
+  note_scratch_given(mm_arena_free(a.arena, block));
 }
 
 class CpuPool final : public Pool {
