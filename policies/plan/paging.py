@@ -30,7 +30,7 @@ _MANY = 4_000
 """Events from which on one of them has to do."""
 
 _AHEAD = 0.05
-"""Of a pass: what ops will make in so much time should find room without waiting for a write."""
+"""Of a pass: what ops will make and the link bring in so much time should find room without waiting for a write."""
 
 _LOOKED_AT = 32
 """Blocks, for one that should be written before its room is needed."""
@@ -53,10 +53,13 @@ class _Pager(Cycle):
         self.eager = True  # whether anything moves before it has to
         self.missing = [(self.next[k], k) for k, state in enumerate(self.state) if state == ABSENT]
         heapify(self.missing)
+        self.away = sum(p.blocks[k].size for _, k in self.missing)  # bytes
+        self.brought = int(_AHEAD * sum(p.seconds) * self.rates[0])  # bytes
         self.leaving: list[tuple[int, int]] = []
         self.staying: list[tuple[int, int]] = []  # leave where nothing else can
         starts = np.concatenate(([0.0], np.cumsum(p.seconds * 2)))
         self.soon = np.searchsorted(starts, starts[: self.n] + _AHEAD * starts[self.n]).tolist()
+        self.starts: list[float] = starts.tolist()
 
     def play(self) -> None:
         self.left = set()
@@ -69,12 +72,14 @@ class _Pager(Cycle):
 
     def read(self, k: int, begin: float, event: int) -> None:
         super().read(k, begin, event)
+        self.away -= self.p.blocks[k].size
         self._line_up(k)
 
     def leave(self, k: int, event: int) -> None:
         super().leave(k, event)
         self.left.add(self._gap(k))
         if self.next[k] < FAR:
+            self.away += self.p.blocks[k].size
             heappush(self.missing, (self.next[k], k))
 
     def hand_over(self, first: int, late: int) -> None:
@@ -140,34 +145,42 @@ class _Pager(Cycle):
                 heappop(self.missing)
             if self.missing and self.free_at[reads] < until:
                 room = self.p.blocks[k].size + self.growth(event, use - self.base)
-                began, when = self._clear(room, use, event, until)
-                if when is not None:
+                cleared, again = self._clear(room, use, event, until)
+                if cleared:
                     heappop(self.missing)
-                    self.read(k, max(when, self.now), event)
-                    continue
-                if began:
+                    self.read(k, self.now, event)
+                if again:
                     continue
             soon = self.soon[event]
-            if not self._written_soon(self.growth(event, soon), self.base + soon, event, until):
+            coming = min(self.away, self.brought)
+            if not self._written_soon(self.growth(event, soon) + coming, self.base + soon, event, until):
                 return
 
-    def _clear(self, size: int, use: int, event: int, until: float) -> tuple[bool, float | None]:
-        """Lets go of what is touched after `use`. Whether a write was begun for it, and when there is room, if there is."""
-        when = 0.0
+    def _clear(self, size: int, use: int, event: int, until: float) -> tuple[bool, bool]:
+        """Lets go of what is touched after `use`: whether there is room now, and whether the link may be asked again.
+
+        What is still being written does not go yet, since ops would wait for it.
+        """
         while self.used + size > self.budget:
             k = self._last(use)
             if k is None:
-                return False, None
+                return False, False
             if not self._unneeded(k):
                 if self.dirty[k]:
-                    if self.free_at[self.lanes[1]] >= until:
-                        return False, None
+                    if self.free_at[self.lanes[1]] >= until or self._touched_before_written(k, event):
+                        return False, False
                     self.write(k, event)
-                    if self.lanes[0] == self.lanes[1] and self.free_at[0] >= until:
-                        return True, None
-                when = max(when, self.done_at[k])
+                    return False, self.free_at[self.lanes[0]] < until
+                if self.done_at[k] > self.now:
+                    return False, False
             self.leave(k, event)
-        return False, when
+        return True, True
+
+    def _touched_before_written(self, k: int, event: int) -> bool:
+        """Whether a copy begun now would still be on its way then, in vain if it is changed."""
+        touched = min(self.next[k] - self.base, len(self.starts) - 1)
+        wait = max(self.free_at[self.lanes[1]] - self.now, 0.0) + self.latency
+        return self.starts[touched] - self.starts[event] < wait + self.p.blocks[k].size / self.rates[1]
 
     def _written_soon(self, size: int, use: int, event: int, until: float) -> bool:
         """Begins to write what will have to leave for `size` bytes; False: there is nothing to write."""
@@ -181,8 +194,9 @@ class _Pager(Cycle):
             if k is None:
                 break
             if self.dirty[k] and not self._unneeded(k):
-                self.write(k, event)
-                found = True
+                found = not self._touched_before_written(k, event)
+                if found:
+                    self.write(k, event)
                 break
             short -= self.p.blocks[k].size
             passed.append(heappop(self.leaving))

@@ -120,6 +120,8 @@ def test_what_is_paged_is_valid_and_not_below_the_bound(
     cost = judged(trace, made, budget, link)
     assert cost.valid, cost.why
     assert cost.peak_bytes <= made.peak_bytes <= budget
+    # Not the same clock: of what ops change while it is being written the planner only guesses when that is.
+    assert cost.seconds <= 1.1 * made.seconds, "by the judge's clock it is slower than it says"
     assert made.seconds >= least_seconds(trace, budget, link) * (1 - 1e-9)
     whole = plan(trace, budget, link=link, effort=2_000)
     assert whole.feasible
