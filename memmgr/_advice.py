@@ -58,7 +58,9 @@ def changes(stats: dict[str, Any]) -> list[str]:
     lines = states_knob(stats)
     more = None if lines else more_budget(stats)
     if not lines and stall > 2 * recompute and stall > 0.1:
-        lines.append("mostly waiting for the tier below: try a faster --disk, or --policy evict")
+        lines.append(
+            "mostly waiting for the tier below: try a faster --disk, memory to spare as --host, or --policy evict"
+        )
     if more is not None:
         lines.append(
             f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about 80 % of the recomputing and "
@@ -106,7 +108,10 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
             "twice the tokens a step (a larger batch; accumulating gradients saves the optimizer states' part of it)",
         ),
         (lost * more / missing, f"+{show_size(more)} of budget ({show_size(int(stats['budget_bytes']) + more)})"),
-        (waiting / 2, "a tier below that is twice as fast (--disk on a faster disk)"),
+        (
+            waiting / 2,
+            "a tier below that is twice as fast (--disk on a faster disk; --host where the machine has memory to spare)",
+        ),
     ]
     most = max(saved for saved, _ in knobs)
     saved, knob = next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper

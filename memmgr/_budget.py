@@ -93,8 +93,9 @@ class budget:
             machine's), bytes as an int; `None` or `"none"` for no limit, which only measures.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
-        host: bytes of host memory that offloading from an accelerator may use, page-locked at once; default half of what is
-            free, at most twice the limit.
+        host: bytes of memory that what leaves may use. From an accelerator: page-locked at once; default half of what is free,
+            at most twice the limit. On the CPU device: memory beside the budget that the machine has to spare, as page cache
+            of the first so many bytes of the disk tier, which the system takes back when it needs it; default none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;

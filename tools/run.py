@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
-    parser.add_argument("--host", metavar="SIZE", help="host memory for offloading from an accelerator")
+    parser.add_argument(
+        "--host", metavar="SIZE", help="memory for what leaves: from the CPU device, as page cache of the disk"
+    )
     parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
     parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")

@@ -1,6 +1,7 @@
 // The C ABI: casts, and nothing that C++ throws gets past it.
 #include <errno.h>
 #include <stdio.h>
+#include <string.h>
 
 #include <exception>
 #include <new>
@@ -107,10 +108,21 @@ int mm_arena_check(mm_arena* arena, char* err, size_t err_len) {
 
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
                       size_t err_len) {
+  return mm_tier_open_cached(folder, capacity_bytes, bytes_per_second, workers, 0, err, err_len);
+}
+
+mm_tier* mm_tier_open_cached(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
+                             uint64_t cached_bytes, char* err, size_t err_len) {
   std::string wrong = "out of memory";
   auto* tier = Guarded<memmgr::FileTier*>(
       nullptr, [&] { return memmgr::FileTier::Open(folder, capacity_bytes, bytes_per_second, workers, &wrong); });
-  if (tier == nullptr) Say(wrong, err, err_len);
+  if (tier == nullptr) {
+    Say(wrong, err, err_len);
+  } else if (const int error = tier->Cache(cached_bytes); error != 0) {
+    Say(std::string("cannot open the file a second time: ") + strerror(-error), err, err_len);
+    tier->Close();
+    return nullptr;
+  }
   return Handle(tier);
 }
 

@@ -43,11 +43,24 @@ BouncePool::~BouncePool() {
 
 ScratchFile::~ScratchFile() {
   if (fd_ >= 0) close(fd_);
+  if (cached_fd_ >= 0) close(cached_fd_);
 }
 
 bool ScratchFile::Inherited() const {
-  struct stat now{};
-  return fstat(fd_, &now) == 0 && now.st_dev == identity_.st_dev && now.st_ino == identity_.st_ino;
+  const auto is_ours = [&](int fd) {
+    struct stat now{};
+    return fstat(fd, &now) == 0 && now.st_dev == identity_.st_dev && now.st_ino == identity_.st_ino;
+  };
+  return is_ours(fd_) && (cached_fd_ < 0 || is_ours(cached_fd_));
+}
+
+int ScratchFile::Cache(uint64_t bytes) {
+  if (!direct_ || bytes == 0) return 0;
+  const std::string name = "/proc/self/fd/" + std::to_string(fd_);  // it has no other
+  cached_fd_ = open(name.c_str(), O_RDWR | O_CLOEXEC);
+  if (cached_fd_ < 0) return -errno;
+  cached_bytes_ = bytes;
+  return 0;
 }
 
 bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string* wrong) {
@@ -101,7 +114,7 @@ int ScratchFile::Grow(uint64_t from_bytes, uint64_t to_bytes) {
   return 0;
 }
 
-int ScratchFile::Run(bool write, Transfer transfer, uint64_t offset) {
+int ScratchFile::Run(int fd, bool write, Transfer transfer, uint64_t offset) {
   int stuck = 0;
   while (transfer.bytes[0] + transfer.bytes[1] > 0) {
     const int first = transfer.bytes[0] > 0 ? 0 : 1;
@@ -109,12 +122,12 @@ int ScratchFile::Run(bool write, Transfer transfer, uint64_t offset) {
     int count = 0;
     for (int i = first; i < 2 && transfer.bytes[i] > 0; ++i) pieces[count++] = {transfer.memory[i], transfer.bytes[i]};
     const auto at = static_cast<off_t>(offset);
-    const ssize_t n = write ? pwritev(fd_, pieces, count, at) : preadv(fd_, pieces, count, at);
+    const ssize_t n = write ? pwritev(fd, pieces, count, at) : preadv(fd, pieces, count, at);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return -errno;
     // A short transfer is not an error yet: the next try says why. Direct ones go on from a whole grain.
     uint64_t done = static_cast<uint64_t>(n);
-    if (direct_) done &= ~(kGrain - 1);
+    if (direct_ && fd == fd_) done &= ~(kGrain - 1);
     if (done == 0 && ++stuck == 3) return -EIO;
     offset += done;
     for (int i = first; i < 2; ++i) {
@@ -138,7 +151,7 @@ int ScratchFile::RunBounced(bool write, char* memory, uint64_t bytes, uint64_t o
       memcpy(bounce, memory + at, n);
       memset(bounce + n, 0, whole - n);  // no stray memory of this process on the disk
     }
-    error = Run(write, {{bounce, nullptr}, {whole, 0}}, offset + at);
+    error = Run(fd_, write, {{bounce, nullptr}, {whole, 0}}, offset + at);
     if (!write && error == 0) memcpy(memory + at, bounce, n);
   }
   bounces_.Return(bounce);
@@ -147,7 +160,8 @@ int ScratchFile::RunBounced(bool write, char* memory, uint64_t bytes, uint64_t o
 
 int ScratchFile::Write(const char* from, uint64_t bytes, uint64_t offset) {
   char* memory = const_cast<char*>(from);  // Transfer serves both directions
-  if (!direct_) return Run(true, {{memory, nullptr}, {bytes, 0}}, offset);
+  const bool direct = Direct(bytes, offset);
+  if (!direct) return Run(FdFor(direct), true, {{memory, nullptr}, {bytes, 0}}, offset);
   if (!Aligned(from)) return RunBounced(true, memory, bytes, offset);
   alignas(kGrain) char tail[kGrain];
   const uint64_t body = bytes & ~(kGrain - 1);
@@ -156,16 +170,17 @@ int ScratchFile::Write(const char* from, uint64_t bytes, uint64_t offset) {
     memcpy(tail, from + body, rest);
     memset(tail + rest, 0, kGrain - rest);
   }
-  return Run(true, {{memory, tail}, {body, rest > 0 ? kGrain : 0}}, offset);
+  return Run(fd_, true, {{memory, tail}, {body, rest > 0 ? kGrain : 0}}, offset);
 }
 
 int ScratchFile::Read(char* to, uint64_t bytes, uint64_t offset) {
-  if (!direct_) return Run(false, {{to, nullptr}, {bytes, 0}}, offset);
+  const bool direct = Direct(bytes, offset);
+  if (!direct) return Run(FdFor(direct), false, {{to, nullptr}, {bytes, 0}}, offset);
   if (!Aligned(to)) return RunBounced(false, to, bytes, offset);
   alignas(kGrain) char tail[kGrain];
   const uint64_t body = bytes & ~(kGrain - 1);
   const uint64_t rest = bytes - body;
-  const int error = Run(false, {{to, tail}, {body, rest > 0 ? kGrain : 0}}, offset);
+  const int error = Run(fd_, false, {{to, tail}, {body, rest > 0 ? kGrain : 0}}, offset);
   if (error == 0) memcpy(to + body, tail, rest);
   return error;
 }

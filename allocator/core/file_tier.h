@@ -36,6 +36,8 @@ class FileTier final : public Tier, private ForkAware {
  public:
   static FileTier* Open(const std::string& folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
                         std::string* wrong);
+  // Before the first transfer: the first so many bytes of the file go through the page cache. 0 or -errno.
+  int Cache(uint64_t bytes) { return file_.Cache(bytes); }
   // Cancels what is queued, waits for what is under way, and deletes the tier.
   void Close() override;
 

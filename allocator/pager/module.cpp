@@ -99,7 +99,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     Pool* pool = where.is_cpu() ? cpu_pool() : device_pool(where, driver);
     char why[200] = {};
     if (pool->on_host() && folder && may_offload) {
-      budget.tier = mm_tier_open(folder, disk_bytes, throttle, 2, why, sizeof why);
+      budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
     } else if (!pool->on_host() && host_bytes && may_offload) {
       budget.tier = pool->open_host_tier(host_bytes, why, sizeof why);

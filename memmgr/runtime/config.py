@@ -18,7 +18,7 @@ class Config:
     """The arguments of `memmgr.budget`, as the runtime takes them.
 
     Attributes:
-        host_bytes: of host memory for what leaves an accelerator; None: who did not say.
+        host_bytes: of host memory for what leaves; None: who did not say.
         folder: of the tier below the CPU; None: there is none.
         binary: errors speak in powers of two, as the limit did.
     """

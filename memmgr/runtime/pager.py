@@ -48,7 +48,7 @@ class PagerRuntime:
         self.native: Pager = native.load()
         planned = config.plan and config.limit_bytes < UNLIMITED and not config.policy.torture
         self._below = self._below_bytes()
-        self._tier = (str(config.device), config.folder, config.throttle)
+        self._tier = (str(config.device), config.folder, config.throttle, config.host_bytes)
         offload = self._below is not None
         self.plans = Plans(
             self.native,
@@ -112,7 +112,7 @@ class PagerRuntime:
             apart=config.placement.apart,
             device=str(config.device),
             driver=os.environ.get(DRIVER_VARIABLE),
-            host_bytes=0 if on_cpu else self._below or 0,
+            host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
         )
         try:
             self._measure_link()

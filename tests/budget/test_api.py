@@ -97,7 +97,12 @@ SPEC = {"model": "gpt", "sizes": {"layers": 2, "width": 128, "context": 128, "ba
 
 
 @pytest.mark.parametrize(
-    ("conf", "moved"), [("policy:dtr,quiet:1", "evictions"), ("policy:offload,quiet:1", "offloads")]
+    ("conf", "moved"),
+    [
+        ("policy:dtr,quiet:1", "evictions"),
+        ("policy:offload,quiet:1", "offloads"),
+        ("policy:offload,host:1MB,quiet:1", "offloads"),
+    ],
 )
 def test_the_rest_by_the_environment(conf: str, moved: str, tmp_path: Path) -> None:
     """An unmodified script, policy and disk named outside of it."""

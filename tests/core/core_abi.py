@@ -96,7 +96,10 @@ _SIGNATURES = {
     "mm_arena_budget": (c.c_uint64, [c.c_void_p]),
     "mm_arena_walk": (None, [c.c_void_p, BLOCK_FN, c.c_void_p]),
     "mm_arena_check": (c.c_int, [c.c_void_p, c.c_char_p, c.c_size_t]),
-    "mm_tier_open": (c.c_void_p, [c.c_char_p, c.c_uint64, c.c_uint64, c.c_int, c.c_char_p, c.c_size_t]),
+    "mm_tier_open_cached": (
+        c.c_void_p,
+        [c.c_char_p, c.c_uint64, c.c_uint64, c.c_int, c.c_uint64, c.c_char_p, c.c_size_t],
+    ),
     "mm_tier_close": (None, [c.c_void_p]),
     "mm_tier_write": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
     "mm_tier_write_now": (c.c_int64, [c.c_void_p, c.c_void_p, c.c_uint64]),
@@ -213,10 +216,20 @@ class Arena:
 
 
 class Tier:
-    def __init__(self, library: c.CDLL, folder: Path, capacity: int = 0, bytes_per_second: int = 0, workers: int = 0):
+    def __init__(
+        self,
+        library: c.CDLL,
+        folder: Path,
+        capacity: int = 0,
+        bytes_per_second: int = 0,
+        workers: int = 0,
+        cached: int = 0,
+    ):
         self.library = library
         error = c.create_string_buffer(200)
-        self.handle = library.mm_tier_open(os.fsencode(folder), capacity, bytes_per_second, workers, error, len(error))
+        self.handle = library.mm_tier_open_cached(
+            os.fsencode(folder), capacity, bytes_per_second, workers, cached, error, len(error)
+        )
         if not self.handle:
             raise OSError(error.value.decode())
 

@@ -47,10 +47,10 @@ def scratch_files() -> list[str]:
 # ---- round trips -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["direct", "buffered"])
+@pytest.fixture(params=["direct", "buffered", "in part"])
 def any_tier(request, make_tier, monkeypatch):
-    monkeypatch.setenv("MEMMGR_TIER_DIRECT", "1" if request.param == "direct" else "0")
-    tier = make_tier()
+    monkeypatch.setenv("MEMMGR_TIER_DIRECT", "0" if request.param == "buffered" else "1")
+    tier = make_tier(cached=5 * MIB + 4096 if request.param == "in part" else 0)
     if request.param == "buffered":
         assert tier.stats.direct == 0
     elif tier.stats.direct == 0:
@@ -87,6 +87,35 @@ def test_round_trips(any_tier, shift):
     for slot in slots:
         tier.free(slot)
     assert tier.stats.used_bytes == 0
+
+
+def pages_in_memory(fd: str, size: int) -> list[bool]:
+    """For each page of an open file, whether the page cache has it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    file = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    address = libc.mmap(None, size, 1, 1, file, 0)
+    found = (ctypes.c_ubyte * (size // 4096))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    os.close(file)
+    return [bool(page & 1) for page in found]
+
+
+def test_the_page_cache_has_what_it_may_have(make_tier):
+    before = set(scratch_files())
+    tier = make_tier(cached=8 * MIB)
+    if tier.stats.direct == 0:
+        pytest.skip("this file system does not take O_DIRECT")
+    source = Bytes(MIB, 1)
+    slots = [tier.write_now(source.address, source.size) for _ in range(32)]
+    target = Bytes(MIB)
+    for slot in slots:
+        assert tier.read_now(slot, target.address) == 0 and bytes(source) == bytes(target)
+    cached = pages_in_memory((set(scratch_files()) - before).pop(), 32 * MIB)
+    assert all(cached[: 8 * MIB // 4096]), "the machine has so much to spare"
+    assert not any(cached[8 * MIB // 4096 :]), "past what it was given"
 
 
 def test_a_read_behind_its_own_write_gets_what_was_written(make_tier):

@@ -218,6 +218,9 @@ typedef struct {
 // bytes_per_second 0: not throttled (a throttle paces reads and writes each; for tests and for sharing a disk).
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
                       size_t err_len);
+// The same; its first `cached_bytes` go through the page cache, as memory that the machine has to spare.
+mm_tier* mm_tier_open_cached(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers,
+                             uint64_t cached_bytes, char* err, size_t err_len);
 // Waits for pieces that are being transferred and cancels the rest. No other call may be under way.
 void mm_tier_close(mm_tier*);
 
