@@ -97,6 +97,7 @@ struct Cell {
   int32_t queued_at = -1;    // among the victims (reclaim.cpp)
   uint32_t period = 0;       // in which the timeline met it last, and its number there (timeline.cpp)
   uint32_t ordinal = 0;
+  uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };

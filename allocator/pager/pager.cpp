@@ -22,6 +22,7 @@
 #include "numerics.cpp"
 #include "observe.cpp"
 #include "ops.cpp"
+#include "order.cpp"
 #include "pools/cpu_arena.cpp"
 #include "pools/device.cpp"
 #include "pools/scratch.cpp"

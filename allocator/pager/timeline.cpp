@@ -8,6 +8,7 @@
 #include "budget.h"
 #include "follow.h"
 #include "loops.h"
+#include "order.h"
 #include "recipe.h"
 
 namespace memmgr::pager {
@@ -92,6 +93,7 @@ Timeline next_locked(Period& p, bool noted) {
   p.noted.before = ended.overflow ? 0 : ended.hash();
   p.trials_before = trials;
   timeline_on = noted;
+  use_order_locked(false);
   return ended;
 }
 
@@ -107,6 +109,8 @@ std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& 
   const uint64_t last_end = p.last_end;
   LoopTurn turn{next_locked(p, true), how == LoopSeeker::Turn::kWhole};
   p.loop = true;
+  if (turn.whole) learn_order_locked(turn.ended, p.previous);
+  use_order_locked(true);
   p.last_end = last_end;  // what the program did since then is a part of its turn
   if (!turn.whole) p.noted.before = 0;
   return turn;
@@ -131,7 +135,10 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
       return;
     }
     at = begin_locked(p, info, now);
-    for (const Touched& t : frame.cells()) touch_locked(p, t.cell, t.written, false);
+    for (const Touched& t : frame.cells()) {
+      touch_locked(p, t.cell, t.written, false);
+      if (t.cell->in_turn) order_is_at_locked(t.cell->in_turn);
+    }
     p.noted.hashes.push_back(p.running);
     position_ = at;
     follow_position_locked(at, p.running);
@@ -174,12 +181,15 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
 }
 
 void Moment::left() {
-  if (ended_) follow_after(static_cast<uint32_t>(position_));
+  if (!ended_) return;
+  follow_after(static_cast<uint32_t>(position_));
+  read_in_order();
 }
 
 void forget_in_timeline_locked(Cell* c) {
   Period& p = period();
   seeker().forget(c);
+  forget_in_order_locked(c);
   uint32_t prior = kNoOrdinal;
   if (c->period == p.number && c->ordinal < p.live.size()) {
     p.live[c->ordinal] = nullptr;
@@ -231,6 +241,8 @@ Timeline next_period(bool noted) {
 void seek_loops(bool on) {
   std::lock_guard<std::mutex> lock(graph_lock());
   seeker().reset(on);
+  forget_order_locked();
+  use_order_locked(false);
   if (on) begin_wait_for_loop();
   if (on && counters.evictions.load() + counters.offloads.load() > 0) timeline_on = true;
 }

@@ -7,6 +7,7 @@
 
 #include "budget.h"
 #include "fork.h"
+#include "order.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -142,10 +143,13 @@ bool refill_victims_locked() {
     const double cost = cost_of_leaving_locked(c, &drop);
     if (cost < 0) return;
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
-    found.push_back({score(cost, c->nbytes, static_cast<double>(now > touched ? now - touched : 0) + 1), c});
+    const uint64_t foretold = ticks_until_touch_locked(c);
+    const uint64_t age = foretold ? foretold : now > touched ? now - touched : 0;
+    found.push_back({score(cost, c->nbytes, static_cast<double>(age) + 1), c});
   });
   std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.score > b.score; });
   clear_locked();
+  order_was_used_locked();
   for (const Found& f : found) push_locked(f.cell, Way::kCheaper, f.cell->last_touch.load(std::memory_order_relaxed));
   return !found.empty();
 }
@@ -153,6 +157,7 @@ bool refill_victims_locked() {
 Victim next_victim_locked() {
   if (nothing_leaves_locked()) return {};
   Victims& all = victims();
+  if (all.ranked == 0 && order_has_moved_locked()) clear_locked();
   while (!all.queue.empty()) {
     const auto [victim, touched] = all.queue.back();
     all.queue.pop_back();

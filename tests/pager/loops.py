@@ -111,6 +111,25 @@ def reads() -> dict[str, Any]:
     return {"planned": read(), "without": read(_plan=False)}
 
 
+def prompts() -> dict[str, Any]:
+    """Bytes that are read by what comes between turns and is none of them: more tokens at once; with plans and without."""
+
+    def read(**options: Any) -> tuple[list[Tensor], int, int]:
+        model = decoder()
+        with memmgr.budget(int(weights() * 0.7), quiet=True, **options) as mm:
+            made, before = generated(model, 12), mm.stats()
+            with torch.no_grad():
+                for tokens in (20, 40, 30):
+                    model.cache.clear()
+                    made.append(model(torch.ones(tokens, WIDTH)))
+            after = mm.stats()
+        return made, after["reload_bytes"] - before["reload_bytes"], after["planned_passes"] - before["planned_passes"]
+
+    made, ahead, followed = read()
+    other, without, _ = read(_plan=False)
+    return {"same": same(made, other), "read": ahead, "without": without, "followed": followed}
+
+
 def trained(model: nn.Module, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(steps):

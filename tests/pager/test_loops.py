@@ -40,6 +40,13 @@ def test_weights_that_stay_are_not_scanned() -> None:
     assert 0 < got["planned"] < 0.8 * got["without"]
 
 
+def test_what_is_no_turn_keeps_the_order_of_the_last_one() -> None:
+    """A prompt between tokens has no plan, but touches the weights as they did: no more of them is read than has to be."""
+    got = alone("prompts")
+    assert got["same"] and got["followed"] == 0
+    assert 0 < got["read"] < 0.75 * got["without"]
+
+
 def test_an_evaluation_between_trainings() -> None:
     """Its batches are periods, and the training's own are found again behind it."""
     got = alone("evaluation")
