@@ -11,6 +11,7 @@
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "threads.h"
 #include "transfer.h"
 #include "works.h"
 
