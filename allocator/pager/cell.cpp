@@ -10,6 +10,7 @@
 #include "private_member.h"
 #include "recipe.h"
 #include "reclaim.h"
+#include "registry.h"
 #include "streams.h"
 #include "timeline.h"
 #include "transfer.h"
@@ -41,7 +42,7 @@ static std::vector<Cell*>& registry() {
 size_t count_cells_locked() { return registry().size(); }
 Cell* cell_at_locked(size_t index) { return registry()[index]; }
 
-static void register_locked(Cell* c) {
+void register_locked(Cell* c) {
   c->index = registry().size();
   registry().push_back(c);
 }
@@ -63,7 +64,7 @@ void count_root_locked(Cell* c) {
 
 uint64_t moved_by_ended[kPurposes];
 
-static void unregister_locked(Cell* c) {
+void unregister_locked(Cell* c) {
   moved_by_ended[static_cast<size_t>(c->purpose)] += c->moved_bytes;
   set_root_locked(c, false);
   forget_victim_locked(c);
@@ -93,14 +94,6 @@ void Trash::end() {
 static uint64_t next_serial = 4096;
 
 uint64_t serial_of_next_locked() { return next_serial; }
-
-// Private members that have no accessor: the pointer without its context, a count without the GIL.
-MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_, c10::detail::UniqueVoidPtr)
-MEMMGR_PRIVATE_MEMBER(DataOfUniquePtr, c10::detail::UniqueVoidPtr, data_, void*)
-
-static void set_data(at::DataPtr& p, void* data) {
-  (p.*private_member(PointerOfDataPtr())).*private_member(DataOfUniquePtr()) = data;
-}
 
 bool adoptable(const c10::StorageImpl* s) {
   const at::DataPtr& p = pointer_of(s);
@@ -156,10 +149,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins) {
   return c;
 }
 
-static void clear_trap(c10::StorageImpl* s);
-
-// The bytes are not a cell's any more, wherever they are; the caller empties `trash` outside of the lock.
-static void forget_bytes_locked(Cell* c, Trash* trash) {
+void forget_bytes_locked(Cell* c, Trash* trash) {
   const bool absent = c->state.load() & kAbsent;
   if (absent) {
     end_bits_locked(c);
@@ -177,15 +167,14 @@ static void forget_bytes_locked(Cell* c, Trash* trash) {
   if (c->kept) recipe_bytes -= c->nbytes;
 }
 
-// Small bytes that live for recipes alone count as theirs (rule 5).
-static bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
+bool room_for_kept(uint64_t nbytes) { return recipe_bytes.load() + nbytes < recipe_bytes_limit(); }
 
-static void keep(Cell* c) {
+void keep(Cell* c) {
   c->kept = true;
   recipe_bytes += c->nbytes;
 }
 
-static bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
+bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
 
 static std::atomic<int64_t> newborns{0};
 static thread_local int64_t tl_newborns = 0;  // that this one has made, and not touched
@@ -288,63 +277,6 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone_locked(c, &remains);
 }
 
-// ---- the trap ----
-
-static constexpr char kTrap[] = "memmgr: the bytes of this tensor are not in memory at this moment [cell 0x";
-
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-static void clear_trap(c10::StorageImpl* s) { s->clear_data_ptr_access_error_msg_(); }
-#else
-// Only 2.13 takes the trap off again.
-MEMMGR_PRIVATE_MEMBER(TrapOfStorage, c10::StorageImpl, throw_on_immutable_data_ptr_, bool)
-static void clear_trap(c10::StorageImpl* s) {
-  s->*private_member(TrapOfStorage()) = false;
-  s->set_data_ptr_noswap(std::move(pointer_of(s)));  // to itself: works out anew what has to be checked
-}
-#endif
-
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-void watch_writes(const Cell* c) {
-  auto* s = c->storage._unsafe_get_target();
-  if (!s || s->has_materializer()) return;
-  try {
-    s->set_materializer(&foreign_write);
-  } catch (const c10::Error&) {
-    // Another thread has just done the same.
-  }
-}
-void unwatch_writes(c10::StorageImpl* s) { s->clear_materializer(); }
-#else
-void watch_writes(const Cell*) {}
-void unwatch_writes(c10::StorageImpl*) {}
-#endif
-
-void show_bytes(c10::StorageImpl* s, void* data, const Cell* c) {
-  if (data) {
-    set_data(pointer_of(s), data);
-    clear_trap(s);
-    return;
-  }
-  if (C10_UNLIKELY(without_trap())) {
-    set_data(pointer_of(s), nullptr);
-    clear_trap(s);
-    return;
-  }
-  char text[320];
-  std::snprintf(text, sizeof text,
-                "%s%llx]: something reads it that is no torch operation. Read it through torch (tensor.clone(), "
-                "tensor.numpy(), tensor.tolist() bring it back).",
-                kTrap, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(c)));
-  s->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(text));
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  set_data(pointer_of(s), nullptr);
-}
-
-uint64_t trapped_cell(const char* what) {
-  const char* at = std::strstr(what, kTrap);
-  return at ? std::strtoull(at + sizeof kTrap - 1, nullptr, 16) : 0;
-}
-
 // ---- pins ----
 
 bool pin_living_locked(Cell* c, uint64_t now) {
@@ -431,181 +363,5 @@ void end_newborn_locked(Cell* c) {
 }
 
 bool others_have_newborns() { return newborns.load(std::memory_order_relaxed) > tl_newborns; }
-
-// ---- versions ----
-
-bool has_bytes_locked(const Version* v) { return v->cell && !v->evicted && !v->temporary; }
-
-bool available_locked(const Version* v) {
-  return has_bytes_locked(v) || (v->recipe && recipe_available_locked(v->recipe));
-}
-
-void check_lost_locked(Version* v) {
-  if (v->lost || v->evicted || available_locked(v)) return;
-  v->lost = true;
-  for (Recipe* r : v->readers) {
-    if (r->broken) continue;
-    r->broken = true;
-    for (Version* made : r->outputs)
-      if (made) check_lost_locked(made);
-  }
-}
-
-void need_locked(Version* v) {
-  const bool before = pulls_locked(v);
-  v->needed++;
-  if (!before && pulls_locked(v) && v->recipe) need_inputs_locked(v->recipe);
-}
-
-// An orphan that nobody needs any more lives only to be named: its bytes go.
-static void end_orphan_locked(Version* v, Trash* trash) {
-  Cell* c = v->cell;
-  v->cell = nullptr;
-  check_lost_locked(v);
-  c->version = nullptr;
-  const uint32_t before = c->state.fetch_or(kDead, std::memory_order_acq_rel);
-  if ((before & kPinMask) || (before & kBusy)) return;  // whoever has it ends it
-  unregister_locked(c);
-  forget_bytes_locked(c, trash);
-  delete c;
-}
-
-static bool is_orphan(const Version* v) { return v->cell && !v->cell->storage._unsafe_get_target(); }
-
-void unneed_locked(Version* v, Trash* trash) {
-  const bool before = pulls_locked(v);
-  v->needed--;
-  if (before && !pulls_locked(v) && v->recipe) unneed_inputs_locked(v->recipe, trash);
-  if (v->needed == 0 && is_orphan(v) && !v->cell->small && !v->temporary) end_orphan_locked(v, trash);
-}
-
-void lend_bytes_locked(Version* v, at::DataPtr bytes) {
-  auto* c = new Cell;
-  c->nbytes = v->nbytes;
-  c->small = c->nbytes < budget.options.small_bytes;
-  c->pool = budget.pool;
-  if (queues) c->filled_on = c->pool->stream();
-  c->bytes = std::move(bytes);
-  note_home(c);
-  c->version = v;
-  c->last_touch.store(ticks(), std::memory_order_relaxed);
-  v->cell = c;
-  v->temporary = true;
-  register_locked(c);
-  if (!c->small) resident_cell_bytes += c->nbytes;
-}
-
-void end_loan_locked(Version* v, Trash* trash) {
-  if (!v->temporary) return;
-  v->temporary = false;
-  end_orphan_locked(v, trash);
-}
-
-void set_evicted_locked(Version* v, bool evicted, Trash* trash) {
-  const bool before = pulls_locked(v);
-  v->evicted = evicted;
-  const bool after = pulls_locked(v);
-  if (before == after || !v->recipe) return;
-  if (after)
-    need_inputs_locked(v->recipe);
-  else
-    unneed_inputs_locked(v->recipe, trash);
-}
-
-void forget_recipe_locked(Version* v, Trash* trash) {
-  Recipe* r = v->recipe;
-  if (!r) return;
-  if (pulls_locked(v)) unneed_inputs_locked(r, trash);
-  v->recipe = nullptr;
-  if (v->cell && v->cell->version == v) count_root_locked(v->cell);
-  v->depth = 0;
-  forget_output_locked(r, v);
-  release_recipe_locked(r, trash);
-  check_lost_locked(v);
-}
-
-void release_version_locked(Version* v, Trash* trash) {
-  if (--v->refs > 0) return;
-  if (v->cell) end_orphan_locked(v, trash);
-  forget_recipe_locked(v, trash);
-  delete v;
-}
-
-Version* new_version_locked(Cell* c, Trash* trash) {
-  Version* before = c->version;
-  auto* v = new Version;
-  v->cell = c;
-  v->nbytes = c->nbytes;
-  c->version = v;
-  count_root_locked(c);
-  c->has_checksum = false;
-  if (before->cell == c) {
-    const bool pulled = pulls_locked(before);
-    before->cell = nullptr;
-    if (!pulled && pulls_locked(before) && before->recipe) need_inputs_locked(before->recipe);
-    check_lost_locked(before);
-  }
-  release_version_locked(before, trash);
-  return v;
-}
-
-void settle_before_write(Cell* c) {
-  {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    const Version* v = c->version;
-    const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
-    if (v->needed == 0 && !named) return;
-    if (v->recipe && recipe_available_locked(v->recipe)) return;
-  }
-  auto* copy = new Cell;
-  copy->nbytes = c->nbytes;
-  copy->pool = c->pool;
-  copy->small = c->small;
-  try {
-    copy->bytes = c->pool->allocate(c->nbytes);
-    c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
-    if (queues) copy->filled_on = copy->pool->stream();
-    note_home(copy);
-  } catch (...) {
-    delete copy;
-    throw;
-  }
-  counters.copies_before_write++;
-  Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  Version* v = c->version;
-  v->cell = copy;
-  copy->version = v;
-  copy->last_touch.store(ticks(), std::memory_order_relaxed);
-  register_locked(copy);
-  count_root_locked(copy);
-  if (copy->small)
-    keep(copy);
-  else
-    resident_cell_bytes += copy->nbytes;
-  new_version_locked(c, &trash);
-}
-
-void begin_new_version(Cell* c) {
-  drop_slot(c);
-  for (;;) {
-    settle_before_write(c);
-    Trash trash;
-    std::lock_guard<std::mutex> lock(graph_lock());
-    const Version* v = c->version;
-    if (v->needed > 0 && !(v->recipe && recipe_available_locked(v->recipe))) continue;
-    new_version_locked(c, &trash);
-    return;
-  }
-}
-
-void drop_slot(Cell* c) {
-  if (!budget.tier) return;
-  Trash trash;
-  std::lock_guard<std::mutex> lock(graph_lock());
-  cancel_write_locked(c, &trash);
-  if (c->slot >= 0) trash.slots.push_back(c->slot);
-  c->slot = -1;
-}
 
 }  // namespace memmgr::pager

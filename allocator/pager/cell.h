@@ -94,7 +94,7 @@ struct Cell {
   bool kept = false;     // an orphan that recipes keep by value
   Purpose purpose = Purpose::kOther;
   uint64_t moved_bytes = 0;  // over the link, both ways: whose they are may be said after they moved
-  int32_t queued_at = -1;    // among the victims (reclaim.cpp)
+  int32_t queued_at = -1;    // among the victims (victims.cpp)
   uint32_t period = 0;       // in which the timeline met it last, and its number there (timeline.cpp)
   uint32_t ordinal = 0;
   uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
@@ -158,7 +158,7 @@ void show_bytes(c10::StorageImpl* s, void* data, const Cell* c);
 // pin.
 void watch_writes(const Cell* c);
 void unwatch_writes(c10::StorageImpl* s);
-// What such a write calls: kernel.cpp.
+// What such a write calls: escape.cpp.
 void foreign_write(c10::StorageImpl* s);
 // The id in a trap's message, 0 if the text is no trap's.
 uint64_t trapped_cell(const char* what);

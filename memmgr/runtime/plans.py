@@ -125,6 +125,11 @@ class Plans:
         except TraceError as error:  # threads whose ops are mixed up, say
             self._happened("no_plan", ops=ended["ops"], text=str(error))
             return
+        except (
+            Exception
+        ) as error:  # as where plans are made: it costs one, and neither the user's backward nor our thread
+            self._happened("no_plan", ops=ended["ops"], text=f"{type(error).__name__}: {error}")
+            return
         if known is not None:
             self._thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
             self._thread.start()

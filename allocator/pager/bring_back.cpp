@@ -1,0 +1,124 @@
+// Coming back: made again, read back or unpacked, by whoever touches the cell.
+#include <cstring>
+
+#include "budget.h"
+#include "captures.h"
+#include "observe.h"
+#include "pools/pool.h"
+#include "recipe.h"
+#include "reclaim.h"
+#include "rematerialize.h"
+#include "streams.h"
+#include "transfer.h"
+#include "victims.h"
+
+namespace memmgr::pager {
+
+bool sum_agrees(const Cell* c, const void* data) {
+  return !c->has_checksum || c->pool->sum(data, c->nbytes) == c->checksum;
+}
+
+void check_sum(const Cell* c, const void* data) {
+  if (sum_agrees(c, data)) return;
+  throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                   "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
+                       (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
+                       "). The run must not go on with them; please report this.");
+}
+
+// What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
+static bool make_instead(Cell* c) {
+  Trash trash;
+  std::lock_guard<std::mutex> lock(graph_lock());
+  if (!may_be_dropped_locked(c)) return false;
+  set_evicted_locked(c->version, true, &trash);
+  c->absence = Absence::kEvicted;
+  trash.slots.push_back(std::exchange(c->slot, -1));
+  return true;
+}
+
+void bring_back(Cell* c) {
+  Absence absence;
+  {
+    std::unique_lock<std::mutex> lock(graph_lock());
+    for (;;) {
+      uint32_t state = c->state.load(std::memory_order_acquire);
+      if (!(state & (kAbsent | kBusy))) {
+        lock.unlock();
+        use_here(c);
+        return;
+      }
+      if (state & kBusy) {
+        const bool reading = c->reading;
+        lock.unlock();
+        if (reading && finish_read(c)) {
+          lock.lock();
+          continue;
+        }
+        {
+          WithoutGil released;
+          lock.lock();
+          residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
+          lock.unlock();
+        }
+        lock.lock();
+        continue;
+      }
+      if (c->state.compare_exchange_strong(state, state | kBusy, std::memory_order_acq_rel)) break;
+    }
+    absence = c->absence;
+  }
+  Wait wait;
+  at::DataPtr bytes;
+  try {
+    TORCH_CHECK(!is_capturing(),
+                "memmgr: a graph is captured that needs a tensor which has left the device; run what "
+                "it captures once before the capture begins, or give the budget more room");
+    if (absence == Absence::kEvicted) {
+      try {
+        bytes = rematerialize(c);
+      } catch (const c10::OutOfMemoryError&) {
+        if (c->slot < 0) throw;  // else the copy below takes no room beside its own
+      }
+    }
+    if (!bytes) {
+      bytes = c->pool->allocate(c->nbytes);
+      if (absence == Absence::kPacked) {
+        mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
+      } else {
+        TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");
+        const uint64_t reading = now_ns();
+        const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
+        if (wrong < 0) {
+          note_tier_error(-wrong);
+          TORCH_CHECK(make_instead(c), "memmgr: the disk tier failed: reading ", c->nbytes,
+                      " bytes back: ", std::strerror(-wrong),
+                      budget.forked ? " (a forked child: its parent has needed the room on the disk)" : "");
+          absence = Absence::kEvicted;
+          bytes.clear();
+          bytes = rematerialize(c);
+        } else {
+          if (c->pool->on_host()) note_transfer(false, c->nbytes, now_ns() - reading);
+        }
+      }
+    }
+    check_sum(c, bytes.get());
+  } catch (...) {
+    end_move(c, true);
+    throw;
+  }
+  bool last;
+  const uint64_t waited = wait.end();
+  (absence == Absence::kEvicted ? counters.remat_ns : counters.stall_ns) += waited;
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    if (absence == Absence::kOffloaded) note_moved_locked(c, false);
+    if (absence != Absence::kEvicted)
+      note_event(Event::kReload, c->version ? c->version->recipe : nullptr, c->nbytes, waited);
+    last = come_back_locked(c, std::move(bytes), c->pool->stream(), &trash);
+  }
+  if (last) last_user_is_gone(c);
+}
+
+}  // namespace memmgr::pager

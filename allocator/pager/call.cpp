@@ -1,0 +1,262 @@
+#include "call.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "budget.h"
+#include "captures.h"
+#include "foreign.h"
+#include "hold.h"
+#include "kernel.h"
+#include "pools/pool.h"
+#include "reclaim.h"
+#include "rematerialize.h"
+#include "rng.h"
+#include "streams.h"
+#include "threads.h"
+#include "works.h"
+
+namespace memmgr::pager {
+
+void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  op.redispatchBoxed(below, stack);
+}
+
+void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages) {
+  const auto add = [&](const c10::IValue& v) {
+    c10::TensorImpl* t = v.isTensor() ? v.unsafeToTensorImpl() : nullptr;
+    storages->push_back(t && t->has_storage() ? t->unsafe_storage().unsafeGetStorageImpl() : nullptr);
+  };
+  for (size_t i = stack.size() - n; i < stack.size(); ++i) {
+    if (stack[i].isList())
+      for (const c10::IValue& item : stack[i].toListRef()) add(item);
+    else
+      add(stack[i]);
+  }
+}
+
+bool newly_large(const c10::StorageImpl* s) {
+  return s && !cell_of(s) && adoptable(s) && s->nbytes() >= budget.options.small_bytes;
+}
+
+bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    if (args[i].isTensor()) {
+      if (info->kind != OpClass::kMetadata) return false;
+      const c10::TensorImpl* t = args[i].unsafeToTensorImpl();
+      return t->has_storage() && static_cast<uint64_t>(t->numel()) * 16 >= budget.options.small_bytes;
+    }
+    if (args[i].isList() && !args[i].isIntList()) return false;
+    if (args[i].isIntList()) {
+      uint64_t elements = 1;
+      for (const int64_t size : args[i].toIntVector()) elements *= static_cast<uint64_t>(size);
+      return elements * 16 >= budget.options.small_bytes;
+    }
+  }
+  return false;
+}
+
+bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
+
+void Call::run(Frame& frame) {
+  const size_t n = info_->arguments;
+  const c10::IValue* args = stack_->data() + stack_->size() - n;
+  frame.pin_all();
+  // What was touched is not reclaimed before we are through, whoever is told to make room.
+  if (records(info_) && !tl_foreign && !budget.forked && !captures.load() &&
+      (frame.bytes() > 0 || may_make_large(info_, args, n)))
+    record(frame, args, n);
+  if (frame.writes()) {
+    frame.begin_writes();
+    began_writes = true;
+  }
+  began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
+  const uint64_t stalled = waited_ns();
+  const uint64_t begun = ticks();
+  if (tl_depth == 1) {
+    begin_scratch();
+    tl_side = info_->dear ? MM_SIDE_HIGH : MM_SIDE_LOW;
+  }
+  if (info_->seeded) drew = true;
+  // Nobody draws between another's noting of the state and its draw.
+  if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
+  if (info_->kind != OpClass::kForeign || is_collective()) {
+    call_below(op_, below_, stack_);
+  } else {
+    std::optional<ForeignScope> scope;
+    if (info_->native) scope.emplace();
+    op_.redispatchBoxed(below_, stack_);
+  }
+  if (drawing_.owns_lock()) drawing_.unlock();
+  seconds = seconds_of_ticks(ticks() - begun);
+  const uint64_t stall = waited_ns() - stalled;
+  if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
+  if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
+    note_scratch(scratch_peak());
+    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
+  }
+  frame.end_newborns();
+  outputs(frame);
+}
+
+void Call::note_scratch(uint64_t bytes) {
+  const uint64_t known = info_->scratch_bytes.load(std::memory_order_relaxed);
+  info_->scratch_bytes.store(std::max(bytes, known - known / 4), std::memory_order_relaxed);
+}
+
+bool Call::may_try(const Kind* kind, uint64_t bytes) {
+  constexpr uint32_t kMostInVain = 8;  // trials for which others had to leave
+  const uint64_t limit = mm_arena_budget(budget.arena);
+  const bool measures = limit >= MM_UNLIMITED && !budget.options.torture;
+  if (!measures && kind->trials.load(std::memory_order_relaxed) < kMostInVain) return true;
+  return mm_arena_resident(budget.arena) + bytes <= (measures ? most_resident.load(std::memory_order_relaxed) : limit);
+}
+
+void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
+  if (info_->seeded) drawing_ = begin_drawing();
+  recipe_ = describe(info_, below_, args, n);
+  if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
+  if (!recipe_) return;
+  recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
+  if (info_->writes == 0 || recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
+  // The first of its kind that writes in place: what it is going to write to, for the second run.
+  for (const TensorArg& a : recipe_->tensors)
+    if (a.role == Role::kWritten && a.version->cell) {
+      Cell* c = a.version->cell;
+      if (!may_try(recipe_->kind, c->nbytes)) return;
+      try {
+        before_ =
+            c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
+                                                  c->pool->allocate(c->nbytes), c->pool->allocator(), false);
+      } catch (const c10::OutOfMemoryError&) {
+        return;  // no room for a trial: another time
+      }
+      c->pool->copy(pointer_of(before_.get()).get(), c->bytes.get(), c->nbytes);
+    }
+}
+
+void Call::outputs(Frame& frame) {
+  c10::SmallVector<c10::StorageImpl*, 4> storages;
+  const size_t returns = info_->returns;
+  if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
+  if (info_->writes && recipe_) attach_write(frame);
+  collect_outputs(*stack_, returns, &storages);
+  c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
+  bool any = false;
+  {
+    Trash trash;
+    std::unique_lock<std::mutex> lock(graph_lock(), std::defer_lock);
+    for (size_t i = 0; i < storages.size(); ++i) {
+      if (!newly_large(storages[i])) continue;
+      if (!lock.owns_lock()) lock.lock();
+      Cell* c = adopt_locked(storages[i], 1);
+      if (!c) continue;
+      frame.take_pin(c);
+      made.push_back(c);
+      versions[i] = c->version;
+      any = true;
+      if (info_->uninitialized) begin_newborn_locked(c);
+    }
+    if (C10_LIKELY(any && recipe_ && is_trusted())) {  // under the one lock: most ops that are recorded end here
+      note_run();
+      attach_locked(std::move(recipe_), versions, &trash);
+    }
+  }
+  if (!recipe_) {
+    keep_recipes_few();
+    return;
+  }
+  if (!any) {
+    give_up();
+    return;
+  }
+  note_run();
+  for (size_t i = 0; i < storages.size(); ++i)
+    if (!versions[i]) storages[i] = nullptr;
+  try_kind(storages);
+  attach_if_trusted(versions);
+}
+
+void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
+  if (!is_trusted()) {
+    give_up();
+    return;
+  }
+  {
+    Trash trash;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    attach_locked(std::move(recipe_), versions, &trash);
+  }
+  keep_recipes_few();
+}
+
+void Call::attach_write(const Frame& frame) {
+  Cell* written = nullptr;
+  for (const Touched& t : frame.cells())
+    if (t.written) written = t.cell;
+  if (!written || !(written->state.load() & kPinMask) || (written->state.load() & kDead)) {
+    give_up();
+    return;
+  }
+  c10::StorageImpl* s = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    s = static_cast<c10::StorageImpl*>(written->storage._unsafe_get_target());
+  }
+  if (!s || cell_of(s) != written) {
+    give_up();
+    return;
+  }
+  note_run();
+  try_kind(s);
+  attach_if_trusted(written->version);
+}
+
+void Call::note_run() {
+  if (C10_LIKELY(!queues))
+    note_seconds(recipe_->kind, seconds);
+  else
+    seconds = std::max(seconds, recipe_->kind->seconds.load(std::memory_order_relaxed));
+}
+
+void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
+  Kind* kind = recipe_->kind;
+  if (kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
+  for (const TensorArg& a : recipe_->tensors)
+    if (a.role == Role::kWritten && !before_) return;
+  if (!may_try(kind, scratch_peak())) return;
+  try {
+    const bool same = reproduces(*recipe_, left, std::move(before_));
+    if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
+      mm_bits bits{};
+      kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);
+      if (kind->bits_bytes) mm_bits_free(&bits);
+    }
+    kind->trust.store(same ? Trust::kYes : Trust::kNo);
+    if (!same) counters.refused_kinds++;
+  } catch (const c10::OutOfMemoryError&) {
+    kind->trials++;  // no room for a second result: another time
+  } catch (const c10::Error&) {
+    kind->trust.store(Trust::kNo);
+    counters.refused_kinds++;
+  }
+}
+
+void Call::keep_until_done(Frame& frame, size_t returns) {
+  for (size_t i = stack_->size() - returns; i < stack_->size(); ++i) {
+    if (!(*stack_)[i].isCustomClass() && !(*stack_)[i].isObject()) continue;
+    c10::intrusive_ptr<c10::intrusive_ptr_target> work;
+    const auto object = (*stack_)[i].toObject();
+    if (object->slots().empty() || !object->getSlot(0).isCapsule()) continue;
+    work = object->getSlot(0).toCapsule();
+    pager::keep_until_done(work, frame.hand_over());
+    return;
+  }
+}
+
+}  // namespace memmgr::pager

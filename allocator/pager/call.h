@@ -1,0 +1,69 @@
+// Call: one try of an op, from the pins of what it touches to the cells of what it made.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <mutex>
+
+#include "cell.h"
+#include "frame.h"
+#include "ops.h"
+#include "recipe.h"
+
+namespace memmgr::pager {
+
+void call_below(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack);
+// The storages of the outputs on top of the stack, in order; null where there is none.
+void collect_outputs(const torch::jit::Stack& stack, size_t n, c10::SmallVector<c10::StorageImpl*, 4>* storages);
+// No cell yet, and one that is paged.
+bool newly_large(const c10::StorageImpl* s);
+// Will an output be large enough to be a cell, though no argument is? What this misses is a root.
+bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n);
+// Without gradient an op's inputs are mostly written before anybody needs its outputs again.
+bool records(const OpInfo* info);
+
+// Everything that one try of an op does; what it throws may be mended by the caller.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack)
+      : op_(op), info_(info), below_(below), stack_(stack) {}
+
+  void run(Frame& frame);
+
+  void give_up() { discard(std::move(recipe_)); }
+
+  bool began_writes = false;
+  bool drew = false;
+  double seconds = 0;
+  c10::SmallVector<Cell*, 4> made;
+
+ private:
+  bool is_collective() const { return op_.schema().name().compare(0, 6, "c10d::") == 0; }
+
+  void note_scratch(uint64_t bytes);
+  // Is there room for a trial, which takes so much? Without a limit only below what was there at some time before, so
+  // that to measure a run changes nothing of what it needs.
+  static bool may_try(const Kind* kind, uint64_t bytes);
+  void record(Frame& frame, const c10::IValue* args, size_t n);
+  void outputs(Frame& frame);
+  bool is_trusted() const { return recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes; }
+  void attach_if_trusted(c10::ArrayRef<Version*> versions);
+  void attach_write(const Frame& frame);
+  // What is queued has hardly begun: of those the trial says how long they take.
+  void note_run();
+  // Rule 8: twice at its first use, and compared.
+  void try_kind(c10::ArrayRef<c10::StorageImpl*> left);
+  void keep_until_done(Frame& frame, size_t returns);
+
+  const c10::OperatorHandle& op_;
+  OpInfo* info_;
+  c10::DispatchKeySet below_;
+  torch::jit::Stack* stack_;
+  std::unique_ptr<Recipe> recipe_;
+  std::unique_lock<std::mutex> drawing_;  // from noting the generator's state until the op has drawn
+  StoragePtr before_;
+};
+
+}  // namespace memmgr::pager
