@@ -8,6 +8,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
+  sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
@@ -34,9 +35,7 @@ from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
-from memmgr.policies.published.capuchin import capuchin
-from memmgr.policies.published.delta import delta_online, delta_taco
-from memmgr.policies.published.states import STATES
+from memmgr.policies.published.systems import SYSTEMS, applicable
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
@@ -45,19 +44,15 @@ from memmgr.tools import _plot
 from memmgr.tools._dtr_log import read_dtr_log
 from memmgr.tools._screen import megabytes, table
 
-ALL = (
-    "auto",
-    "plan",
-    "capuchin",
-    "delta_paper",
-    "delta_taco",
+RULES = (
     "dtr_eq",
     "dtr",
+    "dtr_local",
     "msps",
     "lru+evict",
     "largest+evict",
 )
-ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
+RULES_WITH_LINK = ("delta", "offload", "dtr_eq")
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | No
 
 
 def _all(trace: Trace, tier: TierLink | None) -> list[str]:
-    return [*(ALL_WITH_LINK if tier else ALL), *(STATES if tier and trace.cycle else ())]
+    return ["auto", "plan", *applicable(trace, tier), *(RULES_WITH_LINK if tier else RULES)]
 
 
 class _Outcome(NamedTuple):
@@ -295,14 +290,8 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         return lambda trace, budget: _plan(trace, budget, tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
         return _online if name == "online" else _auto
-    own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
-        "capuchin": capuchin,
-        "delta_paper": delta_online,
-        "delta_taco": delta_taco,
-        **STATES,
-    }
-    if name in own:
-        return lambda trace, budget: _outcome(own[name](trace, budget, tier))
+    if name in SYSTEMS:
+        return lambda trace, budget: _outcome(SYSTEMS[name](trace, budget, tier))
     policy = parse_policy(name)
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
 

@@ -1,0 +1,34 @@
+"""Published systems by name, for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from memmgr.policies.simulate.simulator import Run
+from memmgr.policies.trace import TierLink, Trace
+
+from .capuchin import capuchin
+from .checkpointing import chen_greedy, sqrt_n
+from .delta import delta_online, delta_taco
+from .states import STATES
+
+System = Callable[[Trace, int, TierLink | None], Run]
+"""(a pass, budget in bytes, tier) -> what comes of it."""
+
+EITHER: MappingProxyType[str, System] = MappingProxyType(
+    {"capuchin": capuchin, "delta_paper": delta_online, "delta_taco": delta_taco}
+)
+"""With a tier below or without one."""
+
+RECOMPUTING: MappingProxyType[str, System] = MappingProxyType({"sqrt_n": sqrt_n, "chen_greedy": chen_greedy})
+"""Run again what they drop; a tier is not used."""
+
+SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **STATES})
+
+
+def applicable(trace: Trace, tier: TierLink | None) -> list[str]:
+    """The names of those that have something to do here: model states move in a cycle with a tier alone."""
+    if tier is None:
+        return [*EITHER, *RECOMPUTING]
+    return [*EITHER, *(STATES if trace.cycle else ())]

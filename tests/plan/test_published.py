@@ -1,0 +1,116 @@
+"""Published systems that recompute: what their papers say of them, and that their schedules keep the rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memmgr.policies.published.chain import Chain
+from memmgr.policies.published.checkpointing import checkpointed
+from memmgr.policies.published.runs import completed
+from memmgr.policies.published.systems import RECOMPUTING, SYSTEMS, applicable
+from memmgr.policies.trace import Trace
+from memmgr.policies.trace.schedule import Do, Step, replay
+from memmgr.tools._dtr_log import read_dtr_log
+
+from .judge import needs_judge, verdict
+from .passes import LINK, layers
+from .synthetic import network, tangle
+from .test_simulator import chain, trace_of
+
+
+@needs_judge
+@pytest.mark.parametrize("name", RECOMPUTING)
+@pytest.mark.parametrize("shape", ["network", "tangle"])
+def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
+    made = network(7, depth=12) if shape == "network" else tangle(3, ops=9)
+    file = made.write(tmp_path / "x.log")
+    trace = read_dtr_log(file)
+    judged = 0
+    for ratio in (1.0, 0.9, 0.7, 0.5):
+        budget = int(trace.unmanaged_peak[0] * ratio)
+        result = SYSTEMS[name](trace, budget, None)
+        assert result.feasible or result.why
+        if result.feasible:
+            judged += 1
+            said = verdict(file, trace, result.steps, budget)
+            assert said["valid"], said
+            assert said["peak_bytes"] == result.peak_bytes <= budget
+            assert said["time_ns"] == pytest.approx(result.seconds * 1e9, rel=1e-9)
+    assert judged
+
+
+@pytest.mark.parametrize("name", RECOMPUTING)
+def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
+    """The program holds tensors itself, what backward makes runs once, and a block that is overwritten is gone."""
+    trace = layers(16)
+    budget = int(trace.unmanaged_peak[0] * 0.7)
+    result = SYSTEMS[name](trace, budget, None)
+    assert result.feasible, result.why
+    cost = replay(trace, result.steps, budget)
+    assert cost.valid and (cost.peak_bytes, cost.seconds) == (result.peak_bytes, pytest.approx(result.seconds))
+
+
+def test_a_system_that_needs_a_tier_is_not_asked_without_one() -> None:
+    trace = trace_of(2)
+    assert set(RECOMPUTING) <= set(applicable(trace, None)) and not set(RECOMPUTING) & set(applicable(trace, LINK))
+    assert "l2l" not in applicable(trace, LINK)
+
+
+# ---- from events to a schedule
+
+
+def events(trace: Trace) -> list[Step]:
+    return [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
+
+
+def test_what_nobody_wants_any_more_goes_at_once() -> None:
+    trace = chain(3)
+    steps = completed(trace, events(trace))
+    assert replay(trace, steps, 33).valid and not replay(trace, steps, 32).valid  # 1 + 3 * 10, and two gradients
+    twice = [*events(trace)[:4], Step(Do.RECOMPUTE, 1), *events(trace)[4:]]
+    steps = completed(trace, twice)
+    assert [s.target for s in steps if s.do is Do.FREE][:1] == [1], "a1 goes before it is made again, not before a2 is"
+    assert [s.target for s in steps if s.do is Do.RECOMPUTE] == [1]
+
+
+def test_what_runs_again_for_nobody_does_not() -> None:
+    trace = chain(3)
+    last = [*events(trace), Step(Do.RECOMPUTE, 2)]
+    assert not [s for s in completed(trace, last) if s.do is Do.RECOMPUTE]
+
+
+# ---- checkpointing
+
+
+def test_sqrt_n_takes_a_root_of_the_memory_and_less_than_one_more_forward() -> None:
+    """Chen 2016, section 4.2: O(sqrt n) for one extra forward. 100 layers of 10 bytes: 10 segments, of which each but the last
+    keeps one output and makes nine again."""
+    trace = chain(100)
+    made = SYSTEMS["sqrt_n"](trace, trace.unmanaged_peak[0], None)
+    recomputed = [s for s in made.steps if s.do is Do.RECOMPUTE]
+    assert len(recomputed) == 9 * 9 and made.seconds == trace.seconds + 81
+    assert made.peak_bytes <= 1 + 10 * (9 + 10 + 1) + 2
+    small = SYSTEMS["sqrt_n"](trace, made.peak_bytes - 1, None)
+    assert not small.feasible and small.least_bytes == made.peak_bytes
+
+
+def test_chen_greedy_pays_for_the_memory_that_is_missing() -> None:
+    """Algorithm 3: a larger b is a longer segment; with room for all nothing runs again."""
+    trace = chain(64)
+    found = [SYSTEMS["chen_greedy"](trace, int(trace.unmanaged_peak[0] * r), None) for r in (1.0, 0.6, 0.4)]
+    assert found[0].overhead == 1 < found[1].overhead <= found[2].overhead < 1.5
+    assert all(run.feasible for run in found)
+
+
+def test_what_skips_a_segment_crosses_its_cuts() -> None:
+    trace = trace_of(5, depth=12)
+    whole = Chain(trace)
+    cut = whole.at(whole.narrow(4))
+    assert len(cut) == 4
+    for place in cut.cuts[1:-1]:
+        read = {s for k in range(place, cut.turn) for s in trace.ops[k].inputs} - trace.constants
+        assert cut.crossing(place) == {s for s in read if trace.storages[s].maker < place}
+        assert whole.width[place] == sum(trace.storages[s].size_bytes for s in cut.crossing(place))
+    assert replay(trace, completed(trace, checkpointed(cut)), trace.unmanaged_peak[0]).valid
