@@ -9,6 +9,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
   sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
+  coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 

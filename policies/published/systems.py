@@ -10,8 +10,10 @@ from memmgr.policies.trace import TierLink, Trace
 
 from .capuchin import capuchin
 from .checkpointing import chen_greedy, sqrt_n
+from .coop import coop
 from .delta import delta_online, delta_taco
 from .states import STATES
+from .tcontrol import tcontrol
 
 System = Callable[[Trace, int, TierLink | None], Run]
 """(a pass, budget in bytes, tier) -> what comes of it."""
@@ -21,7 +23,9 @@ EITHER: MappingProxyType[str, System] = MappingProxyType(
 )
 """With a tier below or without one."""
 
-RECOMPUTING: MappingProxyType[str, System] = MappingProxyType({"sqrt_n": sqrt_n, "chen_greedy": chen_greedy})
+RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
+    {"sqrt_n": sqrt_n, "chen_greedy": chen_greedy, "coop": coop, "tcontrol": tcontrol}
+)
 """Run again what they drop; a tier is not used."""
 
 SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **STATES})

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memmgr.policies.published.chain import Chain
 from memmgr.policies.published.checkpointing import checkpointed
+from memmgr.policies.published.coop import cheapest_window
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.systems import RECOMPUTING, SYSTEMS, applicable
+from memmgr.policies.published.tcontrol import betweenness
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools._dtr_log import read_dtr_log
@@ -114,3 +122,53 @@ def test_what_skips_a_segment_crosses_its_cuts() -> None:
         assert cut.crossing(place) == {s for s in read if trace.storages[s].maker < place}
         assert whole.width[place] == sum(trace.storages[s].size_bytes for s in cut.crossing(place))
     assert replay(trace, completed(trace, checkpointed(cut)), trace.unmanaged_peak[0]).valid
+
+
+# ---- Coop
+
+
+PIECES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0, math.inf])), max_size=9)
+
+
+@given(pieces=PIECES, need=st.integers(1, 30))
+def test_the_window_is_the_cheapest_of_all(pieces: list[tuple[int, float]], need: int) -> None:
+    windows = [
+        (sum(h for _, h in pieces[a:b]), a, b)
+        for a, b in itertools.combinations(range(len(pieces) + 1), 2)
+        if sum(size for size, _ in pieces[a:b]) >= need
+    ]
+    least = min((h for h, _, _ in windows), default=math.inf)
+    found = cheapest_window(pieces, need)
+    assert (found is None) == (least == math.inf)
+    assert found is None or (least, *found) in windows
+
+
+def test_coop_lets_neighbours_go_where_the_cheapest_are_apart() -> None:
+    """The paper's point: of four pieces of 10 bytes the two cheapest are no room for 20 where a dear one lies between."""
+    assert cheapest_window([(10, 1.0), (10, 9.0), (10, 2.0), (10, 3.0)], 20) == (2, 4)
+    assert cheapest_window([(10, 1.0), (10, 9.0), (10, 2.0), (10, math.inf)], 20) == (0, 2)
+
+
+# ---- T-Control
+
+
+def test_betweenness_of_a_path_and_of_a_bridge() -> None:
+    path = betweenness([[], [0], [1], [2], [3]], [1.0] * 5)
+    assert path == [0, 1 * 3, 2 * 2, 3 * 1, 0]
+    # 0 and 1 each lead to 3 and 4 through 2 alone; 5 has a short way past 3
+    bridge = betweenness([[], [], [0, 1], [2], [2], [3, 2]], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert bridge == [0, 0, 6, 0, 0, 0]
+    two_ways = betweenness([[], [0], [0], [1, 2]], [1.0] * 4)
+    assert two_ways == [0, 0.5, 0.5, 0]
+
+
+def test_what_is_locked_stays_while_the_rest_is_enough() -> None:
+    """A path's middle has the largest betweenness. DTR lets it go, T-Control does not."""
+    trace = chain(30)
+    budget = trace.unmanaged_peak[0] // 2
+    gone = {}
+    for name in ("tcontrol", "dtr"):
+        made = SYSTEMS[name](trace, budget, None) if name in SYSTEMS else simulate(trace, budget, parse_policy(name))
+        assert made.feasible
+        gone[name] = {s.target for s in made.steps[: made.steps.index(Step(Do.COMPUTE, 31))] if s.do is Do.FREE}
+    assert not gone["tcontrol"] & {15, 16} and gone["dtr"] & {15, 16}
