@@ -9,6 +9,7 @@ from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 
 from .capuchin import capuchin
+from .checkmate import checkmate, moccasin
 from .checkpointing import chen_greedy, sqrt_n
 from .coop import coop
 from .delta import delta_online, delta_taco
@@ -24,7 +25,14 @@ EITHER: MappingProxyType[str, System] = MappingProxyType(
 """With a tier below or without one."""
 
 RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
-    {"sqrt_n": sqrt_n, "chen_greedy": chen_greedy, "coop": coop, "tcontrol": tcontrol}
+    {
+        "sqrt_n": sqrt_n,
+        "chen_greedy": chen_greedy,
+        "coop": coop,
+        "tcontrol": tcontrol,
+        "checkmate": checkmate,
+        "moccasin": moccasin,
+    }
 )
 """Run again what they drop; a tier is not used."""
 

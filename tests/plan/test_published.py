@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memmgr.policies.published.chain import Chain
+from memmgr.policies.published.checkmate import checkmate, moccasin
 from memmgr.policies.published.checkpointing import checkpointed
 from memmgr.policies.published.coop import cheapest_window
+from memmgr.policies.published.graph import graph_of
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.systems import RECOMPUTING, SYSTEMS, applicable
 from memmgr.policies.published.tcontrol import betweenness
@@ -20,19 +23,26 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
-from memmgr.tools._dtr_log import read_dtr_log
+from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
 
+from .exact import exact
 from .judge import needs_judge, verdict
 from .passes import LINK, layers
-from .synthetic import network, tangle
+from .synthetic import LogWriter, network, tangle
 from .test_simulator import chain, trace_of
+
+PROGRAMS = ("checkmate", "moccasin")  # solved to the end within seconds only where there are few ops
+
+
+def read(log: LogWriter) -> Trace:
+    return parse_dtr_log(json.dumps(line) for line in log.lines)
 
 
 @needs_judge
 @pytest.mark.parametrize("name", RECOMPUTING)
 @pytest.mark.parametrize("shape", ["network", "tangle"])
 def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
-    made = network(7, depth=12) if shape == "network" else tangle(3, ops=9)
+    made = network(7, depth=2 if name in PROGRAMS else 12) if shape == "network" else tangle(3, ops=7)
     file = made.write(tmp_path / "x.log")
     trace = read_dtr_log(file)
     judged = 0
@@ -52,7 +62,7 @@ def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RECOMPUTING)
 def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
     """The program holds tensors itself, what backward makes runs once, and a block that is overwritten is gone."""
-    trace = layers(16)
+    trace = layers(8 if name in PROGRAMS else 16)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     result = SYSTEMS[name](trace, budget, None)
     assert result.feasible, result.why
@@ -172,3 +182,57 @@ def test_what_is_locked_stays_while_the_rest_is_enough() -> None:
         assert made.feasible
         gone[name] = {s.target for s in made.steps[: made.steps.index(Step(Do.COMPUTE, 31))] if s.do is Do.FREE}
     assert not gone["tcontrol"] & {15, 16} and gone["dtr"] & {15, 16}
+
+
+# ---- Checkmate, Moccasin
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_checkmate_is_the_optimum_of_its_space(seed: int) -> None:
+    """Passes of 11 to 13 ops, beside a program that was written on its own, one residency a storage and event."""
+    trace = read(tangle(seed, ops=5))
+    for share in (0.9, 0.75, 0.6):
+        budget = int(trace.unmanaged_peak[0] * share)
+        best = exact(trace, budget)
+        assert best.solved
+        found, fewer = checkmate(trace, budget), moccasin(trace, budget)
+        assert found.feasible == best.feasible
+        if best.feasible:
+            assert found.seconds - trace.seconds == pytest.approx(best.extra_seconds, rel=1e-6)
+        if fewer.feasible:
+            assert fewer.seconds >= found.seconds * (1 - 1e-9)
+
+
+def test_two_retention_intervals_are_two_runs_at_most() -> None:
+    """Here the optimum runs an op three times, and nothing else fits."""
+    trace = read(tangle(4, ops=5))
+    budget = int(trace.unmanaged_peak[0] * 0.75)
+    again = [s.target for s in checkmate(trace, budget).steps if s.do is Do.RECOMPUTE]
+    assert max(again.count(k) for k in again) == 2
+    assert not moccasin(trace, budget).feasible
+    for run in (moccasin(read(tangle(seed, ops=5)), 10**9) for seed in range(3)):
+        assert run.feasible and run.seconds == run.unmanaged_seconds
+
+
+def test_without_time_the_relaxation_is_rounded() -> None:
+    trace = chain(12)
+    budget = int(trace.unmanaged_peak[0] * 0.7)
+    best, rounded = checkmate(trace, budget), checkmate(trace, budget, limit_seconds=0.0)
+    assert best.feasible and rounded.feasible and rounded.seconds >= best.seconds > trace.seconds
+    assert replay(trace, rounded.steps, budget).valid
+
+
+def test_many_ops_are_few_nodes() -> None:
+    trace = trace_of(3, depth=30)
+    graph = graph_of(trace, 16)
+    assert len(graph.nodes) <= 18 and [k for ops in graph.nodes for k in ops] == list(range(len(trace.ops)))
+    crossing = {
+        s
+        for i, op in enumerate(trace.ops)
+        for s in op.inputs
+        if not any({i, trace.storages[s].maker} <= set(ops) for ops in graph.nodes)
+    }
+    held = set(trace.held_at_end)
+    assert sum(v.size for v in graph.values) == sum(
+        trace.storages[s].size_bytes for s in (crossing | held) - trace.constants
+    )
