@@ -107,15 +107,25 @@ class Chain:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Per block, the first op of backward that reads what it, or one before it, has made for backward; one more entry for
-        backward's end. The work of block i goes from `starts[i]` to `starts[i - 1]`."""
+        """Per block, the first op of backward that reads what it, or one before it, has made for backward. The work of block i
+        goes from `starts[i]` to `starts[i - 1]`, of the first block to the end.
+
+        A block that makes nothing but the input of the next begins where that is read last.
+        """
         n = len(self.trace.ops)
         owner = {s: i for i, saved in enumerate(self.interior) for s in saved}
+        bare = {i for i, saved in enumerate(self.interior) if not saved}
+        handed = {
+            s: i for i, cut in enumerate(self.cuts[1:]) for s in (self.crossing(cut) if i in bare else ())
+            if self.cuts[i] <= self.trace.storages[s].maker
+        }  # fmt: skip
         first = [n] * len(self)
         for k in range(n - 1, self.turn - 1, -1):
             for s in self.trace.ops[k].inputs:
                 if s in owner:
                     first[owner[s]] = k
+                elif s in handed and first[handed[s]] == n:
+                    first[handed[s]] = k
         for i in range(1, len(self)):
             first[i] = min(first[i], first[i - 1])
         return [*first[:-1], self.turn]

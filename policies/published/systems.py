@@ -13,6 +13,7 @@ from .checkmate import checkmate, moccasin
 from .checkpointing import chen_greedy, sqrt_n
 from .coop import coop
 from .delta import delta_online, delta_taco
+from .rotor import rotor
 from .states import STATES
 from .tcontrol import tcontrol
 
@@ -32,6 +33,7 @@ RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
         "tcontrol": tcontrol,
         "checkmate": checkmate,
         "moccasin": moccasin,
+        "rotor": rotor,
     }
 )
 """Run again what they drop; a tier is not used."""

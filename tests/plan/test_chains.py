@@ -1,0 +1,106 @@
+"""Published dynamic programs over chains, beside searches that share nothing with them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+import pytest
+
+from memmgr.policies.published.checkpointing import sqrt_n
+from memmgr.policies.published.rotor import Costs, Table, Way, blocks, rotor
+from memmgr.policies.trace import Trace, TraceBuilder
+from memmgr.policies.trace.schedule import Do
+
+from .operator_logs import log, needs_logs
+from .test_simulator import read_dtr_log
+
+
+def uneven(n: int, seed: int) -> Trace:
+    """Layers of different sizes and times: each makes the next one's input, and something for its own backward."""
+    r = random.Random(seed)
+    builder = TraceBuilder()
+    builder.constant("a0", 1)
+    for i in range(1, n + 1):
+        made = [(f"a{i}", r.randint(2, 20), -1), (f"z{i}", r.randint(2, 20), -1)]
+        builder.call("f", float(r.randint(1, 9)), [f"a{i - 1}"], made)
+    builder.begin_backward()
+    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
+    for i in range(n, 0, -1):
+        builder.call("b", 1.0, ["g", f"z{i}", f"a{i}", f"a{i - 1}"], [("h", 1, -1)])
+        builder.release(f"z{i}")
+        builder.release(f"a{i}")
+        builder.copy_from("h", "g")
+        builder.release("h")
+    return builder.build().check()
+
+
+# ---- rotor
+
+
+def shortest(costs: Costs, ways: list[Way], room: int) -> float:
+    """The least seconds by search through all states that rotor's operations lead to (its paper's table 1).
+
+    A state is how far backward has come, and which inputs and which saved blocks are there. F keeps or drops its input and makes
+    that of the next block, F_all saves the block, B takes what is saved.
+    """
+    inputs = [0, *(costs.bytes_of(crossing) for crossing in costs.crossing[1:])]
+    saved = [costs.bytes_of(way.saved | costs.crossing[i + 1]) for i, way in enumerate(ways)]
+    behind = [costs.behind[k] for k in costs.chain.starts]
+    tick = itertools.count()
+    heap = [(0.0, 0, len(ways) - 1, frozenset({("a", 0)}))]
+    seen: set[tuple[int, frozenset[tuple[str, int]]]] = set()
+    while heap:
+        seconds, _, t, items = heapq.heappop(heap)
+        if t < 0:
+            return seconds
+        if (t, items) in seen:
+            continue
+        seen.add((t, items))
+        full = sum(inputs[i] if kind == "a" else saved[i] for kind, i in items)
+        after: list[tuple[float, int, frozenset[tuple[str, int]]]] = []
+        for i in range(t + 1):
+            if ("a", i) not in items and ("s", i - 1) not in items:
+                continue
+            took, room_ahead = costs.ahead[i]
+            if i < t and full + room_ahead + behind[t] <= room:
+                after.append((took, t, items | {("a", i + 1)}))
+                after += [(took, t, (items | {("a", i + 1)}) - {("a", i)})] if i else []
+            if full + ways[i].forward_bytes + behind[t] <= room:
+                after.append((ways[i].seconds, t, items | {("s", i)}))
+        ready = ("s", t) in items and (("a", t) in items or ("s", t - 1) in items)
+        if ready and full - saved[t] + ways[t].backward_bytes <= room:
+            after.append((0.0, t - 1, items - {("s", t)} - ({("a", t)} if t else set())))
+        for took, then, there in after:
+            heapq.heappush(heap, (seconds + took, next(tick), then, there))
+    return float("inf")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rotor_is_the_optimum_of_its_operations(seed: int) -> None:
+    costs = Costs(blocks(uneven(4, seed), 60))
+    ways = [costs.all_of(i) for i in range(4)]
+    table = Table(costs, [[way] for way in ways])
+    assert table.unit == 1, "sizes are exact"
+    found = [float(table.best[0, 3][room]) for room in range(10, 120, 9)]
+    assert found == [shortest(costs, ways, room) for room in range(10, 120, 9)]
+    assert len(set(found)) > 3
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_what_the_table_says_is_what_it_takes(share: float) -> None:
+    trace = uneven(6, 1)
+    made = rotor(trace, int(trace.unmanaged_peak[0] * share))
+    assert made.feasible and made.seconds > trace.seconds
+    again = sum(trace.ops[s.target].seconds for s in made.steps if s.do is Do.RECOMPUTE)
+    assert made.seconds == pytest.approx(trace.seconds + again)
+
+
+@needs_logs
+@pytest.mark.parametrize("name", ["inceptionv4", "transformer"])
+def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
+    """Beaumont et al. 2019, section 5: better than PyTorch's equal segments at every memory. (A U-Net is no chain: there it is not.)"""
+    trace = read_dtr_log(log(name))
+    equal = sqrt_n(trace, trace.unmanaged_peak[0])
+    assert rotor(trace, equal.peak_bytes).seconds < equal.seconds
