@@ -11,7 +11,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
   coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
   checkmate, moccasin  integer programs over what runs again when (scipy)
-  rotor                dynamic programs over chains of blocks
+  rotor, rockmate      dynamic programs over chains of blocks
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,6 +136,20 @@ def _one_line() -> Iterator[None]:
     except (TraceError, ValueError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         raise _Refused(" ".join(text.split())) from None
+
+
+@contextmanager
+def _without_solvers_words() -> Iterator[None]:
+    """HiGHS prints lines of its own to the process's output now and then, and --json promises one object."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -270,7 +285,8 @@ def _simulate(
 ) -> tuple[Result, list[Step]]:
     decide = _policy(name, tier)
     began = time.perf_counter()
-    feasible, steps, why, away, clean, least = decide(trace, budget)
+    with _without_solvers_words():
+        feasible, steps, why, away, clean, least = decide(trace, budget)
     seconds = time.perf_counter() - began
     rates: dict[str, Any] = {}
     if tier is not None:

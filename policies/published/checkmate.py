@@ -108,8 +108,16 @@ class Milp:
 class Stages:
     """The program. A stage ends with the first run of its node, one more with the end of the pass."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, most_again: int | None) -> None:
-        self.graph, self.budget = graph, budget_bytes
+    def __init__(self, graph: Graph, budget_bytes: int, most_again: int | None, *, since: int = 0) -> None:
+        """The program, before it is solved.
+
+        Args:
+            graph: the pass.
+            budget_bytes: at any moment.
+            most_again: how often each node runs again at most; None: as often as there are stages.
+            since: before this stage nothing runs again.
+        """
+        self.graph, self.budget, self.since = graph, budget_bytes, since
         self.n = len(graph.nodes)
         self.p = Milp()
         self.unit = max(graph.seconds) or 1.0
@@ -127,7 +135,7 @@ class Stages:
             for i in range(min(t + 1, self.n)):
                 if i == t:
                     self.runs[t, i] = p.variable(0.0, 1.0, whole=True)
-                elif g.again[i]:
+                elif g.again[i] and t >= self.since:
                     self.runs[t, i] = p.variable(g.seconds[i] / self.unit, whole=True)
         for v, value in enumerate(g.values):
             for t in range(value.maker + 1, self.n + 2):
@@ -191,13 +199,18 @@ class Stages:
                 self.p.at_most(1.0, (freed, 1.0), (self.runs[t, j], 1.0))
         return freed
 
-    def solve(self, limit_seconds: float) -> list[list[list[int]]] | None:
+    def keep_at_most(self, stage: int, size_bytes: int) -> None:
+        """When this stage begins no more is there."""
+        there = [(x, self.graph.values[v].size / self.budget) for (t, v), x in self.stays.items() if t == stage]
+        self.p.at_most(size_bytes / self.budget, *there)
+
+    def solve(self, limit_seconds: float, *, rounded: bool = True) -> list[list[list[int]]] | None:
         """Nodes that run again, by stage: the optimum, or several where it is not known; none where there is no schedule; None:
         there is no solver."""
         try:
             solved, x = self.p.solve(limit_seconds)
             found = [] if x is None else [self._order({key for key, at in self.runs.items() if x[at] > 0.5})]
-            if not solved:
+            if not solved and rounded:
                 _, x = self.p.solve(_RELAXED_SECONDS, relaxed=True)
                 found += [] if x is None else [self._rounded(x, threshold) for threshold in _THRESHOLDS]
         except ImportError:

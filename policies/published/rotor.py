@@ -99,7 +99,7 @@ class Costs:
         self.chain, self.trace = chain, chain.trace
         self.crossing = [chain.crossing(cut) for cut in chain.cuts]
         self.behind, self.during = self._backward_bytes()
-        self.ahead = [self._forward(i, self.crossing[i + 1]) for i in range(len(chain))]
+        self.ahead = [self.forward(i, self.crossing[i + 1]) for i in range(len(chain))]
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.trace.storages[s].size_bytes for s in storages)
@@ -121,11 +121,11 @@ class Costs:
     def all_of(self, i: int) -> Way:
         """Everything that backward reads is saved."""
         saved = self.read_by_work(i)
-        seconds, most = self._forward(i, saved | self.crossing[i + 1])
+        seconds, most = self.forward(i, saved | self.crossing[i + 1])
         backward = max((self.during[k] for k in self.work(i)), default=0) + self.bytes_of(saved)
         return Way(frozenset(saved), seconds, most, backward, runs_of(self.work(i), again=False))
 
-    def _forward(self, i: int, targets: set[int]) -> tuple[float, int]:
+    def forward(self, i: int, targets: set[int]) -> tuple[float, int]:
         """Seconds of block i's forward, from its input to `targets`, and the most bytes beside the input."""
         low, high = self.chain.cuts[i], self.chain.cuts[i + 1]
         ops = self.chain.remake(targets, low, high, self.crossing[i])

@@ -13,6 +13,7 @@ from .checkmate import checkmate, moccasin
 from .checkpointing import chen_greedy, sqrt_n
 from .coop import coop
 from .delta import delta_online, delta_taco
+from .rockmate import rockmate
 from .rotor import rotor
 from .states import STATES
 from .tcontrol import tcontrol
@@ -34,6 +35,7 @@ RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
         "checkmate": checkmate,
         "moccasin": moccasin,
         "rotor": rotor,
+        "rockmate": rockmate,
     }
 )
 """Run again what they drop; a tier is not used."""

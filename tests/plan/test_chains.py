@@ -9,10 +9,12 @@ import random
 import pytest
 
 from memmgr.policies.published.checkpointing import sqrt_n
+from memmgr.policies.published.rockmate import Block, rockmate
 from memmgr.policies.published.rotor import Costs, Table, Way, blocks, rotor
 from memmgr.policies.trace import Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do
 
+from .exact import exact
 from .operator_logs import log, needs_logs
 from .test_simulator import read_dtr_log
 
@@ -104,3 +106,46 @@ def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
     trace = read_dtr_log(log(name))
     equal = sqrt_n(trace, trace.unmanaged_peak[0])
     assert rotor(trace, equal.peak_bytes).seconds < equal.seconds
+
+
+# ---- Rockmate
+
+
+def cheap_and_dear(n: int) -> Trace:
+    """Layers of a dear op and a cheap one as large, each read again by its own backward."""
+    builder = TraceBuilder()
+    builder.constant("a0", 1)
+    for i in range(1, n + 1):
+        builder.call("dear", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
+        builder.call("cheap", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
+        builder.call("dear", 9.0, [f"z{i}"], [(f"a{i}", 2, -1)])
+    builder.begin_backward()
+    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
+    for i in range(n, 0, -1):
+        builder.call("b", 1.0, ["g", f"z{i}", f"y{i}", f"a{i}", f"a{i - 1}"], [("h", 1, -1)])
+        for name in (f"y{i}", f"z{i}", f"a{i}"):
+            builder.release(name)
+        builder.copy_from("h", "g")
+        builder.release("h")
+    return builder.build().check()
+
+
+def test_rockmate_makes_the_cheap_half_of_a_block_again() -> None:
+    """rotor has to take whole blocks, dear op and all. Beside the exact optimum of three layers."""
+    trace = cheap_and_dear(6)
+    budget = int(trace.unmanaged_peak[0] * 0.75)
+    made = rockmate(trace, budget)
+    again = {trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE}
+    assert made.feasible and again == {"cheap"}
+    assert made.seconds < rotor(trace, budget).seconds
+    small = cheap_and_dear(3)
+    for share in (0.85, 0.7):
+        room = int(small.unmanaged_peak[0] * share)
+        best = exact(small, room)
+        assert best.solved and rockmate(small, room).seconds == pytest.approx(small.seconds + best.extra_seconds)
+
+
+def test_blocks_that_look_alike_are_solved_once() -> None:
+    costs = Costs(blocks(cheap_and_dear(6), 6))
+    looks = [Block.of(costs, i).look() for i in range(6)]
+    assert len(set(looks[1:-1])) == 1

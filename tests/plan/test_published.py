@@ -31,7 +31,7 @@ from .passes import LINK, layers
 from .synthetic import LogWriter, network, tangle
 from .test_simulator import chain, trace_of
 
-PROGRAMS = ("checkmate", "moccasin")  # solved to the end within seconds only where there are few ops
+PROGRAMS = ("checkmate", "moccasin", "rockmate")  # solved to the end within seconds only where there are few ops
 
 
 def read(log: LogWriter) -> Trace:
