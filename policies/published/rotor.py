@@ -77,7 +77,7 @@ def best_of(name: str, costs: Costs, ways: Sequence[Sequence[Way]], budget_bytes
     """The fastest answer of the table that fits."""
     trace = costs.chain.trace
     table = Table(costs, ways)
-    rooms = table.rooms()
+    rooms = answers(table.best[0, table.n - 1])
 
     def run(i: int) -> Run:
         return judged(name, trace, budget_bytes, tier, table.events(rooms[i]))
@@ -155,6 +155,20 @@ class Costs:
         return before, during
 
 
+def shifted(rest: Floats, need: int, spent: int) -> Floats:
+    """Seconds by memory, of what takes `rest` with `spent` units less, where `need` have to be there."""
+    least = np.full(UNITS + 1, np.inf)
+    low = max(need, spent)
+    if low <= UNITS:
+        least[low:] = rest[low - spent : UNITS + 1 - spent]
+    return least
+
+
+def answers(least: Floats) -> list[int]:
+    """Memories, in units, with different answers, ascending."""
+    return [m for m in range(UNITS + 1) if np.isfinite(least[m]) and (m == 0 or least[m] != least[m - 1])]
+
+
 class Table:
     """The dynamic program: for each stretch and each memory the least seconds, and the choice that leads there."""
 
@@ -169,17 +183,12 @@ class Table:
             for s in range(self.n - length + 1):
                 self._solve(s, s + length - 1)
 
-    def _units(self, size: int) -> int:
+    def units(self, size: int) -> int:
         return -(-size // self.unit)
 
     def _then(self, s: int, t: int, need: int, spent: int) -> Floats:
         """Seconds of s..t by memory, where `need` units have to be there and `spent` are."""
-        least = np.full(UNITS + 1, np.inf)
-        rest = self.best.get((s, t), np.zeros(UNITS + 1))
-        low = max(need, spent)
-        if low <= UNITS:
-            least[low:] = rest[low - spent : UNITS + 1 - spent]
-        return least
+        return shifted(self.best.get((s, t), np.zeros(UNITS + 1)), need, spent)
 
     def _solve(self, s: int, t: int) -> None:
         costs = self.costs
@@ -187,15 +196,15 @@ class Table:
         found: list[Floats] = []
         name: list[int] = []
         for number, way in enumerate(self.ways[s]):
-            need = self._units(max(way.forward_bytes + behind, way.backward_bytes))
-            found.append(self._then(s + 1, t, need, self._spent(s, way)) + way.seconds)
+            need = self.units(max(way.forward_bytes + behind, way.backward_bytes))
+            found.append(self._then(s + 1, t, need, self.spent(s, way)) + way.seconds)
             name.append(_ALL + number)
         seconds, most = 0.0, 0
         for later in range(s + 1, t + 1):
             took, room = costs.ahead[later - 1]
             most = max(most, room + costs.between(s, later - 1))
             seconds += took
-            first = self._then(later, t, self._units(most + behind), self._units(costs.between(s, later)))
+            first = self._then(later, t, self.units(most + behind), self.units(costs.between(s, later)))
             found.append(first + self.best[s, later - 1] + seconds)
             name.append(_LATER + later)
         table = np.array(found)
@@ -203,14 +212,9 @@ class Table:
         self.best[s, t] = np.take_along_axis(table, at[None], axis=0)[0]
         self.choice[s, t] = np.array(name, dtype=np.int16)[at]
 
-    def _spent(self, s: int, way: Way) -> int:
+    def spent(self, s: int, way: Way) -> int:
         costs = self.costs
-        return self._units(costs.bytes_of((way.saved | costs.crossing[s + 1]) - costs.crossing[s]))
-
-    def rooms(self) -> list[int]:
-        """Memories, in units, with different answers, ascending."""
-        whole = self.best[0, self.n - 1]
-        return [m for m in range(UNITS + 1) if np.isfinite(whole[m]) and (m == 0 or whole[m] != whole[m - 1])]
+        return self.units(costs.bytes_of((way.saved | costs.crossing[s + 1]) - costs.crossing[s]))
 
     def events(self, room: int, s: int = 0, t: int | None = None, *, first: bool = True) -> list[Step]:
         """What is done for blocks s..t with so many units of memory."""
@@ -222,11 +226,11 @@ class Table:
         if choice >= _LATER:
             later = choice - _LATER
             events = self.forward(s, later, costs.crossing[later], first=first)
-            events += self.events(room - self._units(costs.between(s, later)), later, t, first=first)
+            events += self.events(room - self.units(costs.between(s, later)), later, t, first=first)
             return events + self.events(room, s, later - 1, first=False)
         way = self.ways[s][choice - _ALL]
         events = self.forward(s, s + 1, way.saved | costs.crossing[s + 1] if s < t else way.saved, first=first)
-        return events + self.events(room - self._spent(s, way), s + 1, t, first=first) + list(way.backward)
+        return events + self.events(room - self.spent(s, way), s + 1, t, first=first) + list(way.backward)
 
     def forward(self, s: int, end: int, targets: Iterable[int], *, first: bool) -> list[Step]:
         """Forward of blocks s..end - 1."""

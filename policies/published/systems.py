@@ -13,6 +13,7 @@ from .checkmate import checkmate, moccasin
 from .checkpointing import chen_greedy, sqrt_n
 from .coop import coop
 from .delta import delta_online, delta_taco
+from .pofo import pofo
 from .rockmate import rockmate
 from .rotor import rotor
 from .states import STATES
@@ -40,11 +41,14 @@ RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
 )
 """Run again what they drop; a tier is not used."""
 
-SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **STATES})
+OFFLOADING: MappingProxyType[str, System] = MappingProxyType({"pofo": pofo})
+"""Need a tier below."""
+
+SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **OFFLOADING, **STATES})
 
 
 def applicable(trace: Trace, tier: TierLink | None) -> list[str]:
     """The names of those that have something to do here: model states move in a cycle with a tier alone."""
     if tier is None:
         return [*EITHER, *RECOMPUTING]
-    return [*EITHER, *(STATES if trace.cycle else ())]
+    return [*EITHER, *OFFLOADING, *(STATES if trace.cycle else ())]

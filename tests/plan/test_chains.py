@@ -9,10 +9,11 @@ import random
 import pytest
 
 from memmgr.policies.published.checkpointing import sqrt_n
+from memmgr.policies.published.pofo import pofo
 from memmgr.policies.published.rockmate import Block, rockmate
 from memmgr.policies.published.rotor import Costs, Table, Way, blocks, rotor
-from memmgr.policies.trace import Trace, TraceBuilder
-from memmgr.policies.trace.schedule import Do
+from memmgr.policies.trace import TierLink, Trace, TraceBuilder
+from memmgr.policies.trace.schedule import Do, replay
 
 from .exact import exact
 from .operator_logs import log, needs_logs
@@ -149,3 +150,23 @@ def test_blocks_that_look_alike_are_solved_once() -> None:
     costs = Costs(blocks(cheap_and_dear(6), 6))
     looks = [Block.of(costs, i).look() for i in range(6)]
     assert len(set(looks[1:-1])) == 1
+
+
+# ---- POFO
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_offloading_takes_a_third_of_what_recomputing_costs(seed: int) -> None:
+    """The paper's abstract, of a link that carries what a layer saves while the layer runs; a slow one is of little use."""
+    trace = uneven(12, seed)
+    budget = int(trace.unmanaged_peak[0] * 0.7)
+    alone = rotor(trace, budget)
+    rates = [sum(s.size_bytes for s in trace.storages) / trace.seconds * factor for factor in (2.0, 1e-3)]
+    fast, slow = (pofo(trace, budget, TierLink("host", rate, rate)) for rate in rates)
+    assert alone.overhead > 1 and fast.overhead - 1 < 2 / 3 * (alone.overhead - 1)
+    assert fast.overhead < slow.overhead
+    for made, rate in zip((fast, slow), rates, strict=True):
+        cost = replay(trace, made.steps, budget, write_rate=rate, read_rate=rate)
+        assert cost.valid and cost.seconds == pytest.approx(made.seconds)
+    assert any(s.do is Do.RELOAD for s in fast.steps)
+    assert "tier" in pofo(trace, budget).why
