@@ -1,9 +1,9 @@
 """Checkmate and Moccasin: integer programs over what runs again before which node.
 
-- `checkmate` (Jain et al., MLSys 2020, section 4, equations 1 to 9): R[t, i] says that node i runs in stage t, S[t, v] that value
+- `checkmate` (Jain et al., MLSys 2020, section 4): R[t, i] says that node i runs in stage t, S[t, v] that value
   v is there when stage t begins. A node runs where each of its inputs is there or was made in the stage; what is there was there
   a stage before, or was made in it. Memory is counted after each node, and what no later node of the stage wants and the
-  next stage does not find is freed (equations 4 to 9). Where the program is not solved in time, the best of what was found and of
+  next stage does not find is freed. Where the program is not solved in time, the best of what was found and of
   its relaxation, rounded in two phases (section 5), is the answer.
 - `moccasin` (Bartan et al., NeurIPS 2023): the output of each node has at most two *retention intervals*, so a node runs at most
   once more. The paper solves that by constraint programming over O(n) integers; here it is a row for each node in the same

@@ -2,7 +2,7 @@
 two of them runs once more when backward gets there.
 
 - `sqrt_n` (section 4.2): a pass of n layers in the square root of n segments. It has one schedule, whatever the budget.
-- `chen_greedy` (section 4.3, algorithm 3, *memory planning with given budget*): walks through forward and cuts as soon as a
+- `chen_greedy` (algorithm 3, *memory planning with given budget*): walks through forward and cuts as soon as a
   segment has made more than b bytes. b is searched, here for the fastest schedule that fits.
 
 The last segment is not made again: backward begins with it. Layers are ops that make something; cuts go where fewest bytes

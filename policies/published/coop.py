@@ -2,8 +2,8 @@
 
 The budget is one arena. Pieces lie in it in order of address; a request takes the best fitting hole. Where there is none, a
 window of neighbouring pieces that is large enough leaves: the one with the smallest sum of h = cost / staleness, where the cost
-is that of a piece's evicted neighbourhood (DTR's union-find) and a hole's is 0. What cannot leave is in no window (section 3.2,
-*sliding window algorithm*). What is cheap to make and what is dear is placed from different ends of a hole (*cheap tensor
+is that of a piece's evicted neighbourhood (DTR's union-find) and a hole's is 0. What cannot leave is in no window (*sliding
+window algorithm*). What is cheap to make and what is dear is placed from different ends of a hole (*cheap tensor
 partitioning*). A write in place keeps its block (*recomputable in-place*).
 
 It is the only system here that pays for fragmentation: all others count bytes. Without addresses a window is any set, and what

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from memmgr.policies.simulate.decided import Accesses
@@ -27,6 +27,8 @@ class Swap:
         back: the event that wants it again.
         gone: the event after which it goes, if the copy is waited for then; None: when the copy is whole.
         asked: the event before which its read is asked for; None: as late as possible.
+        by: the event after which it is gone at the latest, whatever that waits for.
+        not_before: the event before which its read is asked for at the earliest.
     """
 
     storage: int
@@ -34,6 +36,8 @@ class Swap:
     back: int
     gone: int | None = None
     asked: int | None = None
+    by: int | None = None
+    not_before: int = 0
 
 
 def with_copies(trace: Trace, events: Sequence[Step], swaps: Sequence[Swap], tier: TierLink) -> list[Step]:
@@ -49,20 +53,21 @@ def with_copies(trace: Trace, events: Sequence[Step], swaps: Sequence[Swap], tie
         took = tier.latency_seconds + trace.storages[swap.storage].size_bytes / tier.write_bytes_per_second
         done = max(busy, start[swap.out + 1]) + took
         gone = bisect_left(start, done) - 1 if swap.gone is None else swap.gone
-        if max(gone, swap.out) + 1 >= swap.back:
+        gone = max(gone if swap.by is None else min(gone, swap.by), swap.out)
+        if gone + 1 >= swap.back:
             continue
         busy = done
         kept.append(swap)
         leaves[len(kept) - 1] = gone
         after[swap.out].append(Step(Do.OFFLOAD, swap.storage))
-        after[max(gone, swap.out)].append(Step(Do.FREE, swap.storage))
+        after[gone].append(Step(Do.FREE, swap.storage))
     free_from = float("inf")
     for number in sorted(range(len(kept)), key=lambda number: -kept[number].back):
         swap = kept[number]
         took = tier.latency_seconds + trace.storages[swap.storage].size_bytes / tier.read_bytes_per_second
         free_from = min(free_from, start[swap.back]) - took
         asked = bisect_right(start, max(free_from, 0.0)) - 1 if swap.asked is None else swap.asked
-        before[min(max(asked, max(leaves[number], swap.out) + 1), swap.back)].insert(0, Step(Do.RELOAD, swap.storage))
+        before[min(max(asked, leaves[number] + 1, swap.not_before), swap.back)].insert(0, Step(Do.RELOAD, swap.storage))
     found: list[Step] = []
     for i, event in enumerate(events):
         found += before.get(i, ())
@@ -79,4 +84,15 @@ def across(trace: Trace, accesses: Accesses, turn: int) -> dict[int, tuple[int, 
             pair = accesses.around(s, turn - 1)
             if pair is not None:
                 found[s] = pair
+    return found
+
+
+def around_shortage(swaps: Iterable[Swap], used_bytes: Sequence[int], budget_bytes: int) -> list[Swap]:
+    """The same swaps, of which each is away wherever memory is short between its uses; those that help nowhere are left out."""
+    over = [k for k, used in enumerate(used_bytes) if used > budget_bytes]
+    found = []
+    for swap in swaps:
+        first, last = bisect_right(over, swap.out), bisect_left(over, swap.back) - 1
+        if first <= last:
+            found.append(replace(swap, by=over[first] - 1, not_before=over[last] + 1))
     return found

@@ -1,8 +1,8 @@
 """Rockmate (Zhao, Le Hellard, Eyraud-Dubois, Gusak, Beaumont, ICML 2023): Checkmate inside each block, rotor over the blocks.
 
-The pass is cut into blocks (section 3.1). For each block an integer program says what runs again in its backward where so and so
-much of what backward reads may stay in between (section 3.2): a few ways to save the block, from all of it to next to nothing.
-Rotor's dynamic program chooses among these for each block, beside saving a later input (section 3.3). Blocks that look alike
+The pass is cut into blocks. For each block an integer program says what runs again in its backward where so and so
+much of what backward reads may stay in between: a few ways to save the block, from all of it to next to nothing.
+Rotor's dynamic program chooses among these for each block, beside saving a later input. Blocks that look alike
 are solved once.
 
 *Known limitations*: three memories for each block, and no limit of the peak inside it. A block of more than 20 ops is

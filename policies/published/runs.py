@@ -123,19 +123,21 @@ def fastest(runs: Iterable[Run]) -> Run:
 
 
 def largest_that_fits(count: int, run: Callable[[int], Run]) -> Run:
-    """Of `count` ways, sorted from the one that needs least to the one that needs most, the last that fits, by bisection.
+    """Of `count` ways, sorted from the one that needs least to the one that needs most, the fastest that fits, by bisection.
+
+    Of equals it is the last.
 
     What a model says of memory is not what the rules say, so the order may be slightly wrong; the ways beside the one that is
     found are tried as well.
     """
-    found = [run(0)]
+    found = {0: run(0)}
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        found.append(run(middle))
-        low, high = (middle, high) if found[-1].feasible else (low, middle)
-    found += [run(i) for i in range(low + 2, min(low + _BESIDE, count))]
-    return fastest(found)
+        found[middle] = run(middle)
+        low, high = (middle, high) if found[middle].feasible else (low, middle)
+    found |= {i: run(i) for i in range(low + 2, min(low + _BESIDE, count))}
+    return fastest(found[i] for i in sorted(found, reverse=True))
 
 
 _BESIDE = 5

@@ -17,6 +17,7 @@ from .pofo import pofo
 from .rockmate import rockmate
 from .rotor import rotor
 from .states import STATES
+from .swapping import flashneuron, swapadvisor, vdnn_all, vdnn_conv
 from .tcontrol import tcontrol
 
 System = Callable[[Trace, int, TierLink | None], Run]
@@ -41,7 +42,15 @@ RECOMPUTING: MappingProxyType[str, System] = MappingProxyType(
 )
 """Run again what they drop; a tier is not used."""
 
-OFFLOADING: MappingProxyType[str, System] = MappingProxyType({"pofo": pofo})
+OFFLOADING: MappingProxyType[str, System] = MappingProxyType(
+    {
+        "pofo": pofo,
+        "vdnn_all": vdnn_all,
+        "vdnn_conv": vdnn_conv,
+        "flashneuron": flashneuron,
+        "swapadvisor": swapadvisor,
+    }
+)
 """Need a tier below."""
 
 SYSTEMS: MappingProxyType[str, System] = MappingProxyType({**EITHER, **RECOMPUTING, **OFFLOADING, **STATES})

@@ -43,7 +43,7 @@ def dtr_eq(c: Candidates) -> Floats:
 
 
 def dtr_local(c: Candidates) -> Floats:
-    """c / (m s), in 1/byte. Source: DTR, section 4 and appendix, h_DTR^local.
+    """c / (m s), in 1/byte. Source: DTR, section 4, h_DTR^local.
 
     Known limitations: what its neighbourhood adds is left out, so chains of cheap ops are evicted whole.
     """

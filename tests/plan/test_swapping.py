@@ -1,0 +1,118 @@
+"""Published systems that move tensors to a tier: what their papers say of them, and that their schedules keep the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memmgr.policies.published.copies import Swap, around_shortage, with_copies
+from memmgr.policies.published.runs import completed
+from memmgr.policies.published.systems import OFFLOADING, SYSTEMS, applicable
+from memmgr.policies.simulate.simulator import Run
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.schedule import Do, Step, replay
+
+from .passes import layers
+from .test_simulator import chain, link_for, trace_of
+
+
+def judged(trace: Trace, made: Run, tier: TierLink) -> None:
+    cost = replay(
+        trace, made.steps, made.budget_bytes, write_rate=tier.write_bytes_per_second,
+        read_rate=tier.read_bytes_per_second, latency_seconds=tier.latency_seconds, shared=tier.shared,
+    )  # fmt: skip
+    assert cost.valid, cost.why
+    assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+@pytest.mark.parametrize("passes", [0.5, 20.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
+    trace = trace_of(3, depth=12)
+    tier = replace(link_for(trace, passes), shared=shared)
+    assert name in applicable(trace, tier) and name not in applicable(trace, None)
+    fits = 0
+    for ratio in (1.0, 0.9, 0.7):
+        made = SYSTEMS[name](trace, int(trace.unmanaged_peak[0] * ratio), tier)
+        assert made.feasible or made.why
+        if made.feasible:
+            fits += 1
+            judged(trace, made, tier)
+    assert fits
+    assert "tier" in SYSTEMS[name](trace, 10**9, None).why
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
+    """What the program itself holds goes once it has let go."""
+    trace = layers(16)
+    tier = TierLink("host", 40.0, 40.0)
+    made = SYSTEMS[name](trace, trace.unmanaged_peak[0], tier)
+    assert made.feasible, made.why
+    judged(trace, made, tier)
+
+
+# ---- copies
+
+
+def test_what_is_read_back_ends_when_it_is_wanted_and_the_reads_follow_one_another() -> None:
+    trace = chain(8)  # ops 1 to 8 make 10 bytes each; 10 reads the last of them, 17 the first
+    events = [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
+    tier = TierLink("host", 10.0, 5.0)
+    steps = completed(trace, with_copies(trace, events, [Swap(1, 2, 17), Swap(2, 3, 16)], tier))
+    cost = replay(trace, steps, 10**6, write_rate=10.0, read_rate=5.0)
+    assert cost.valid and cost.wait_seconds == 0
+    at = [i for i, s in enumerate(steps) if s.do is Do.RELOAD]
+    assert [steps[i].target for i in at] == [2, 1] and [steps[i + 1].target for i in at] == [13, 15]
+    gone = steps.index(Step(Do.FREE, 1))
+    assert steps.index(Step(Do.COMPUTE, 3)) < gone < steps.index(Step(Do.COMPUTE, 4)), "a second after its write began"
+    late = with_copies(trace, events, [Swap(1, 15, 17)], tier)
+    assert late == events, "it would not be written before it is wanted"
+
+
+def test_a_swap_is_away_where_memory_is_short() -> None:
+    swaps = [Swap(0, 1, 9), Swap(1, 4, 6), Swap(2, 0, 3)]
+    assert around_shortage(swaps, [0, 0, 0, 0, 9, 9, 0, 0, 0, 0], 5) == [
+        Swap(0, 1, 9, by=3, not_before=6), Swap(1, 4, 6, by=4, not_before=6),
+    ]  # fmt: skip
+
+
+# ---- vDNN
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(10.0, 1.0), (5.0, 2.0)])
+def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) -> None:
+    """Each layer of 10 bytes ends when its input is written: a second at ten bytes a second, two at five. What is there is a
+    few layers, however many there are."""
+    tier = TierLink("host", rate, rate)
+    for n in (10, 40):
+        made = SYSTEMS["vdnn_all"](chain(n), 10**6, tier)
+        assert made.peak_bytes <= 1 + 3 * 10 + 2 + 1
+        assert made.seconds == pytest.approx((2 * n + 1) * seconds, abs=4 * seconds)
+    assert not [s for s in SYSTEMS["vdnn_conv"](chain(10), 10**6, tier).steps if s.do is Do.OFFLOAD], "no convolution"
+
+
+# ---- FlashNeuron
+
+
+def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> None:
+    """20 layers of a second; a copy takes two: ten of them are offloaded at most, the first ones."""
+    trace, tier = chain(20), TierLink("host", 5.0, 1000.0)
+    made = SYSTEMS["flashneuron"](trace, 170, tier)
+    assert made.feasible and [s.target for s in made.steps if s.do is Do.OFFLOAD] == [1, 2, 3, 4]
+    refused = SYSTEMS["flashneuron"](trace, 50, tier)
+    assert not refused.feasible and 100 < refused.least_bytes <= 130
+
+
+# ---- SwapAdvisor
+
+
+def test_swapadvisor_is_beladys_choice() -> None:
+    """Backward reads in reverse, so what was made first is used last: for n layers and room for m, n - m leave, the first ones."""
+    trace, tier = chain(20), TierLink("host", 1000.0, 1000.0)
+    made = SYSTEMS["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
+    gone = [s.target for s in made.steps if s.do is Do.OFFLOAD]
+    assert made.feasible and gone == list(range(1, 9))
+    assert [s.target for s in made.steps if s.do is Do.RELOAD] == list(range(8, 0, -1))
