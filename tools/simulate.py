@@ -12,7 +12,8 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
   checkmate, moccasin  integer programs over what runs again when (scipy)
   rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
-  vdnn_all, vdnn_conv, flashneuron, swapadvisor  swap only, with a tier
+  vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
+  superneurons         convolutions to the tier, what lies between runs again
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 
+from .autotm import autotm
 from .capuchin import capuchin
 from .checkmate import checkmate, moccasin
 from .checkpointing import chen_greedy, sqrt_n
@@ -17,6 +18,7 @@ from .pofo import pofo
 from .rockmate import rockmate
 from .rotor import rotor
 from .states import STATES
+from .superneurons import superneurons
 from .swapping import flashneuron, swapadvisor, vdnn_all, vdnn_conv
 from .tcontrol import tcontrol
 
@@ -24,7 +26,7 @@ System = Callable[[Trace, int, TierLink | None], Run]
 """(a pass, budget in bytes, tier) -> what comes of it."""
 
 EITHER: MappingProxyType[str, System] = MappingProxyType(
-    {"capuchin": capuchin, "delta_paper": delta_online, "delta_taco": delta_taco}
+    {"capuchin": capuchin, "delta_paper": delta_online, "delta_taco": delta_taco, "superneurons": superneurons}
 )
 """With a tier below or without one."""
 
@@ -49,6 +51,7 @@ OFFLOADING: MappingProxyType[str, System] = MappingProxyType(
         "vdnn_conv": vdnn_conv,
         "flashneuron": flashneuron,
         "swapadvisor": swapadvisor,
+        "autotm": autotm,
     }
 )
 """Need a tier below."""
