@@ -7,7 +7,7 @@ carries one copy at a time each way: what is written before some moment has to b
 read after one has to be read by its use.
 
 *Known limitations*: AutoTM's kernels may also work in the memory below, here an op has its inputs above. At most 60 moments are
-looked at. Needs scipy (the extra `plan`); HiGHS gets 10 s.
+looked at. Needs scipy (the extra `plan`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from memmgr.policies.simulate.decided import Accesses
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 
-from .checkmate import Milp
 from .copies import Swap, around_shortage, with_copies
+from .milp import LIMIT_SECONDS, Milp
 from .runs import fastest, judged, refused, runs_of
 from .swapping import NEEDS_TIER
 
 MOMENTS = 60
-LIMIT_SECONDS = 10.0
 TIGHTER = (1.0, 0.97, 0.93, 0.88)
 """Shares of the budget that the program is given: moments that it does not look at may be short, too."""
 
@@ -85,7 +84,7 @@ def chosen(trace: Trace, accesses: Accesses, budget_bytes: int, tier: TierLink) 
                 (x, r / unit) for x, r, g in zip(away, read, gaps, strict=True) if g.not_before > k and g.back <= after
             ]
             p.at_most((start[after] - start[k]) / unit, *rows, *waits)
-    _, x = p.solve(LIMIT_SECONDS)
+    _, x = p.solve(LIMIT_SECONDS.get() / 2)
     return None if x is None else [g for g, at in zip(gaps, away, strict=True) if x[at] > 0.5]
 
 

@@ -10,99 +10,42 @@
   program.
 
 *Known limitations*: passes of more than 40 ops are condensed to so many nodes, blocks of forward and their work in backward.
-HiGHS gets a time limit, so on a slower machine the answer may be a worse one. Needs scipy (the extra `plan`).
+HiGHS gets a time limit (`milp.py`), so on a slower machine the answer may be a worse one. Needs scipy (the extra `plan`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 
 from .graph import Graph, graph_of
+from .milp import LIMIT_SECONDS, Milp
 from .runs import fastest, judged, refused
 
 MOST_NODES = 40
-LIMIT_SECONDS = 20.0
-_RELAXED_SECONDS = 30.0
+_RELAXED_SECONDS = 10.0
 _THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
 """Above which a value of the relaxation is kept; the paper rounds at one half."""
 
 
-def checkmate(
-    trace: Trace, budget_bytes: int, tier: TierLink | None = None, *, limit_seconds: float = LIMIT_SECONDS
-) -> Run:
+def checkmate(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
     """Any node may run again in any stage."""
-    return _solved("checkmate", trace, budget_bytes, tier, None, limit_seconds)
+    return _solved("checkmate", trace, budget_bytes, tier, None)
 
 
-def moccasin(
-    trace: Trace, budget_bytes: int, tier: TierLink | None = None, *, limit_seconds: float = LIMIT_SECONDS
-) -> Run:
+def moccasin(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:
     """Each node runs at most once more: two retention intervals."""
-    return _solved("moccasin", trace, budget_bytes, tier, 1, limit_seconds)
+    return _solved("moccasin", trace, budget_bytes, tier, 1)
 
 
-def _solved(name: str, trace: Trace, budget: int, tier: TierLink | None, most_again: int | None, limit: float) -> Run:
+def _solved(name: str, trace: Trace, budget: int, tier: TierLink | None, most_again: int | None) -> Run:
     graph = graph_of(trace, MOST_NODES)
     program = Stages(graph, budget, most_again)
-    answers = program.solve(limit)
+    answers = program.solve(LIMIT_SECONDS.get())
     if answers is None:
         return refused(name, trace, budget, "Checkmate's program needs scipy: pip install 'memmgr[plan]'")
     runs = [judged(name, trace, budget, tier, graph.events(answer)) for answer in answers]
     return fastest(runs) if runs else refused(name, trace, budget, "no schedule was found")
-
-
-@dataclass
-class Milp:
-    """A mixed integer program being written: variables in [0, 1] unless said otherwise, rows `low <= sum <= high`."""
-
-    cost: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    least: list[float] = field(default_factory=list)
-    most: list[float] = field(default_factory=list)
-
-    def variable(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0, *, whole: bool = False) -> int:
-        self.cost.append(cost)
-        self.low.append(low)
-        self.high.append(high)
-        self.whole.append(whole)
-        return len(self.cost) - 1
-
-    def at_most(self, right: float, *terms: tuple[int, float], least: float = -np.inf) -> None:
-        for column, value in terms:
-            self.row.append(len(self.most))
-            self.column.append(column)
-            self.value.append(value)
-        self.least.append(least)
-        self.most.append(right)
-
-    def solve(self, limit_seconds: float, *, relaxed: bool = False) -> tuple[bool, list[float] | None]:
-        """(whether it was solved to the end, the best that was found).
-
-        Raises:
-            ImportError: no scipy.
-        """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        matrix = csr_array((self.value, (self.row, self.column)), shape=(len(self.most), len(self.cost)))
-        found = milp(
-            self.cost,
-            constraints=LinearConstraint(matrix, np.array(self.least), np.array(self.most)),
-            bounds=Bounds(np.array(self.low), np.array(self.high)),
-            integrality=np.array(self.whole) & (not relaxed),
-            options={"time_limit": limit_seconds, "mip_rel_gap": 1e-6},
-        )
-        return found.status in (0, 2), None if found.x is None else list(found.x)
 
 
 class Stages:
@@ -211,7 +154,7 @@ class Stages:
             solved, x = self.p.solve(limit_seconds)
             found = [] if x is None else [self._order({key for key, at in self.runs.items() if x[at] > 0.5})]
             if not solved and rounded:
-                _, x = self.p.solve(_RELAXED_SECONDS, relaxed=True)
+                _, x = self.p.solve(max(limit_seconds, _RELAXED_SECONDS), relaxed=True)
                 found += [] if x is None else [self._rounded(x, threshold) for threshold in _THRESHOLDS]
         except ImportError:
             return None

@@ -6,7 +6,8 @@ Rotor's dynamic program chooses among these for each block, beside saving a late
 are solved once.
 
 *Known limitations*: three memories for each block, and no limit of the peak inside it. A block of more than 20 ops is
-condensed, as in `checkmate`. A program that is not solved in 2 s is left out where it has found nothing.
+condensed, as in `checkmate`. A program that has found nothing in its time, a tenth of
+a system's, is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from memmgr.policies.trace.schedule import Do, Replay, Step
 
 from .checkmate import Stages
 from .graph import graph_of
+from .milp import LIMIT_SECONDS
 from .rotor import Costs, Way, best_of, blocks
 from .runs import UNLIMITED, completed, refused
 
@@ -27,7 +29,8 @@ MOST_BLOCKS = 30
 OPS_OF_A_BLOCK = 3
 """At least: in a single op there is nothing to choose."""
 MOST_NODES = 20
-LIMIT_SECONDS = 2.0
+PART = 0.1
+"""Of `LIMIT_SECONDS`: what each program may take."""
 SHARES = (0.7, 0.4, 0.1)
 """Of what backward reads, how much may stay."""
 
@@ -118,7 +121,7 @@ class Block:
         for share in SHARES if saved else ():
             program = Stages(graph, self.trace.unmanaged_peak[0] + 2 * saved, None, since=begin)
             program.keep_at_most(begin, int(share * saved))
-            plans = program.solve(LIMIT_SECONDS, rounded=False)
+            plans = program.solve(PART * LIMIT_SECONDS.get(), rounded=False)
             if plans is None:
                 return None
             for plan in plans:

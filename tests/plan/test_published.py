@@ -16,6 +16,7 @@ from memmgr.policies.published.checkmate import checkmate, moccasin
 from memmgr.policies.published.checkpointing import checkpointed
 from memmgr.policies.published.coop import cheapest_window
 from memmgr.policies.published.graph import graph_of
+from memmgr.policies.published.milp import LIMIT_SECONDS
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.systems import RECOMPUTING, SYSTEMS, applicable
 from memmgr.policies.published.tcontrol import betweenness
@@ -217,7 +218,10 @@ def test_two_retention_intervals_are_two_runs_at_most() -> None:
 def test_without_time_the_relaxation_is_rounded() -> None:
     trace = chain(12)
     budget = int(trace.unmanaged_peak[0] * 0.7)
-    best, rounded = checkmate(trace, budget), checkmate(trace, budget, limit_seconds=0.0)
+    best = checkmate(trace, budget)
+    token = LIMIT_SECONDS.set(0.0)
+    rounded = checkmate(trace, budget)
+    LIMIT_SECONDS.reset(token)
     assert best.feasible and rounded.feasible and rounded.seconds >= best.seconds > trace.seconds
     assert replay(trace, rounded.steps, budget).valid
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
 
 import pytest
 
-from memmgr.policies.published import autotm
 from memmgr.policies.published.chain import Chain
 from memmgr.policies.published.copies import Swap, around_shortage, with_copies
+from memmgr.policies.published.milp import LIMIT_SECONDS
 from memmgr.policies.published.runs import completed
 from memmgr.policies.published.runs import judged as outcome
 from memmgr.policies.published.superneurons import recomputed
@@ -22,6 +23,13 @@ from memmgr.policies.trace.schedule import Do, Step, replay
 
 from .passes import layers
 from .test_simulator import chain, link_for, trace_of
+
+
+@pytest.fixture(autouse=True)
+def hurry() -> Iterator[None]:
+    token = LIMIT_SECONDS.set(2.0)
+    yield
+    LIMIT_SECONDS.reset(token)
 
 
 def judged(trace: Trace, made: Run, tier: TierLink) -> None:
@@ -36,8 +44,7 @@ def judged(trace: Trace, made: Run, tier: TierLink) -> None:
 @pytest.mark.parametrize("name", [*OFFLOADING, "superneurons"])
 @pytest.mark.parametrize("passes", [0.5, 20.0])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_rules_hold(name: str, passes: float, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotm, "LIMIT_SECONDS", 1.0)
+def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
     trace = trace_of(3, depth=12)
     tier = replace(link_for(trace, passes), shared=shared)
     assert name in applicable(trace, tier) and (name in applicable(trace, None)) == (name == "superneurons")
