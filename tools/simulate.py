@@ -14,6 +14,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
   vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
   superneurons         convolutions to the tier, what lies between runs again
+  tsplit               from bottleneck to bottleneck, the least time for each byte
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 

@@ -21,12 +21,19 @@ from .states import STATES
 from .superneurons import superneurons
 from .swapping import flashneuron, swapadvisor, vdnn_all, vdnn_conv
 from .tcontrol import tcontrol
+from .tsplit import tsplit
 
 System = Callable[[Trace, int, TierLink | None], Run]
 """(a pass, budget in bytes, tier) -> what comes of it."""
 
 EITHER: MappingProxyType[str, System] = MappingProxyType(
-    {"capuchin": capuchin, "delta_paper": delta_online, "delta_taco": delta_taco, "superneurons": superneurons}
+    {
+        "capuchin": capuchin,
+        "delta_paper": delta_online,
+        "delta_taco": delta_taco,
+        "superneurons": superneurons,
+        "tsplit": tsplit,
+    }
 )
 """With a tier below or without one."""
 

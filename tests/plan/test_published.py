@@ -40,7 +40,7 @@ def read(log: LogWriter) -> Trace:
 
 
 @needs_judge
-@pytest.mark.parametrize("name", RECOMPUTING)
+@pytest.mark.parametrize("name", [*RECOMPUTING, "superneurons", "tsplit"])
 @pytest.mark.parametrize("shape", ["network", "tangle"])
 def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
     made = network(7, depth=2 if name in PROGRAMS else 12) if shape == "network" else tangle(3, ops=7)
@@ -60,7 +60,7 @@ def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
     assert judged
 
 
-@pytest.mark.parametrize("name", RECOMPUTING)
+@pytest.mark.parametrize("name", [*RECOMPUTING, "tsplit"])
 def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
     """The program holds tensors itself, what backward makes runs once, and a block that is overwritten is gone."""
     trace = layers(8 if name in PROGRAMS else 16)

@@ -24,6 +24,8 @@ from memmgr.policies.trace.schedule import Do, Step, replay
 from .passes import layers
 from .test_simulator import chain, link_for, trace_of
 
+EITHER = ("superneurons", "tsplit")
+
 
 @pytest.fixture(autouse=True)
 def hurry() -> Iterator[None]:
@@ -41,13 +43,13 @@ def judged(trace: Trace, made: Run, tier: TierLink) -> None:
     assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
 
 
-@pytest.mark.parametrize("name", [*OFFLOADING, "superneurons"])
+@pytest.mark.parametrize("name", [*OFFLOADING, *EITHER])
 @pytest.mark.parametrize("passes", [0.5, 20.0])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
     trace = trace_of(3, depth=12)
     tier = replace(link_for(trace, passes), shared=shared)
-    assert name in applicable(trace, tier) and (name in applicable(trace, None)) == (name == "superneurons")
+    assert name in applicable(trace, tier) and (name in applicable(trace, None)) == (name in EITHER)
     fits = 0
     for ratio in (1.0, 0.9, 0.7):
         made = SYSTEMS[name](trace, int(trace.unmanaged_peak[0] * ratio), tier)
@@ -56,7 +58,7 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
             fits += 1
             judged(trace, made, tier)
     assert fits
-    assert name == "superneurons" or "tier" in SYSTEMS[name](trace, 10**9, None).why
+    assert name in EITHER or "tier" in SYSTEMS[name](trace, 10**9, None).why
 
 
 @pytest.mark.parametrize("name", OFFLOADING)
@@ -215,3 +217,38 @@ def test_a_large_segment_is_made_again_for_each_op_that_reads_it(last: int, agai
     names = [trace.ops[s.target].name for s in steps if s.do is Do.RECOMPUTE]
     assert {name: names.count(name) for name in names} == again
     assert replay(trace, steps, 10**6).valid
+
+
+# ---- TSPLIT
+
+
+def three_ways() -> Trace:
+    """A bottleneck of three tensors of 10 bytes, made in 1, 3 and 5 s; what lies between their uses takes 4 s."""
+    builder = TraceBuilder()
+    builder.constant("c", 1)
+    for name, seconds in (("dear", 5.0), ("cheap", 1.0), ("middle", 3.0)):
+        builder.call(name, seconds, ["c"], [(name, 10, -1)])
+    builder.call("wait", 2.0, ["c"], [("w", 1, -1)])
+    builder.begin_backward()
+    builder.call("peak", 1.0, ["w"], [("p", 10, -1)])
+    builder.release("p")
+    builder.call("after", 2.0, ["w"], [("x", 1, -1)])
+    for name in ("dear", "cheap", "middle"):
+        builder.call("b", 1.0, [name], [(f"g{name}", 1, -1)])
+        builder.release(name)
+    return builder.build().check()
+
+
+def test_tsplit_takes_the_least_time_for_each_byte() -> None:
+    trace = three_ways()
+    full = trace.unmanaged_peak[0]
+    for fewer, made_again in ((1, ["cheap"]), (11, ["cheap", "middle"])):
+        made = SYSTEMS["tsplit"](trace, full - fewer, None)
+        assert (
+            made.feasible and sorted(trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE) == made_again
+        )
+    tier = TierLink("host", 10.0, 10.0)  # a second each way, with two beside it: one copy hides, and then another
+    made = SYSTEMS["tsplit"](trace, full - 1, tier)
+    assert made.overhead == 1 and sum(s.do is Do.OFFLOAD for s in made.steps) == 1
+    slow = SYSTEMS["tsplit"](trace, full - 1, TierLink("host", 1.0, 1.0))
+    assert [trace.ops[s.target].name for s in slow.steps if s.do is Do.RECOMPUTE] == ["cheap"]
