@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
 
+_HIGHEST = 2.5
+"""Where a picture of slowdowns ends: a system that takes five times as long would flatten all others."""
+
 
 def available() -> bool:
     """matplotlib is installed."""
@@ -39,7 +42,8 @@ def slowdown(rows: Sequence[Sequence[Result]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    many = len(rows[0]) > len(_COLOURS)
+    figure = Figure(figsize=(10.5, 6.5) if many else (7.5, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     bound = [(row[0].ratio, row[0].lower_bound) for row in rows if row[0].lower_bound is not None]
@@ -53,19 +57,22 @@ def slowdown(rows: Sequence[Sequence[Result]], path: Path, title: str) -> None:
             [result.overhead or 1.0 for result in fits],
             color=_COLOURS[(index + 1) % len(_COLOURS)],
             linestyle=("-", "--", ":")[index // len(_COLOURS) % 3],
-            marker="o",
+            marker="o^sD"[index // len(_COLOURS) % 4],
             markersize=4,
+            linewidth=2.5 if same[0].policy == "plan" else 1.3,
             label=same[0].policy,
         )
     axes.set_xlim(1.02, 0)
-    axes.set_ylim(bottom=1)
+    highest = max([1.05, *(result.overhead or 1.0 for row in rows for result in row)])
+    axes.set_ylim(1, min(1 + 1.05 * (highest - 1), _HIGHEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(color="#d9dde2", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.set_xlabel("budget, of the unmanaged peak", fontsize=9)
     axes.set_ylabel("time over unmanaged", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="upper left", handlelength=3)
+    beside = {"bbox_to_anchor": (1.01, 1.0), "loc": "upper left"} if many else {"loc": "upper left"}
+    axes.legend(fontsize=8, frameon=False, handlelength=3, **beside)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 

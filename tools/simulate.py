@@ -8,6 +8,13 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
+  sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
+  coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
+  checkmate, moccasin  integer programs over what runs again when (scipy)
+  rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
+  vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
+  superneurons         convolutions to the tier, what lies between runs again
+  tsplit               from bottleneck to bottleneck, the least time for each byte
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
@@ -20,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,30 +42,25 @@ from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
-from memmgr.policies.published.capuchin import capuchin
-from memmgr.policies.published.delta import delta_online, delta_taco
-from memmgr.policies.published.states import STATES
+from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.systems import SYSTEMS, applicable
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools import _plot
 from memmgr.tools._dtr_log import read_dtr_log
-from memmgr.tools._screen import megabytes, table
+from memmgr.tools._screen import ProgressBar, megabytes, table
 
-ALL = (
-    "auto",
-    "plan",
-    "capuchin",
-    "delta_paper",
-    "delta_taco",
+RULES = (
     "dtr_eq",
     "dtr",
+    "dtr_local",
     "msps",
     "lru+evict",
     "largest+evict",
 )
-ALL_WITH_LINK = ("auto", "plan", "capuchin", "delta_paper", "delta_taco", "delta", "offload", "dtr_eq")
+RULES_WITH_LINK = ("delta", "offload", "dtr_eq")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
+    parser.add_argument(
+        "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
+        help="what the integer programs of a published system may take at a budget; default: %(default)s",
+    )  # fmt: skip
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -139,12 +146,29 @@ def _one_line() -> Iterator[None]:
         raise _Refused(" ".join(text.split())) from None
 
 
+@contextmanager
+def _without_solvers_words() -> Iterator[None]:
+    """HiGHS prints lines of its own to the process's output now and then, and --json promises one object."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _run(args: argparse.Namespace) -> int:
     trace = _read(args.log, args.format)
     if not trace.ops:
         raise _Refused(f"{args.log}: no ops")
     if not trace.complete:
         print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
+    if not args.solver_seconds >= 0:
+        raise _Refused(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+    LIMIT_SECONDS.set(args.solver_seconds)
     peak = trace.unmanaged_peak[0]
     if args.sweep:
         return _sweep(args, trace)
@@ -159,7 +183,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.policy == "all":
         if args.schedule_out:
             raise _Refused("--schedule-out needs one policy, not all")
-        results = [_simulate(trace, name, ratio, budget, tier, bound)[0] for name in _all(trace, tier)]
+        results = []
+        names = _all(trace, tier)
+        with ProgressBar(len(names)) as progress:
+            for name in names:
+                progress.say(name, 1)
+                results.append(_simulate(trace, name, ratio, budget, tier, bound)[0])
         if args.json:
             print(json.dumps({"policy": "all", "results": [asdict(r) for r in results]}))
         else:
@@ -186,10 +215,14 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     peak, tier = trace.unmanaged_peak[0], _tier(trace, args.link)
     names = _all(trace, tier) if args.policy == "all" else [args.policy]
     found: list[list[Result]] = []
-    for tenths in range(10, 0, -1):
-        budget = peak * tenths // 10
-        bound = _lower_bound(trace, budget, tier)
-        found.append([_simulate(trace, name, tenths / 10, budget, tier, bound)[0] for name in names])
+    with ProgressBar(10 * len(names)) as progress:
+        for tenths in range(10, 0, -1):
+            budget = peak * tenths // 10
+            bound = _lower_bound(trace, budget, tier)
+            found.append([])
+            for name in names:
+                progress.say(f"{name} at {tenths * 10} %", 1)
+                found[-1].append(_simulate(trace, name, tenths / 10, budget, tier, bound)[0])
     if args.picture:
         _plot.slowdown(
             found, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
@@ -200,18 +233,33 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     print(
         f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: does not fit)"
     )
-    rows = []
-    for row in found:
-        bound = row[0].lower_bound
-        bars = [_bar(row[0].overhead)] if len(names) == 1 else []
-        times = ["-" if r.overhead is None else f"{r.overhead:.3f}" for r in row]
-        rows.append(
-            [f"{row[0].ratio:.0%}", megabytes(row[0].budget_bytes), *times, f"{bound:.3f}" if bound else "-", *bars]
-        )
-    table(["budget", "", *names, "bound", *([""] if len(names) == 1 else [])], rows)
+    if len(names) == 1:
+        _show_one(found)
+    else:
+        _show_systems(names, found)
     if args.picture:
         print(args.picture)
     return 0
+
+
+def _factor(overhead: float | None) -> str:
+    return "-" if overhead is None else f"{overhead:.3f}"
+
+
+def _show_one(found: list[list[Result]]) -> None:
+    """A row a budget."""
+    rows = [
+        [f"{r.ratio:.0%}", megabytes(r.budget_bytes), _factor(r.overhead), _factor(r.lower_bound), _bar(r.overhead)]
+        for (r,) in found
+    ]
+    table(["budget", "", found[0][0].policy, "bound", ""], rows)
+
+
+def _show_systems(names: list[str], found: list[list[Result]]) -> None:
+    """A row a policy, a column a budget, and the bound below them all."""
+    rows = [[name, *(_factor(row[i].overhead) for row in found)] for i, name in enumerate(names)]
+    rows.append(["bound", *(_factor(row[0].lower_bound) for row in found)])
+    table(["", *(f"{row[0].ratio:.0%}" for row in found)], rows)
 
 
 def _bar(overhead: float | None) -> str:
@@ -253,7 +301,7 @@ def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | No
 
 
 def _all(trace: Trace, tier: TierLink | None) -> list[str]:
-    return [*(ALL_WITH_LINK if tier else ALL), *(STATES if tier and trace.cycle else ())]
+    return ["auto", "plan", *applicable(trace, tier), *(RULES_WITH_LINK if tier else RULES)]
 
 
 class _Outcome(NamedTuple):
@@ -272,7 +320,8 @@ def _simulate(
 ) -> tuple[Result, list[Step]]:
     decide = _policy(name, tier)
     began = time.perf_counter()
-    feasible, steps, why, away, clean, least = decide(trace, budget)
+    with _without_solvers_words():
+        feasible, steps, why, away, clean, least = decide(trace, budget)
     seconds = time.perf_counter() - began
     rates: dict[str, Any] = {}
     if tier is not None:
@@ -295,14 +344,8 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         return lambda trace, budget: _plan(trace, budget, tier)
     if name in ("online", "auto") and (tier is None or name == "online"):
         return _online if name == "online" else _auto
-    own: dict[str, Callable[[Trace, int, TierLink | None], Run]] = {
-        "capuchin": capuchin,
-        "delta_paper": delta_online,
-        "delta_taco": delta_taco,
-        **STATES,
-    }
-    if name in own:
-        return lambda trace, budget: _outcome(own[name](trace, budget, tier))
+    if name in SYSTEMS:
+        return lambda trace, budget: _outcome(SYSTEMS[name](trace, budget, tier))
     policy = parse_policy(name)
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
 

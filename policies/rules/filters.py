@@ -42,6 +42,14 @@ def dtr_eq(c: Candidates) -> Floats:
     return (c.cost_seconds + c.component_seconds) / (_bytes(c) * _staleness(c))
 
 
+def dtr_local(c: Candidates) -> Floats:
+    """c / (m s), in 1/byte. Source: DTR, section 4, h_DTR^local.
+
+    Known limitations: what its neighbourhood adds is left out, so chains of cheap ops are evicted whole.
+    """
+    return c.cost_seconds / (_bytes(c) * _staleness(c))
+
+
 def delta(c: Candidates) -> Floats:
     """1 / (m s), in 1/(byte second). Source: DELTA (Tang et al., arXiv 2203.15980), Filter.
 
@@ -189,6 +197,7 @@ FILTERS: MappingProxyType[str, Filter] = MappingProxyType(
     {
         "dtr": dtr,
         "dtr_eq": dtr_eq,
+        "dtr_local": dtr_local,
         "delta": delta,
         "msps": msps,
         "lru": lru,

@@ -75,6 +75,7 @@ ALONE: MappingProxyType[str, str] = MappingProxyType(
     {
         "dtr": "evict",
         "dtr_eq": "evict",
+        "dtr_local": "evict",
         "msps": "evict",
         "lru": "auto",
         "largest": "auto",

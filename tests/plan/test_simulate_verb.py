@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memmgr._trace_file import write_trace
+from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools import cli
 from memmgr.tools._dtr_log import read_dtr_log
@@ -19,12 +20,19 @@ from .passes import layers
 from .synthetic import network
 from .test_paging import Training
 
+HURRY = ("--solver-seconds", 0.5)
 FIELDS = {"policy", "ratio", "budget_bytes", "feasible", "overhead", "peak_bytes", "lower_bound", "seconds"}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return network(2, depth=10).write(tmp_path / "pass.log")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Few ops, for the integer programs."""
+    return network(2, depth=2).write(tmp_path / "small.log")
 
 
 def simulate(*words: object) -> int:
@@ -64,10 +72,13 @@ def test_a_trace_file_is_recognised(file: Path, tmp_path: Path, capsys: pytest.C
     assert shown[0] == shown[1]
 
 
-def test_a_table_of_all(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--policy", "all", "--ratio", 0.8) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("auto", "plan", "capuchin", "delta_taco", "dtr_eq"))
+def test_a_table_of_all(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", small, "--policy", "all", "--ratio", 0.8, *HURRY) == 0
+    shown, said = capsys.readouterr()
+    names = ("auto", "plan", "capuchin", "delta_taco", "dtr_eq", "dtr_local", *RECOMPUTING)
+    rows = [line.split()[0] for line in shown.splitlines() if line.strip()]
+    assert all(rows.count(name) == 1 for name in names)
+    assert all(name in said for name in names), "progress, beside the table"
 
 
 def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,9 +97,11 @@ def test_what_moves_states_is_in_the_table_of_a_cycle(tmp_path: Path, capsys: py
 
 
 def test_all_with_a_link_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--log", file, "--policy", "all", "--ratio", 0.5, "--link", 0.05, "--json") == 0
+    assert simulate("--log", file, "--policy", "all", "--ratio", 0.5, "--link", 0.05, "--json", *HURRY) == 0
     results = {r["policy"]: r for r in json.loads(capsys.readouterr().out)["results"]}
-    assert {"auto", "plan", "offload", "dtr_eq"} <= set(results) and all(set(r) >= FIELDS for r in results.values())
+    assert {"auto", "plan", "offload", "dtr_eq", *OFFLOADING} <= set(results) and all(
+        set(r) >= FIELDS for r in results.values()
+    )
     feasible = [r["overhead"] for r in results.values() if r["feasible"]]
     assert results["plan"]["lower_bound"] <= results["plan"]["overhead"] == min(feasible)
 
@@ -171,6 +184,7 @@ def test_shares_of_the_need(file: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--budget", "lots"], "--budget"),
         (["--budget", "12"], "was 12GB meant"),
         (["--ratio", "0.5", "--link", "-3"], "--link"),
+        (["--ratio", "0.5", "--solver-seconds", "-3"], "--solver-seconds"),
         (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),
         (["--ratio", "0.5", "--schedule-out", "/nonexistent/x"], "/nonexistent/x"),
         (["--ratio", "0.5", "--format", "trace"], "not a trace file"),
@@ -224,15 +238,23 @@ def test_a_sweep_in_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     bars = [line.count("#") for line in shown[3:]]
     assert bars[0] == 0 < bars[5] <= bars[7], "the less memory, the longer"
     assert shown[-1].split()[-2:] == ["-", "-"], "nothing fits into a tenth, and so there is no bound"
-    assert simulate("--log", file, "--sweep", "--policy", "all") == 0
-    assert {"auto", "plan", "capuchin"} < set(capsys.readouterr().out.splitlines()[1].split())
+
+
+def test_a_sweep_of_all_has_a_row_a_system_and_the_bound_below(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", small, "--sweep", "--policy", "all", *HURRY) == 0
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.strip("-─━ ")]
+    assert head == [f"{tenths}0%" for tenths in range(10, 0, -1)]
+    table = {name: [float(x) if x != "-" else None for x in factors] for name, *factors in rows}
+    assert {"auto", "plan", "capuchin", *RECOMPUTING} < set(table) and rows[-1][0] == "bound"
+    for factors in table.values():
+        assert all(f is None or (b is not None and f >= b - 1e-3) for f, b in zip(factors, table["bound"], strict=True))
 
 
 @pytest.mark.parametrize(("name", "magic"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
-def test_a_sweep_has_a_picture(name: str, magic: bytes, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_has_a_picture(name: str, magic: bytes, small: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
     out = tmp_path / name
-    assert simulate("--log", file, "--sweep", "--policy", "all", "--picture", out) == 0
+    assert simulate("--log", small, "--sweep", "--policy", "all", "--picture", out, *HURRY) == 0
     assert out.read_bytes().startswith(magic)
 
 

@@ -26,7 +26,7 @@ from .operator_logs import SHARED, log, needs_logs
 from .passes import LINK, layers
 from .synthetic import network
 
-RECOMPUTE_ONLY = ("dtr", "dtr_eq", "msps", "lru+evict", "largest+evict", "price+evict", "auto")
+RECOMPUTE_ONLY = ("dtr", "dtr_eq", "dtr_local", "msps", "lru+evict", "largest+evict", "price+evict", "auto")
 BY_NAME = {"capuchin": capuchin, "delta_paper": delta_online, "delta_taco": delta_taco}
 
 
@@ -158,7 +158,7 @@ def test_what_it_does_with_a_measured_pass_is_a_schedule(policy: str, share: flo
 
 
 @needs_logs
-@pytest.mark.parametrize("policy", ["dtr_eq", "msps"])
+@pytest.mark.parametrize("policy", ["dtr_eq", "dtr_local", "msps"])
 def test_baselines_are_those_of_dtrs_own_simulator(policy: str) -> None:
     """Where memory is not very short, details (sampling, ties, splitting) do not matter: the same figures, within 1 %."""
     reference = json.loads((SHARED / "dtr-logs" / "reference.json").read_text())

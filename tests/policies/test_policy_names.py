@@ -118,6 +118,7 @@ def test_names_alone() -> None:
         ("dtr", "evict"),
         ("dtr_eq", "evict"),
         ("msps", "evict"),
+        ("dtr_local", "evict"),
         ("lru", "auto"),
         ("largest", "auto"),
     ):

@@ -1,0 +1,254 @@
+"""Published systems that move tensors to a tier: what their papers say of them, and that their schedules keep the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain as joined
+from itertools import combinations
+
+import pytest
+
+from memmgr.policies.published.chain import Chain
+from memmgr.policies.published.copies import Swap, around_shortage, with_copies
+from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.runs import completed
+from memmgr.policies.published.runs import judged as outcome
+from memmgr.policies.published.superneurons import recomputed
+from memmgr.policies.published.systems import OFFLOADING, SYSTEMS, applicable
+from memmgr.policies.simulate.decided import Accesses
+from memmgr.policies.simulate.simulator import Run
+from memmgr.policies.trace import TierLink, Trace, TraceBuilder
+from memmgr.policies.trace.schedule import Do, Step, replay
+
+from .passes import layers
+from .test_simulator import chain, link_for, trace_of
+
+EITHER = ("superneurons", "tsplit")
+
+
+@pytest.fixture(autouse=True)
+def hurry() -> Iterator[None]:
+    token = LIMIT_SECONDS.set(2.0)
+    yield
+    LIMIT_SECONDS.reset(token)
+
+
+def judged(trace: Trace, made: Run, tier: TierLink) -> None:
+    cost = replay(
+        trace, made.steps, made.budget_bytes, write_rate=tier.write_bytes_per_second,
+        read_rate=tier.read_bytes_per_second, latency_seconds=tier.latency_seconds, shared=tier.shared,
+    )  # fmt: skip
+    assert cost.valid, cost.why
+    assert (cost.peak_bytes, cost.seconds) == (made.peak_bytes, pytest.approx(made.seconds))
+
+
+@pytest.mark.parametrize("name", [*OFFLOADING, *EITHER])
+@pytest.mark.parametrize("passes", [0.5, 20.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
+    trace = trace_of(3, depth=12)
+    tier = replace(link_for(trace, passes), shared=shared)
+    assert name in applicable(trace, tier) and (name in applicable(trace, None)) == (name in EITHER)
+    fits = 0
+    for ratio in (1.0, 0.9, 0.7):
+        made = SYSTEMS[name](trace, int(trace.unmanaged_peak[0] * ratio), tier)
+        assert made.feasible or made.why
+        if made.feasible:
+            fits += 1
+            judged(trace, made, tier)
+    assert fits
+    assert name in EITHER or "tier" in SYSTEMS[name](trace, 10**9, None).why
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
+    """What the program itself holds goes once it has let go."""
+    trace = layers(16)
+    tier = TierLink("host", 40.0, 40.0)
+    made = SYSTEMS[name](trace, trace.unmanaged_peak[0], tier)
+    assert made.feasible, made.why
+    judged(trace, made, tier)
+
+
+# ---- copies
+
+
+def test_what_is_read_back_ends_when_it_is_wanted_and_the_reads_follow_one_another() -> None:
+    trace = chain(8)  # ops 1 to 8 make 10 bytes each; 10 reads the last of them, 17 the first
+    events = [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
+    tier = TierLink("host", 10.0, 5.0)
+    steps = completed(trace, with_copies(trace, events, [Swap(1, 2, 17), Swap(2, 3, 16)], tier))
+    cost = replay(trace, steps, 10**6, write_rate=10.0, read_rate=5.0)
+    assert cost.valid and cost.wait_seconds == 0
+    at = [i for i, s in enumerate(steps) if s.do is Do.RELOAD]
+    assert [steps[i].target for i in at] == [2, 1] and [steps[i + 1].target for i in at] == [13, 15]
+    gone = steps.index(Step(Do.FREE, 1))
+    assert steps.index(Step(Do.COMPUTE, 3)) < gone < steps.index(Step(Do.COMPUTE, 4)), "a second after its write began"
+    late = with_copies(trace, events, [Swap(1, 15, 17)], tier)
+    assert late == events, "it would not be written before it is wanted"
+
+
+def test_a_swap_is_away_where_memory_is_short() -> None:
+    swaps = [Swap(0, 1, 9), Swap(1, 4, 6), Swap(2, 0, 3)]
+    assert around_shortage(swaps, [0, 0, 0, 0, 9, 9, 0, 0, 0, 0], 5) == [
+        Swap(0, 1, 9, by=3, not_before=6), Swap(1, 4, 6, by=4, not_before=6),
+    ]  # fmt: skip
+
+
+# ---- vDNN
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(10.0, 1.0), (5.0, 2.0)])
+def test_vdnn_takes_as_much_memory_as_a_few_layers(rate: float, seconds: float) -> None:
+    """Each layer of 10 bytes ends when its input is written: a second at ten bytes a second, two at five. What is there is a
+    few layers, however many there are."""
+    tier = TierLink("host", rate, rate)
+    for n in (10, 40):
+        made = SYSTEMS["vdnn_all"](chain(n), 10**6, tier)
+        assert made.peak_bytes <= 1 + 3 * 10 + 2 + 1
+        assert made.seconds == pytest.approx((2 * n + 1) * seconds, abs=4 * seconds)
+    assert not [s for s in SYSTEMS["vdnn_conv"](chain(10), 10**6, tier).steps if s.do is Do.OFFLOAD], "no convolution"
+
+
+# ---- FlashNeuron
+
+
+def test_flashneuron_offloads_in_order_and_no_longer_than_forward_takes() -> None:
+    """20 layers of a second; a copy takes two: ten of them are offloaded at most, the first ones."""
+    trace, tier = chain(20), TierLink("host", 5.0, 1000.0)
+    made = SYSTEMS["flashneuron"](trace, 170, tier)
+    assert made.feasible and [s.target for s in made.steps if s.do is Do.OFFLOAD] == [1, 2, 3, 4]
+    refused = SYSTEMS["flashneuron"](trace, 50, tier)
+    assert not refused.feasible and 100 < refused.least_bytes <= 130
+
+
+# ---- SwapAdvisor
+
+
+def test_swapadvisor_is_beladys_choice() -> None:
+    """Backward reads in reverse, so what was made first is used last: for n layers and room for m, n - m leave, the first ones."""
+    trace, tier = chain(20), TierLink("host", 1000.0, 1000.0)
+    made = SYSTEMS["swapadvisor"](trace, 1 + 12 * 10 + 2, tier)
+    gone = [s.target for s in made.steps if s.do is Do.OFFLOAD]
+    assert made.feasible and gone == list(range(1, 9))
+    assert [s.target for s in made.steps if s.do is Do.RELOAD] == list(range(8, 0, -1))
+
+
+# ---- AutoTM
+
+
+@pytest.mark.parametrize("rate", [3.0, 10.0, 30.0])
+@pytest.mark.parametrize("room", [6, 4])
+def test_autotm_is_near_the_best_of_all_choices(rate: float, room: int) -> None:
+    """Seven layers of which so many fit, and each subset of what may be away. Its program knows the link's time by moments only,
+    so it is the optimum where the link is all that counts, and a quarter slower elsewhere."""
+    trace, tier = chain(7), TierLink("host", rate, rate)
+    budget = 1 + 10 * room + 2
+    events = [Step(Do.COMPUTE, k) for k in range(len(trace.ops))]
+    accesses = Accesses.of(trace)
+    every = [
+        Swap(s, a, b)
+        for s, uses in enumerate(accesses.ops)
+        if s
+        for a, b in zip(uses, uses[1:], strict=False)
+        if b - a > 2
+    ]
+    every = around_shortage(every, accesses.used_bytes, budget)
+    subsets = joined.from_iterable(combinations(every, n) for n in range(len(every) + 1))
+    tried = [outcome("", trace, budget, tier, with_copies(trace, events, list(swaps), tier)) for swaps in subsets]
+    made = SYSTEMS["autotm"](trace, budget, tier)
+    best = min(run.seconds for run in tried if run.feasible)
+    assert made.feasible and best * (1 - 1e-9) <= made.seconds <= best * (1.0 + 1e-9 if rate < 10 else 1.25 + 1e-9)
+
+
+# ---- SuperNeurons
+
+
+def convolutions(n: int) -> Trace:
+    """Layers of a convolution (9 s) and two cheap ops (1 s) that make as much, all read again by backward."""
+    builder = TraceBuilder()
+    builder.constant("a0", 1)
+    for i in range(1, n + 1):
+        builder.call("conv", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
+        builder.call("norm", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
+        builder.call("relu", 1.0, [f"z{i}"], [(f"a{i}", 10, -1)])
+    builder.begin_backward()
+    builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
+    for i in range(n, 0, -1):
+        builder.call("b", 12.0, ["g", f"a{i}", f"z{i}", f"y{i}", f"a{i - 1}"], [("h", 1, -1)])
+        for name in (f"y{i}", f"z{i}", f"a{i}"):
+            builder.release(name)
+        builder.copy_from("h", "g")
+        builder.release("h")
+    return builder.build().check()
+
+
+def test_superneurons_makes_what_is_cheap_again_and_offloads_the_rest() -> None:
+    """Without a tier convolutions stay, a third of all; with one the peak does not grow with the depth."""
+    trace = convolutions(12)
+    made = SYSTEMS["superneurons"](trace, trace.unmanaged_peak[0] * 55 // 100, None)
+    assert {trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE} == {"norm", "relu"}
+    tier = TierLink("host", 10.0, 10.0)
+    least = []
+    for n in (12, 24):
+        small = SYSTEMS["superneurons"](convolutions(n), 1, tier)
+        assert not small.feasible
+        least.append(small.least_bytes)
+        run = SYSTEMS["superneurons"](convolutions(n), small.least_bytes, tier)
+        assert run.feasible and run.overhead < 1.2
+    assert least[0] == least[1] < trace.unmanaged_peak[0] // 3
+
+
+@pytest.mark.parametrize(("last", "again"), [(10, {"p": 3, "q": 2, "r": 1}), (100, {"p": 1, "q": 1, "r": 1})])
+def test_a_large_segment_is_made_again_for_each_op_that_reads_it(last: int, again: dict[str, int]) -> None:
+    """Speed-centric where a segment is no larger than the largest op of the pass, memory-centric beyond."""
+    builder = TraceBuilder()
+    builder.constant("a0", 1)
+    for name, read, size in (("conv", "a0", 10), ("p", "conv", 30), ("q", "p", 30), ("r", "q", 30), ("conv2", "r", 10)):
+        builder.call(name, 1.0, [read], [(name, size, -1)])
+    builder.call("last", 1.0, ["conv2"], [("last", last, -1)])
+    builder.begin_backward()
+    for name in ("last", "r", "q", "p"):
+        builder.call("b", 1.0, [name], [(f"g{name}", 1, -1)])
+    trace = builder.build().check()
+    chain_of_two = Chain(trace).at([2, 6])
+    steps = completed(trace, recomputed(chain_of_two))
+    names = [trace.ops[s.target].name for s in steps if s.do is Do.RECOMPUTE]
+    assert {name: names.count(name) for name in names} == again
+    assert replay(trace, steps, 10**6).valid
+
+
+# ---- TSPLIT
+
+
+def three_ways() -> Trace:
+    """A bottleneck of three tensors of 10 bytes, made in 1, 3 and 5 s; what lies between their uses takes 4 s."""
+    builder = TraceBuilder()
+    builder.constant("c", 1)
+    for name, seconds in (("dear", 5.0), ("cheap", 1.0), ("middle", 3.0)):
+        builder.call(name, seconds, ["c"], [(name, 10, -1)])
+    builder.call("wait", 2.0, ["c"], [("w", 1, -1)])
+    builder.begin_backward()
+    builder.call("peak", 1.0, ["w"], [("p", 10, -1)])
+    builder.release("p")
+    builder.call("after", 2.0, ["w"], [("x", 1, -1)])
+    for name in ("dear", "cheap", "middle"):
+        builder.call("b", 1.0, [name], [(f"g{name}", 1, -1)])
+        builder.release(name)
+    return builder.build().check()
+
+
+def test_tsplit_takes_the_least_time_for_each_byte() -> None:
+    trace = three_ways()
+    full = trace.unmanaged_peak[0]
+    for fewer, made_again in ((1, ["cheap"]), (11, ["cheap", "middle"])):
+        made = SYSTEMS["tsplit"](trace, full - fewer, None)
+        assert (
+            made.feasible and sorted(trace.ops[s.target].name for s in made.steps if s.do is Do.RECOMPUTE) == made_again
+        )
+    tier = TierLink("host", 10.0, 10.0)  # a second each way, with two beside it: one copy hides, and then another
+    made = SYSTEMS["tsplit"](trace, full - 1, tier)
+    assert made.overhead == 1 and sum(s.do is Do.OFFLOAD for s in made.steps) == 1
+    slow = SYSTEMS["tsplit"](trace, full - 1, TierLink("host", 1.0, 1.0))
+    assert [trace.ops[s.target].name for s in slow.steps if s.do is Do.RECOMPUTE] == ["cheap"]
