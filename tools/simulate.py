@@ -191,8 +191,9 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
         bound = _lower_bound(trace, budget, tier)
         found.append([_simulate(trace, name, tenths / 10, budget, tier, bound)[0] for name in names])
     if args.picture:
+        points = [[_plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         _plot.slowdown(
-            found, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+            points, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
         )
     if args.json:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
