@@ -150,10 +150,11 @@ class Builder:
         """Whether it is an op of the trace."""
         k = len(self.ops)
         into = self._summed_into(at, e)
-        inputs = dict.fromkeys(self.now[b] for b in e.inputs if b in self.large)
+        inputs = dict.fromkeys(self.now[b] for b in e.inputs if b in self.now)
+        fresh = [b for b in e.inputs if b in self.large and b not in self.now]  # has bytes, and no op of torch made it
         outputs: list[int] = []
         writes: list[tuple[int, int]] = []
-        for b in (*e.outputs, *e.writes):
+        for b in dict.fromkeys((*fresh, *e.outputs, *e.writes)):
             if b not in self.large:
                 continue
             old = self.now.get(b) if into is None else self.now.pop(into)

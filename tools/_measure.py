@@ -36,18 +36,19 @@ _CACHE_BYTES = 16 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20) -> Rates:
+def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20, cpu: bool = False) -> Rates:
     """Rates of the accelerator that torch uses, else of the CPU, with the disk below.
 
     Args:
         folder: where the tier would be.
         step: whose ops are measured one by one; the CPU's only.
         size: bytes that the disk and the memory are measured with.
+        cpu: the CPU also where there is an accelerator.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
     device = found or torch.device("cpu")
     side = 1024 if device.type == "cpu" else 8192
     flops = {str(dtype)[6:]: _product(device, dtype, side) for dtype in _DTYPES}

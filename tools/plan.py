@@ -118,7 +118,7 @@ def _device(name: str) -> Rates:
         from memmgr.tools._measure import measure
 
         _say("measuring this machine (memmgr doctor --measure keeps it)")
-        return replace(measure(tempfile.gettempdir(), size=64 << 20), accelerator=False)
+        return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
     raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join((*DEVICES, 'cpu'))}")
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from _planned_models import MODELS
@@ -96,6 +97,21 @@ def test_accumulated_gradients_are_one_period() -> None:
     trace = record(make, accelerator=False).trace(BARE)
     assert sum(op.name == "aten::mm" for op in trace.ops) == 4
     assert Counter(kind_of(trace)[start] for _, start in trace.cycle) == {"parameter": 1, "gradient": 1}
+
+
+def test_a_batch_that_numpy_makes_counts_from_its_first_use() -> None:
+    def make() -> Callable[[], object]:
+        model = nn.Linear(512, 512)
+
+        def step() -> None:
+            model(torch.from_numpy(np.ones((4096, 512), dtype=np.float32))).sum().backward()
+            model.zero_grad()
+
+        return step
+
+    trace = record(make, accelerator=False).trace(BARE)
+    batch = 4096 * 512 * 4
+    assert trace.unmanaged_peak[0] == pytest.approx(2 * batch + 512 * 512 * 4, rel=0.01)
 
 
 def test_no_bytes_are_needed() -> None:
