@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memmgr._trace_file import read_trace
-from memmgr.tools import _measure, cli
+from memmgr.tools import _make_step, _measure, cli, plan
 from memmgr.tools._rates import DEVICES, read_rates, write_rates
 from memmgr.tools._wrong import Wrong
 
@@ -127,6 +127,10 @@ def test_a_table_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
     for name, says in (("old", "another version"), ("other", "no table"), ("missing", "No such file")):
         with pytest.raises(Wrong, match=says):
             read_rates(tmp_path / f"{name}.json")
+
+
+def test_the_options_are_what_there_is() -> None:
+    assert set(plan._OPTIMIZERS) == set(_make_step.OPTIMIZERS) and set(plan._DTYPES) == set(_make_step.DTYPES)
 
 
 def test_every_device_has_a_source_and_sane_rates() -> None:
