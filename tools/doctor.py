@@ -3,8 +3,7 @@
     memmgr doctor                  versions, compiler, devices, disk and memory, and a small training under a budget
     memmgr doctor --disk /nvme     the same with the folder that training would use
     memmgr doctor --json           for a bug report, or a cluster's health check
-    memmgr doctor --measure here.json [--step model.py:make_step]
-                                   what this machine does in a second, and each op of a step, for memmgr plan --device
+    memmgr doctor --measure here.json --step model.py:make_step   rates, and times of a step's ops, for memmgr plan
 
 Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. A line beside the last two says what to do.
 
