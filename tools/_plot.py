@@ -1,15 +1,16 @@
-"""Pictures of several runs: memory over time, each against its budget line, and time against the budget."""
+"""Pictures: memory over time against the budget line, of several runs and of a planned step, and time against the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memmgr.tools._runs import RunResult
 
 if TYPE_CHECKING:
-    from memmgr.tools.simulate import Result
+    from memmgr.tools._outlook import Level
 
 _COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
 
@@ -26,13 +27,23 @@ def available() -> bool:
     return True
 
 
-def slowdown(rows: Sequence[Sequence[Result]], path: Path, title: str) -> None:
-    """Draws time over unmanaged against the budget, a line a policy, with the bound that no schedule can pass below it.
+@dataclass(frozen=True)
+class Point:
+    """One pass at one budget: the budget's share of the need, time over unmanaged, the bound, whose it is."""
 
-    A policy's line ends where the pass does not fit.
+    ratio: float
+    overhead: float | None
+    lower_bound: float | None
+    label: str
+
+
+def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
+    """Draws time over unmanaged against the budget, a line a label, with the first one's bound that no schedule passes.
+
+    A line ends where the pass does not fit.
 
     Args:
-        rows: of each budget, of each policy, what `memmgr simulate` found.
+        rows: of each budget, of each label, what was found.
         path: a PNG or an SVG, by its name.
 
     Raises:
@@ -59,8 +70,8 @@ def slowdown(rows: Sequence[Sequence[Result]], path: Path, title: str) -> None:
             linestyle=("-", "--", ":")[index // len(_COLOURS) % 3],
             marker="o^sD"[index // len(_COLOURS) % 4],
             markersize=4,
-            linewidth=2.5 if same[0].policy == "plan" else 1.3,
-            label=same[0].policy,
+            linewidth=2.5 if same[0].label == "plan" else 1.3,
+            label=same[0].label,
         )
     axes.set_xlim(1.02, 0)
     highest = max([1.05, *(result.overhead or 1.0 for row in rows for result in row)])
@@ -130,5 +141,51 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
     strips[0].set_ylim(0, 1.12 * highest / 1e6)
     strips[-1].set_xlabel("seconds      (line: the process's resident set; dark: held by tensors)", fontsize=9)
     figure.supylabel("MB over the start", fontsize=9)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+
+
+def memory_of_step(
+    unmanaged: Sequence[Level], managed: Sequence[Level], budget_bytes: int, path: Path, title: str
+) -> None:
+    """Draws memory over one step by kind, under a budget where there is a plan, and the step without one as a line.
+
+    Args:
+        unmanaged: the step as it is.
+        managed: under the plan; empty: there is none, and the step as it is is drawn by kind.
+        budget_bytes: the line.
+        path: a PNG or an SVG, by its name.
+        title: above.
+
+    Raises:
+        ImportError: matplotlib is missing; ask `available` first.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from memmgr.tools._outlook import KINDS
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    drawn = managed or unmanaged
+    by_kind = [[level.resident[i] / 1e9 for level in drawn] for i in range(len(KINDS))]
+    there = [i for i, sizes in enumerate(by_kind) if any(sizes)]
+    axes.stackplot(
+        [level.seconds for level in drawn], [by_kind[i] for i in there], labels=[KINDS[i] for i in there],
+        colors=[_COLOURS[i + 1] for i in there], step="post", linewidth=0, alpha=0.75,
+    )  # fmt: skip
+    axes.step(
+        [level.seconds for level in unmanaged], [sum(level.resident) / 1e9 for level in unmanaged], where="post",
+        color=_COLOURS[0], linewidth=0.9, label="without a budget",
+    )  # fmt: skip
+    axes.axhline(budget_bytes / 1e9, color="#c0202a", linewidth=1.1, linestyle=(0, (5, 3)), label="budget")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("seconds of a step, from the end of one backward to the end of the next", fontsize=9)
+    axes.set_ylabel("GB", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, ncols=2)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.savefig(path, dpi=130)

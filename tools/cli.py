@@ -20,6 +20,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
     ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
+    ("plan", "memmgr.tools.plan", "what a budget would do to a step on a device, before anything is trained"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
     ("completion", "memmgr.tools.completion", "complete all of this by TAB in bash, zsh or fish"),
 )

@@ -3,6 +3,7 @@
     memmgr doctor                  versions, compiler, devices, disk and memory, and a small training under a budget
     memmgr doctor --disk /nvme     the same with the folder that training would use
     memmgr doctor --json           for a bug report, or a cluster's health check
+    memmgr doctor --measure here.json --step model.py:make_step   rates, and times of a step's ops, for memmgr plan
 
 Marks: "ok"; "weaker" works, with less speed or comfort; "NO" does not work. A line beside the last two says what to do.
 
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: what memmgr.budget would take)")
     parser.add_argument("--quick", action="store_true", help="measure with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="write this machine's rates there; nothing else")
+    parser.add_argument("--step", metavar="FILE.py:FUNCTION", help="with --measure: its ops are measured, too (CPU)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isdir(folder):
         raise Wrong(f"{folder!r} is not a folder; name one with --disk")
     size = (64 if args.quick else 512) << 20
+    if args.measure:
+        from memmgr.tools._measure import write
+
+        return write(args.measure, folder, args.step, size)
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _budget,
         _versions,

@@ -224,8 +224,9 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
                 progress.say(f"{name} at {tenths * 10} %", 1)
                 found[-1].append(_simulate(trace, name, tenths / 10, budget, tier, bound)[0])
     if args.picture:
+        points = [[_plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         _plot.slowdown(
-            found, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+            points, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
         )
     if args.json:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))

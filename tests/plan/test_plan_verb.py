@@ -1,0 +1,167 @@
+"""memmgr plan and memmgr doctor --measure, from the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memmgr._trace_file import read_trace
+from memmgr.tools import _make_step, _measure, cli, plan
+from memmgr.tools._rates import DEVICES, read_rates, write_rates
+from memmgr.tools._wrong import Wrong
+
+MODEL = """
+import torch
+from torch import nn
+from beside import WIDTH
+
+def make_step():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2048, WIDTH)
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+def asks():
+    return lambda: torch.ones(3).sum().item()
+"""
+
+
+@pytest.fixture
+def what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "model_of_a_test.py").write_text(MODEL)
+    (tmp_path / "beside.py").write_text("WIDTH = 512\n")
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.delitem(__import__("sys").modules, "beside", raising=False)
+    return f"{tmp_path / 'model_of_a_test.py'}:make_step"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert cli.main(["plan", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_it_answers_for_a_device(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    roomy = planned(capsys, "--device", "rtx4090", what)
+    assert roomy["fits"] and roomy["overhead"] == 1 and roomy["budget_bytes"] == 24 * 2**30
+    words = ("--device", "rtx4090", "--budget", "need*0.4", "--tier", "host:1GB")
+    found = planned(capsys, *words, "--trace", str(tmp_path / "x.trace"), what)
+    assert found["fits"] and found["budget_bytes"] == int(found["unmanaged_peak_bytes"] * 0.4)
+    assert found["seconds"] == pytest.approx(found["overhead"] * found["unmanaged_seconds"])
+    assert found["tier_room_bytes"] == 10**9 and 0 < found["tier_bytes"] <= 10**9
+    assert read_trace(tmp_path / "x.trace").unmanaged_peak[0] == found["unmanaged_peak_bytes"]
+    assert cli.main(["simulate", "--log", str(tmp_path / "x.trace"), "--policy", "plan", "--ratio", "0.4"]) == 0
+
+
+def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
+    assert "does not fit; the largest op alone needs" in capsys.readouterr().out
+    assert not planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", "host:100kB", what)["fits"]
+
+
+def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned(capsys, "--device", "t4,h100", "--sweep", what)
+    assert len(rows) == 20 and [r["device"] for r in rows[:2]] == ["t4", "h100"]
+    assert rows[0]["unmanaged_seconds"] > 2 * rows[1]["unmanaged_seconds"]
+    assert rows[0]["unmanaged_peak_bytes"] == rows[1]["unmanaged_peak_bytes"]
+    for one in (rows[0::2], rows[1::2]):
+        there = [r["overhead"] for r in one if r["fits"]]
+        assert there[0] == 1 and there[-1] > 1
+
+
+@pytest.mark.parametrize("words", [("--budget", "need*0.4"), ("--sweep",), ("--budget", "1MB")])
+def test_it_draws(words: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("x.png", "x.svg"):
+        assert cli.main(["plan", "--device", "t4", *words, "--picture", str(tmp_path / name), what]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(name)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_what_makes_no_sense_is_said_in_a_line(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "neither FILE.py:FUNCTION nor a folder" in refused(capsys, "--device", "t4", str(tmp_path))
+    assert "no function 'missing'" in refused(capsys, "--device", "t4", what.replace("make_step", "missing"))
+    assert "no such file" in refused(capsys, "--device", "t4", "nowhere.py:f")
+    assert "neither a table.json nor one of rtx3090" in refused(capsys, "--device", "gtx", what)
+    assert "compared with --sweep" in refused(capsys, "--device", "t4,l4", what)
+    assert "host:SIZE" in refused(capsys, "--device", "t4", "--tier", "moon:1GB", what)
+    assert "model_of_a_test.py:17: " in refused(capsys, "--device", "t4", what.replace("make_step", "asks"))
+    assert "neither .png nor .svg" in refused(capsys, "--device", "t4", "--picture", "x.gif", what)
+
+
+def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "vocab_size": 1000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {}
+    for batch, optimizer in (("2", "adamw"), ("4", "adamw"), ("4", "sgd")):
+        words = ("--device", "l4", "--batch", batch, "--sequence", "256", "--optimizer", optimizer)
+        found[batch, optimizer] = planned(capsys, *words, str(tmp_path))
+    assert found["2", "adamw"]["unmanaged_peak_bytes"] < found["4", "adamw"]["unmanaged_peak_bytes"]
+    assert found["4", "adamw"]["held_bytes"]["optimizer state"] > 4 * 10**6
+    assert "optimizer state" not in found["4", "sgd"]["held_bytes"]
+
+
+def test_a_table_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rates = replace(DEVICES["t4"], name="here", calls={"aten.mm x": (0.25, 17)}, call_seconds=1e-6)
+    write_rates(tmp_path / "r.json", rates)
+    assert read_rates(tmp_path / "r.json") == rates
+    (tmp_path / "old.json").write_text('{"memmgr_rates": 0}')
+    (tmp_path / "other.json").write_text("[1]")
+    for name, says in (("old", "another version"), ("other", "no table"), ("missing", "No such file")):
+        with pytest.raises(Wrong, match=says):
+            read_rates(tmp_path / f"{name}.json")
+
+
+def test_the_options_are_what_there_is() -> None:
+    assert set(plan._OPTIMIZERS) == set(_make_step.OPTIMIZERS) and set(plan._DTYPES) == set(_make_step.DTYPES)
+
+
+def test_every_device_has_a_source_and_sane_rates() -> None:
+    for name, rates in DEVICES.items():
+        assert rates.name == name and rates.source and rates.link is not None
+        assert 1e12 < rates.flops["float32"] <= rates.flops["tf32"] <= rates.flops["float16"] < 1e16
+        assert 8 * 2**30 < rates.memory_bytes < 200e9 and 1e11 < rates.bytes_per_second < 1e13
+
+
+def test_a_measured_table_times_the_ops_of_a_step(
+    what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_measure, "_MOST_RUNS", 4)
+    table = tmp_path / "here.json"
+    words = ["doctor", "--quick", "--disk", str(tmp_path), "--measure", str(table), "--step", what]
+    assert cli.main(words) == 0
+    assert "memmgr plan --device" in capsys.readouterr().out
+    rates = read_rates(table)
+    assert rates.flops["float32"] > 1e8 and rates.call_seconds > 0 and not rates.accelerator
+    products = [seconds for signature, (seconds, _) in rates.calls.items() if signature.startswith("aten.addmm")]
+    assert len(products) == 1 and products[0] > 2 * 2048 * 512 * 512 / 1e13
+    found = planned(capsys, "--device", str(table), what)
+    assert found["unmanaged_seconds"] > 8 * products[0]
+    assert cli.main(["plan", "--device", str(table), "--budget", "1GB", what]) == 0
+    assert "not in the table" not in capsys.readouterr().err
+
+
+def test_what_an_op_needs_for_itself_is_measured() -> None:
+    from memmgr.tools._fake_trace import Call, TensorSpec
+
+    spec = TensorSpec((256, 1024), (1024, 1), torch.float32)
+    assert _measure.scratch_bytes(Call(torch.ops.aten.exp.default, (spec,), {})) == 0
+    twice = Call(lambda x: (x.exp() + 1).sum(), (spec,), {})
+    assert _measure.scratch_bytes(twice) == pytest.approx(2 * 2**20, rel=0.01)
