@@ -216,8 +216,8 @@ _MOMENTS = {
 }
 
 
-def missing_states(native: Inventory, device: torch.device | str) -> int:
-    """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
+def missing_states(native: Inventory, device: torch.device | str, *, gradients: bool = True) -> int:
+    """Bytes of gradients, unless they are left out, and of optimizer state that the first complete step will add.
 
     An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
     another library that has made none yet is taken to need none.
@@ -244,7 +244,7 @@ def missing_states(native: Inventory, device: torch.device | str) -> int:
         if seen and (len(seen) > 1 or units == 0):
             units = max(seen)  # what some have shows what all will have; the last one may be half made
         missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)
-    return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)
+    return missing + sum(p.nbytes for p in wanted.values() if gradients and p.grad is None)
 
 
 def step_bytes(native: Inventory, device: torch.device | str) -> int:

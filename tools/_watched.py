@@ -226,7 +226,7 @@ class Watched:
                 text += f", predicted {float(line['overhead']):.3f}x"
             if "lower_bound" in line:
                 text += f", bound {float(line['lower_bound']):.3f}x"
-        if line["what"] == "no_plan":
+        if line["what"] in ("no_plan", "limit"):
             text += f": {line.get('text', 'no reason is given')}"
         if line["what"] in ("plan", "no_plan"):
             self.plans.append((float(line["seconds"]), text))

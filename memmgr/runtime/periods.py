@@ -13,6 +13,7 @@ from memmgr.native.pager import Pager
 from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
+from .sizing import Sizing
 
 
 class TraceFile:
@@ -44,10 +45,11 @@ class TraceFile:
 class Periods:
     """The periods of one budget."""
 
-    def __init__(self, pager: Pager, plans: Plans, file: TraceFile | None) -> None:
+    def __init__(self, pager: Pager, plans: Plans, file: TraceFile | None, sizing: Sizing | None = None) -> None:
         self._pager = pager
         self._plans = plans
         self._file = file
+        self._sizing = sizing
         self._lock = threading.Lock()
         self._noted = False
         self._thread: threading.Thread | None = None
@@ -86,7 +88,8 @@ class Periods:
         """
         with self._lock:
             for_file = self._file is not None and self._file.wants(passes + 1)
-            next_one = for_file or self._plans.wanted()
+            sizing = self._sizing if self._sizing is not None and self._sizing.wants_period else None
+            next_one = for_file or sizing is not None or self._plans.wanted()
             if not next_one and not self._noted:
                 return
             info = self._pager.next_period(next_one)
@@ -95,7 +98,10 @@ class Periods:
                 return
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
-            self._plans.period_ended(info)
+            if sizing is not None:
+                sizing.period_ended(info, lambda repeats: self._plans.measured(repeats=repeats))
+            else:
+                self._plans.period_ended(info)
 
     def _write(self, file: TraceFile, *, repeats: bool) -> None:
         try:
