@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import string
 from dataclasses import dataclass
@@ -190,6 +191,18 @@ def show_size(size: float, *, binary: bool = False) -> str:
             # From a thousand on (there are 1024 KiB to a MiB) all digits, not "1.02e+03".
             return f"{shown:.3g} {unit}" if abs(shown) < 999.5 else f"{shown:.0f} {unit}"
     return f"{size:.0f} B"
+
+
+def round_up(size: int, *, binary: bool = False) -> int:
+    """The next size that `show_size` shows without rounding down, so that who types what is shown has enough."""
+    unit = next((factor for _, factor in (_BINARY if binary else _DECIMAL) if size >= 0.9995 * factor), 1)
+    digit = 1.0
+    while size / unit >= 1000 * digit:
+        digit *= 10
+    while digit > 0.01 and size / unit < 100 * digit:
+        digit /= 10
+    step = unit * digit
+    return math.ceil(math.ceil(size / step) * step)
 
 
 def show_seconds(seconds: float) -> str:

@@ -247,15 +247,30 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
     return missing + sum(p.nbytes for p in wanted.values() if gradients and p.grad is None)
 
 
+_ONE_TENSORS, _LIST_TENSORS = 3, 5
+
+
 def step_bytes(native: Inventory, device: torch.device | str) -> int:
     """What an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it works
     on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
+    return _steps(native, device)[0]
+
+
+def update_bytes(native: Inventory, device: torch.device | str) -> int:
+    """What an optimizer's largest op takes, the states that it works on included: parameter, gradient, moments."""
+    return _steps(native, device)[1]
+
+
+def _steps(native: Inventory, device: torch.device | str) -> tuple[int, int]:
     device = torch.device(device)
-    most = 0
+    most = update = 0
     for thing in native.objects_of((torch.optim.Optimizer,)):
         for group in getattr(thing, "param_groups", []):
             sizes = [p.nbytes for p in group["params"] if p.requires_grad and p.device == device]
             lists = group.get("foreach")
             lists = device.type != "cpu" and not group.get("fused") if lists is None else lists
-            most = max(most, sum(sizes) if lists else 2 * max(sizes, default=0))
-    return most
+            largest = max(sizes, default=0)
+            most = max(most, sum(sizes) if lists else 2 * largest)
+            # One at a time none reads and writes more than three of its tensors; lists are cut into slices of one or more.
+            update = max(update, (_LIST_TENSORS if lists or group.get("fused") else _ONE_TENSORS) * largest)
+    return most, update

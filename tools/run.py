@@ -267,8 +267,9 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     if below:
         return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
-        said = f"the smallest budget that would have worked so far: {size(floor)}. Next:"
-        return [said, "  " + command(args, budget=_round_up(max(enough, floor), binary=binary))]
+        # As the error says it, which has room to spare; what names the floor alone gets some.
+        named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
+        return ["the budget was too small. Next:", "  " + command(args, budget=named)]
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice

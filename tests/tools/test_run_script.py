@@ -172,6 +172,8 @@ def test_an_error_names_a_budget_that_works(folder: Path) -> None:
     assert done.returncode == 1 and "BudgetError" in done.stderr and "tools/run.py" not in done.stderr
     shown = re.findall(r"^memmgr:   memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
     assert len(shown) == 1 and shown[0].endswith("train.py")
+    again = memmgr(*shlex.split(shown[0]), cwd=folder)
+    assert again.returncode == 0 and "bits" in again.stdout, (shown, again.stderr)
 
 
 def test_children_have_the_budget_and_a_process_that_does_not_train_says_so(folder: Path, plain_bits: str) -> None:
