@@ -88,6 +88,7 @@ class TimelineColumns(TypedDict):
     before: bytes
     scratch: bytes
     other: bytes
+    module: bytes
     ordinal: bytes
     flags: bytes
     bits: bytes
