@@ -61,11 +61,6 @@ class PagerRuntime:
             device=config.device.type,
             happened=self._happened,
         )
-        self._file = TraceFile(config.trace, config.trace_pass) if config.trace is not None else None
-        self._sizing = (
-            None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
-        )
-        self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
@@ -82,6 +77,11 @@ class PagerRuntime:
             lambda: self._ranker.rankings,
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
+        self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None
+        self._sizing = (
+            None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
+        )
+        self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
         self._stock: Stock | None = None
         self._open = False

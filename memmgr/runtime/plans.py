@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memmgr.native.pager import Pager, PeriodInfo
@@ -178,9 +178,9 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(self, *, repeats: bool = False) -> Measured:
-        """The period that was noted last; `repeats`: the one before it was the same."""
-        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats)
+    def measured(self, *, repeats: bool = False, modules: Sequence[str] = ()) -> Measured:
+        """The period that was noted last; `repeats`: the one before it was the same; `modules`: their paths by number."""
+        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None
