@@ -21,7 +21,7 @@ from memmgr.policies import Policy, parse_policy
 from . import _device
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
-from ._sizes import UNLIMITED, is_binary, parse_limit, parse_size, show_size
+from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
 from .observe.summary import figures
@@ -90,7 +90,11 @@ class budget:
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures.
+            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that
+            share of what the run needs, which its first passes measure, three or so of one backward each; until then only
+            what does not fit the device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget
+            at which a planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ...
+            per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once; default half of what is free,
@@ -118,8 +122,10 @@ class budget:
             not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
             threads are managed with it.
 
-    Known limitations: on the CPU device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's
-    buffers) is not counted. Forked children (DataLoader workers) read what was away and are not managed.
+    Known limitations: a share of the need is of the passes that were measured: a longer batch later has no more than that.
+    Without a backward (inference) the need stays unknown and nothing is limited; after a minute a line says so. On the CPU
+    device, memory of libraries that do not use torch's allocator (mkldnn's scratch, BLAS's buffers) is not counted. Forked
+    children (DataLoader workers) read what was away and are not managed.
     """
 
     def __init__(
@@ -145,11 +151,12 @@ class budget:
         cpu = self._device.type == "cpu"
         whole = int(psutil.virtual_memory().total) if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
-            parse_limit(limit, whole=1 << 40)  # refuses now what is no share
+            parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
+        asked = parse_budget(limit, whole=whole)
         folder, disk_bytes = _disk(disk)
         self._config = Config(
-            limit_bytes=parse_limit(limit, whole=whole),
+            limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
             device=self._device,
             host_bytes=None if host is None else parse_size(host, what="host"),
             folder=folder,
@@ -165,6 +172,7 @@ class budget:
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),
             binary=binary,
+            need=asked if isinstance(asked, Need) else None,
         )
         self._manager: PagerRuntime | None = None
 
@@ -194,6 +202,8 @@ class budget:
     def _settled(self) -> Config:
         """The configuration once the device may be asked."""
         device = _device.settle(self._device)
+        if self._config.need is not None:
+            return dataclasses.replace(self._config, device=device, limit_bytes=_device.room_bytes(device))
         if self._share is None:
             return dataclasses.replace(self._config, device=device)
         limit = parse_size(self._share, whole=_device.total_bytes(device))
@@ -253,6 +263,8 @@ class budget:
         config = self._config if self._manager is None else self._manager.config
         if self._share is not None and self._manager is None:
             limit = f"{self._share} of the device"  # which is not asked before the budget opens
+        elif config.need is not None and (self._manager is None or not self._manager.measured_need):
+            limit = str(config.need)
         elif config.limit_bytes == UNLIMITED:
             limit = "no limit"
         else:

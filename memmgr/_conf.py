@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ._sizes import parse_limit
+from ._sizes import parse_budget
 
 KEYS = (
     "policy",
@@ -124,7 +124,7 @@ def check_limit(text: str) -> None:
     Raises:
         ValueError: the text begins with the variable's name.
     """
-    parse_limit(text, whole=1 << 60, what="MEMMGR_BUDGET")
+    parse_budget(text, whole=1 << 60, what="MEMMGR_BUDGET")
 
 
 def give_up(error: Exception) -> None:

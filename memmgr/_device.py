@@ -71,6 +71,14 @@ def total_bytes(device: torch.device) -> int | None:
     return None if info is None else int(info(device.index)[1])
 
 
+def room_bytes(device: torch.device) -> int:
+    """What a run may have there without a limit of its own."""
+    if device.type != "cpu":
+        return total_bytes(device) or UNLIMITED
+    memory = psutil.virtual_memory()  # what this process has already is the budget's, too
+    return min(int(memory.total), int(memory.available) + int(psutil.Process().memory_info().rss))
+
+
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
     """Of host memory for what leaves an accelerator, for who did not say."""
     free = int(psutil.virtual_memory().available) // 2

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from torch import OutOfMemoryError
 
-from ._sizes import show_size
+from ._sizes import round_up, show_size
 
 STATES = ("parameters", "buffers", "gradients", "optimizer state")
-# What a step takes besides the model's states and what the program keeps, by the most that it took so far: in the first forward
-# most ops are still to come, and the backward of one holds gradients beside values. Found with the models of tests/budget.
-UNSEEN, SEEN = 3.0, 1.5
-MARGIN = 8  # where no op has been seen: one part in so many of the states
+UNSEEN = (
+    3.0  # without a tier: what a step takes besides the model's states, over what it took in the first ops of a forward
+)
+LEAST_WORK = 8  # one part in so many of the states
+SPARE = 1.06  # alignment, and what kernels take for themselves
 
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
 _FAILED = re.compile(r"The (\w+) tier failed: (.+?)\.?$", re.MULTILINE)
@@ -28,9 +29,8 @@ class BudgetError(OutOfMemoryError):
 
     Attributes:
         floor_bytes: the smallest budget that would have worked up to here, in bytes; a later part of the run may need more.
-        enough_bytes: a budget that should do for a whole training step, in bytes: the model's states, those that are still to
-            come included, and room for the largest op in backward, by the largest so far. An estimate, at least `floor_bytes`,
-            which it is where there is no optimizer yet: a model may still be growing.
+        enough_bytes: the budget that the text names, in bytes: it should do for a whole training step, with what is still to come
+            of backward and the optimizer. An estimate, at least `floor_bytes`; that is all it is while the model is being made.
         budget_bytes: the budget that was passed, in bytes.
         tier_bytes: how large the tier below (`disk=`, or `host=` on an accelerator) would have to be, in bytes, where that was
             full and not the budget too small; else 0.
@@ -56,19 +56,38 @@ class Holdings:
         kinds: bytes by kind (see `_stock.holders`).
         modules: parameters and buffers by module class, largest first, in bytes.
         missing_bytes: gradients and optimizer state that the first complete step will add.
-        step_bytes: what the optimizer takes besides while it steps; 0 where there is no optimizer yet, so that nothing can be
-            said about a whole step.
+        step_bytes: what the optimizer takes besides while it steps; 0 where there is no optimizer yet.
+        update_bytes: what its largest op takes, states included; 0 where there is none.
     """
 
     kinds: dict[str, int]
     modules: list[tuple[str, int]]
     missing_bytes: int
     step_bytes: int = 0
+    update_bytes: int = 0
 
     @property
     def states_bytes(self) -> int:
         """Parameters, buffers, gradients, optimizer state: what is there of them."""
         return sum(self.kinds.get(kind, 0) for kind in STATES)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the rest of the step will take, as far as it is known.
+
+    Attributes:
+        op_bytes: its largest op, and what can never leave beside it; 0: no more than so far, or not known.
+        states_stay_bytes: as much where no model state can leave; None: not known.
+    """
+
+    op_bytes: int = 0
+    states_stay_bytes: int | None = None
+
+    @property
+    def known(self) -> bool:
+        """There will be no surprise."""
+        return self.states_stay_bytes is not None
 
 
 def torchs_own_words(text: str) -> str:
@@ -82,6 +101,17 @@ def failed_tier(text: str) -> tuple[str, str] | None:
     return (match[1].lower(), match[2]) if match else None
 
 
+def _where_states_stay(held: Holdings, so_far_bytes: int, ahead: Ahead) -> int:
+    """What a step takes without a tier; `so_far_bytes`: what it took at most."""
+    states = held.states_bytes + held.missing_bytes
+    least = states + max(held.step_bytes, states // LEAST_WORK)
+    if ahead.states_stay_bytes is not None:
+        return max(least, int(SPARE * ahead.states_stay_bytes))
+    extra = so_far_bytes - held.states_bytes
+    kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
+    return max(least, states + kept + int(UNSEEN * (extra - kept)))
+
+
 def budget_error(
     first: str,
     held: Holdings,
@@ -91,7 +121,7 @@ def budget_error(
     there_bytes: int = 0,
     failed: tuple[str, str] | None = None,
     below_bytes: int = 0,
-    seen: bool = False,
+    ahead: Ahead = Ahead(),  # frozen
     binary: bool = False,
     states_stay: bool = True,
 ) -> BudgetError:
@@ -105,7 +135,7 @@ def budget_error(
         there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
         failed: the tier that failed, "disk" or "host", and why; None: none did.
         below_bytes: what was in it.
-        seen: most of a step has been seen: it ended in a backward, or later.
+        ahead: what is still to come.
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
     """
@@ -113,17 +143,19 @@ def budget_error(
     def size(count: int) -> str:
         return show_size(count, binary=binary)
 
-    states = held.states_bytes + held.missing_bytes if states_stay else 0
-    floor = max(floor_bytes, there_bytes + (held.missing_bytes if states_stay else 0), states)
-    extra = max(floor_bytes, there_bytes) - (held.states_bytes if states_stay else 0)
-    # Batches, most likely: a step has no more of them. Where everything can leave they are part of an op's working set.
-    kept = min(held.kinds.get("other tensors", 0), max(0, extra)) if states_stay else 0
-    work = max(held.step_bytes, kept + int((SEEN if seen else UNSEEN) * (extra - kept)), states // MARGIN)
-    saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     tier, why = failed or ("", "")
+    saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     short = why == _FULL and saved > 0
+    floor = max(floor_bytes, there_bytes)
+    known = ahead.known or held.step_bytes > 0
+    if states_stay:
+        floor = max(floor, there_bytes + held.missing_bytes, held.states_bytes + held.missing_bytes)
+        step = _where_states_stay(held, max(floor_bytes, there_bytes), ahead)
+    else:
+        step = int(SPARE * max(floor, ahead.op_bytes, held.update_bytes))
     # With room below, what is saved would not be here: then nothing is known of a step that has it all in memory.
-    enough = max(floor, states + work) if held.step_bytes and not short else floor
+    enough = max(floor, step) if known and not short else floor
+    enough = round_up(enough, binary=binary)
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
     if there_bytes:
@@ -147,7 +179,6 @@ def budget_error(
         ),
     ]
     tier_bytes = below_bytes + saved if short else 0
-    so_far = f"mallest budget that would have worked so far: {size(floor)} ({floor} bytes)"
     if short:
         movable = "are saved for backward" if states_stay else "could leave"
         option = "disk=(folder, size), --disk-size" if tier == "disk" else "host=, --host"
@@ -155,11 +186,14 @@ def budget_error(
             f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
-        lines.append(f"Without that the s{so_far}.")
-    elif held.step_bytes:
-        lines.append(f"A budget of {size(enough)} should do for a whole step. S{so_far}.")
+        lines.append(f"Without that a budget of {size(enough)} ({enough} bytes) would have worked so far.")
+    elif known:
+        lines.append(f"A budget of {size(enough)} ({enough} bytes) should do for a whole step.")
     else:
-        lines.append(f"S{so_far}; the rest of the run may need more.")
+        lines.append(
+            f"A budget of {size(enough)} ({enough} bytes) would have worked so far, and the rest of the run may need more: "
+            "`memmgr run` without --budget measures what it needs."
+        )
     error = BudgetError("\n".join(lines))
     error.floor_bytes, error.enough_bytes = floor, enough
     error.budget_bytes, error.tier_bytes = budget_bytes, tier_bytes

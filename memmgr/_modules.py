@@ -67,7 +67,8 @@ class Modules:
         """Nothing runs yet: the first pass is learned."""
         self.watch()
         self._due = False
-        self._learn_passes()
+        if not self._handles:
+            self._learn_passes()
 
     def _learn_passes(self) -> None:
         self._left = LEARNED_PASSES

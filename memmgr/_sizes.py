@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
+import string
+from dataclasses import dataclass
 
 UNLIMITED = 2**64 - 1
 """A budget that is none, in bytes: as the core has it (`MM_UNLIMITED`)."""
@@ -77,13 +81,13 @@ def _refuse_bare(number: float, what: str) -> None:
 
 
 def parse_limit(value: int | float | str | None, *, whole: int | None = None, what: str = "budget") -> int:
-    """As `parse_size`, of a budget: `None` and `"none"` are no limit.
+    """As `parse_size`, of a limit: `None` and `"none"` are no limit.
 
     Returns:
         Bytes; `UNLIMITED` for no limit.
 
     Raises:
-        ValueError, TypeError: as `parse_size`; also for a share of the need, which is not known before the run.
+        ValueError, TypeError: as `parse_size`.
     """
     if value is None:
         return UNLIMITED
@@ -91,19 +95,84 @@ def parse_limit(value: int | float | str | None, *, whole: int | None = None, wh
         word = value.strip().lower()
         if word == "none":
             return UNLIMITED
-        if word == "auto" or need_share(word) is not None:
-            raise ValueError(
-                f"{what}: {value!r} is not possible yet, because what a run needs is not known before it. "
-                "`memmgr run` without --budget measures that, and ends with a command that has a budget"
-            )
         if not word:
             raise ValueError(f'{what}: is empty; expected {ACCEPTED}, or "none" for no limit')
     return parse_size(value, whole=whole, what=what)
 
 
+@dataclass(frozen=True)
+class Need:
+    """A budget that is known once the run has been measured.
+
+    Attributes:
+        share: of what the run needs; None: the knee of the budget's cost (`"auto"`).
+    """
+
+    share: float | None
+
+    def __str__(self) -> str:
+        return "auto" if self.share is None else f"{100 * self.share:.4g} % of the need"
+
+
+MOST_SHARE = 2.0
+"""Of the need: more is taken for a percentage that lost its sign."""
+
+_OF_A_RUN = '"need*60%" (of what the run needs), "auto" or "none"'
+_WORDS = ("auto", "need", "none")
+
+
+def parse_budget(value: int | float | str | None, *, whole: int | None = None, what: str = "budget") -> int | Need:
+    """As `parse_limit`, of a budget, which may depend on the run: `"need*60%"`, `"need*0.6"`, `"auto"`.
+
+    Raises:
+        ValueError, TypeError: as `parse_limit`, and a share of the need that is none; the text says what was meant.
+    """
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text == "auto":
+        return Need(None)
+    share = need_share(text)
+    if share is None:
+        try:
+            return parse_limit(value, whole=whole, what=what)
+        except ValueError as error:
+            raise ValueError(f"{error}, {_OF_A_RUN}{_meant(text)}") from None
+    return _need(share, value, what)
+
+
+def parse_share(text: str, what: str = "--ratio") -> Need:
+    """A share of the need by itself: `60%`, `0.6`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    share = need_share(f"need*{text}")
+    if share is None:
+        raise ValueError(f"{what}: {text!r} is no share of what the run needs; expected 60% or 0.6")
+    return _need(share, text, what)
+
+
+def _need(share: float, given: object, what: str) -> Need:
+    if not share > 0:
+        raise ValueError(f"{what}: {given!r} is nothing; expected a share of what the run needs, 60% for example")
+    if share > MOST_SHARE:
+        raise ValueError(f"{what}: {given!r} is {share:g} times what the run needs; was {share:g}% of it meant?")
+    return Need(share)
+
+
+def _meant(text: str) -> str:
+    """What somebody meant who wrote this, if that is plain."""
+    word = text[: len(text) - len(text.lstrip(string.ascii_lowercase))]
+    near = ["need"] if "need" in text else difflib.get_close_matches(word, _WORDS, n=1)
+    if not near:
+        return ""
+    number = re.search(r"[0-9]*\.?[0-9]+\s*%?", text)
+    meant = near[0] if near[0] != "need" else f"need*{number[0] if number else '60%'}"
+    return f"; did you mean {meant!r}?"
+
+
 def need_share(text: str) -> float | None:
     """The share that `need*0.6` or `need*60%` names; None: it is not of that form."""
-    match = re.fullmatch(r"need(?:\s*\*\s*([0-9]*\.?[0-9]+)\s*(%?))?", text.strip().lower())
+    match = re.fullmatch(r"need(?:\s*\*\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?))?", text.strip().lower())
     if not match:
         return None
     return 1.0 if match[1] is None else float(match[1]) / (100.0 if match[2] else 1.0)
@@ -122,6 +191,18 @@ def show_size(size: float, *, binary: bool = False) -> str:
             # From a thousand on (there are 1024 KiB to a MiB) all digits, not "1.02e+03".
             return f"{shown:.3g} {unit}" if abs(shown) < 999.5 else f"{shown:.0f} {unit}"
     return f"{size:.0f} B"
+
+
+def round_up(size: int, *, binary: bool = False) -> int:
+    """The next size that `show_size` shows without rounding down, so that who types what is shown has enough."""
+    unit = next((factor for _, factor in (_BINARY if binary else _DECIMAL) if size >= 0.9995 * factor), 1)
+    digit = 1.0
+    while size / unit >= 1000 * digit:
+        digit *= 10
+    while digit > 0.01 and size / unit < 100 * digit:
+        digit /= 10
+    step = unit * digit
+    return math.ceil(math.ceil(size / step) * step)
 
 
 def show_seconds(seconds: float) -> str:

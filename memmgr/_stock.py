@@ -216,8 +216,8 @@ _MOMENTS = {
 }
 
 
-def missing_states(native: Inventory, device: torch.device | str) -> int:
-    """Bytes of gradients and optimizer state that the first complete step will add to what is there now.
+def missing_states(native: Inventory, device: torch.device | str, *, gradients: bool = True) -> int:
+    """Bytes of gradients, unless they are left out, and of optimizer state that the first complete step will add.
 
     An optimizer that has made the state of some parameters shows what the others will take. Known limitation: one of
     another library that has made none yet is taken to need none.
@@ -244,18 +244,33 @@ def missing_states(native: Inventory, device: torch.device | str) -> int:
         if seen and (len(seen) > 1 or units == 0):
             units = max(seen)  # what some have shows what all will have; the last one may be half made
         missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)
-    return missing + sum(p.nbytes for p in wanted.values() if p.grad is None)
+    return missing + sum(p.nbytes for p in wanted.values() if gradients and p.grad is None)
+
+
+_ONE_TENSORS, _LIST_TENSORS = 3, 5
 
 
 def step_bytes(native: Inventory, device: torch.device | str) -> int:
     """What an optimizer takes besides its state while it steps: two tensors of its largest parameter's size, or, where it works
     on lists of tensors (on accelerators, as torch's do unless told otherwise), one of each."""
+    return _steps(native, device)[0]
+
+
+def update_bytes(native: Inventory, device: torch.device | str) -> int:
+    """What an optimizer's largest op takes, the states that it works on included: parameter, gradient, moments."""
+    return _steps(native, device)[1]
+
+
+def _steps(native: Inventory, device: torch.device | str) -> tuple[int, int]:
     device = torch.device(device)
-    most = 0
+    most = update = 0
     for thing in native.objects_of((torch.optim.Optimizer,)):
         for group in getattr(thing, "param_groups", []):
             sizes = [p.nbytes for p in group["params"] if p.requires_grad and p.device == device]
             lists = group.get("foreach")
             lists = device.type != "cpu" and not group.get("fused") if lists is None else lists
-            most = max(most, sum(sizes) if lists else 2 * max(sizes, default=0))
-    return most
+            largest = max(sizes, default=0)
+            most = max(most, sum(sizes) if lists else 2 * largest)
+            # One at a time none reads and writes more than three of its tensors; lists are cut into slices of one or more.
+            update = max(update, (_LIST_TENSORS if lists or group.get("fused") else _ONE_TENSORS) * largest)
+    return most, update

@@ -132,6 +132,13 @@ class Telemetry:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
 
+    def name_modules(self, on: bool) -> None:
+        """The next pass is recorded with the modules of its ops; off: it is over."""
+        if on:
+            self.modules.begin()
+        elif not self.detail:
+            self.modules.forget()
+
     def happened(self, what: str, **fields: Any) -> None:
         """One rare event (a plan, an error); the common ones are counted in the pager."""
         if self.detail:

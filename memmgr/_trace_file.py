@@ -63,6 +63,7 @@ def _ran(op: Op, outputs: list[Storage]) -> dict[str, Any]:
         "out": [[s.name, s.size_bytes] for s in outputs],
         "kind": int(op.kind),
         "writes": op.writes,
+        "module": op.module,
         "pinned": [i for i, s in enumerate(outputs) if s.pinned_until > 0],
     }
     return {key: value for key, value in record.items() if value or key in ("op", "s")}
@@ -87,6 +88,16 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not a text file") from None
+
+
+def is_trace(path: Path) -> bool:
+    """Does it begin as a trace file does? Whatever cannot be read is none."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            return file.read(len(_MAGIC) + 4).startswith(f'{{"{_MAGIC}"')
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+        return False
 
 
 def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
@@ -158,5 +169,6 @@ def _op(record: dict[str, Any], ops: list[Op], storages: list[Storage]) -> None:
             tuple(range(first, len(storages))),
             OpKind(record.get("kind", 0)),
             pairs,
+            str(record.get("module", "")),
         )
     )

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 340, 76, 8, 46, 16
 MOST_COLUMNS, MOST_MARKS, MOST_NUMBERS = 480, 200, 10
 
 
-def _ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
+def ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
     """Round values from `begin` to `end`."""
     raw = max(end - begin, 1e-9) / about
     unit = 10.0 ** math.floor(math.log10(raw))
@@ -53,7 +53,7 @@ def over_time(watched: Watched) -> str:
         return f'<polygon class="{kind}" points="{" ".join(above + below[::-1])}"><title>{label}</title></polygon>'
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over time">']
-    for size in _ticks(0, top):
+    for size in ticks(0, top):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(size):.1f}" y2="{y(size):.1f}"/>')
         parts.append(
             f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{show_size(size)}</text>'
@@ -93,7 +93,7 @@ def over_time(watched: Watched) -> str:
             )
     if every:
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{floor + 18}" text-anchor="end">pass</text>')
-    for seconds in _ticks(begin, end, 6):
+    for seconds in ticks(begin, end, 6):
         anchor = "end" if x(seconds) > WIDTH - 40 else "middle"
         parts.append(
             f'<text class="tick" x="{x(seconds):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{show_seconds(seconds)}</text>'

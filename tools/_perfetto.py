@@ -12,6 +12,8 @@ from typing import Any
 
 from memmgr._sizes import UNLIMITED
 from memmgr.observe.states import KINDS
+from memmgr.policies.trace import Trace
+from memmgr.tools import _period
 from memmgr.tools._watched import LAYERS, Watched
 
 Event = dict[str, Any]
@@ -19,8 +21,8 @@ _THREADS = {1: "passes", 2: "what left and came back", 3: "plans, errors"}
 _COSTS = ("recompute", "reload", "stall")
 
 
-def trace(sessions: Sequence[tuple[str, Watched]]) -> dict[str, Any]:
-    """The whole file, of one or several sessions with the names of their logs.
+def trace(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Trace]] = ()) -> dict[str, Any]:
+    """The whole file, of one or several sessions with the names of their logs, and of recorded passes.
 
     Known limitations: of recomputing and waiting the stream has sums over half a second and more, so they are marks and a share
     of the time, not slices. Passes beyond the 32 that a line tells one by one are one slice.
@@ -37,6 +39,7 @@ def trace(sessions: Sequence[tuple[str, Watched]]) -> dict[str, Any]:
             if "tid" in event:  # some viewers take a thread's number for its own whatever its process is
                 event["tid"] += 10 * number
             events.append({**event, "pid": number})
+    events += _period.events(passes, len(sessions) + 1)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

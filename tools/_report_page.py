@@ -10,7 +10,9 @@ from html import escape
 from memmgr._advice import changes, no_change, own_checkpointing
 from memmgr._sizes import show_seconds, show_size
 from memmgr.observe.summary import figures
+from memmgr.policies.trace import Trace
 from memmgr.tools._charts import bars, over_time
+from memmgr.tools._period import section
 from memmgr.tools._top_text import state_of
 from memmgr.tools._watched import LAYERS, Watched, clean, name_of
 
@@ -43,8 +45,8 @@ td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; } .b
 _COSTS = ("recompute", "reload", "stall")
 
 
-def page(sessions: Sequence[tuple[str, Watched]]) -> str:
-    """The whole page, of one or several sessions with the names of their logs."""
+def page(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
+    """The whole page, of one or several sessions with the names of their logs, and of recorded passes."""
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
         '<meta name=viewport content="width=device-width, initial-scale=1">',
@@ -57,6 +59,7 @@ def page(sessions: Sequence[tuple[str, Watched]]) -> str:
         parts.append(
             f"<p>{len(sessions) - MOST_SESSIONS} more budgets were opened in this log; they are not shown.</p>"
         )
+    parts += [section(name, trace) for name, trace in passes]
     return "\n".join([*parts, "</body></html>\n"])
 
 

@@ -214,8 +214,8 @@ class Watched:
         self.rare.append({**line, "seconds": float(line["seconds"])})
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
-            floor = int(line["floor_bytes"])
-            text += f": the smallest budget that would have worked so far is {show_size(floor)} ({floor:,} bytes)"
+            enough = int(line.get("enough_bytes", line["floor_bytes"]))
+            text += f": a budget of {show_size(enough)} ({enough:,} bytes) should do"
         if line["what"] == "plan":
             text += (
                 f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"
@@ -226,7 +226,7 @@ class Watched:
                 text += f", predicted {float(line['overhead']):.3f}x"
             if "lower_bound" in line:
                 text += f", bound {float(line['lower_bound']):.3f}x"
-        if line["what"] == "no_plan":
+        if line["what"] in ("no_plan", "limit"):
             text += f": {line.get('text', 'no reason is given')}"
         if line["what"] in ("plan", "no_plan"):
             self.plans.append((float(line["seconds"]), text))

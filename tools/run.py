@@ -2,6 +2,7 @@
 
     memmgr run --budget 12GB train.py --lr 3e-4
     memmgr run --budget 80% --log run.jsonl -m package.train
+    memmgr run --ratio 60% train.py
     memmgr run --budget 12GB -m torch.distributed.run --nproc-per-node 2 train.py
     torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
 
@@ -32,7 +33,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from memmgr._conf import Refused
-from memmgr._sizes import is_binary, parse_limit, parse_size, show_size
+from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
 from memmgr.policies import parse_policy
 from memmgr.tools._wrong import Wrong
 
@@ -41,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.usage = "memmgr run [options] (script.py | -m module) [arguments]"
     parser.add_argument(
-        "--budget", metavar="SIZE", help="12GB, 12GiB, 80%% of the device, none (the default: only measures)"
+        "--budget",
+        metavar="SIZE",
+        help="12GB, 12GiB, 80%% of the device, need*60%% of what the run needs, auto, none (the default: only measures)",
     )
+    parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
     parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
@@ -60,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
+    _take_ratio(args)
     settings = _settings(args)
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
@@ -78,11 +83,25 @@ def run(args: argparse.Namespace) -> int:
     return _execute(code, main)
 
 
+def _take_ratio(args: argparse.Namespace) -> None:
+    """`--ratio 60%` is a budget."""
+    ratio = getattr(args, "ratio", None)  # the verb trace has none
+    if ratio is None:
+        return
+    if args.budget is not None:
+        raise Wrong("--budget and --ratio both say how much: leave one out")
+    try:
+        parse_share(ratio)
+    except ValueError as error:
+        raise Wrong(str(error)) from None
+    args.budget = f"need*{ratio.strip()}"
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The options as MEMMGR_CONF; what is wrong with them is said before the script begins."""
     try:
         if args.budget is not None:
-            parse_limit(args.budget, whole=1 << 60, what="--budget")
+            parse_budget(args.budget, whole=1 << 60, what="--budget")
         if args.policy is not None:
             parse_policy(args.policy)
         for name in ("host", "disk_size"):
@@ -250,8 +269,9 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     if below:
         return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:
-        said = f"the smallest budget that would have worked so far: {size(floor)}. Next:"
-        return [said, "  " + command(args, budget=_round_up(max(enough, floor), binary=binary))]
+        # As the error says it, which has room to spare; what names the floor alone gets some.
+        named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
+        return ["the budget was too small. Next:", "  " + command(args, budget=named)]
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice

@@ -36,10 +36,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memmgr._sizes import need_share, parse_size
+from memmgr._sizes import UNLIMITED, Need, parse_budget
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.knee import knee
 from memmgr.policies.plan.paging import least_seconds
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.milp import LIMIT_SECONDS
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="auto", metavar="NAME")
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--ratio", type=_ratio, metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
-    budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, none")
+    budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, auto, none")
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
@@ -176,8 +177,8 @@ def _run(args: argparse.Namespace) -> int:
         raise _Refused("--picture is drawn of a --sweep")
     if args.ratio is not None and not 0 < args.ratio < float("inf"):
         raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
-    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args.budget, peak)
     tier = _tier(trace, args.link)
+    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args, trace, tier)
     ratio = args.ratio if args.ratio is not None else budget / max(peak, 1)
     bound = _lower_bound(trace, budget, tier)
     if args.policy == "all":
@@ -279,10 +280,19 @@ def _read(path: Path, form: str | None) -> Trace:
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 
 
-def _bytes(text: str, need: int) -> int:
-    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it."""
-    share = 1.0 if text.strip().lower() == "none" else need_share(text)
-    return parse_size(text, what="--budget") if share is None else max(1, int(need * share))
+def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int:
+    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it, `auto` the knee of the policy's curve."""
+    need = trace.unmanaged_peak[0]
+    asked = parse_budget(args.budget, what="--budget")
+    if isinstance(asked, Need) and asked.share is None:
+        if args.policy == "all":
+            raise _Refused("--budget auto needs one policy, not all: each has a knee of its own")
+        return knee(
+            need, lambda size: _simulate(trace, args.policy, size / need, size, tier, None)[0].overhead
+        ).budget_bytes
+    if isinstance(asked, Need):
+        return max(1, int(need * (asked.share or 1.0)))
+    return need if asked == UNLIMITED else asked
 
 
 def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:

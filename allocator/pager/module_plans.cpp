@@ -105,7 +105,7 @@ PyObject* py_turn_period(PyObject*, PyObject*) {
 PyObject* py_timeline(PyObject*, PyObject*) {
   const Timeline& t = last_timeline();
   std::vector<int32_t> names;
-  std::vector<uint32_t> first;
+  std::vector<uint32_t> first, modules;
   std::vector<float> seconds, before;
   std::vector<uint64_t> scratch, other;
   std::unordered_map<const OpInfo*, int32_t> numbers;
@@ -130,6 +130,7 @@ PyObject* py_timeline(PyObject*, PyObject*) {
     before.push_back(op.before);
     scratch.push_back(op.scratch);
     other.push_back(op.other);
+    modules.push_back(op.module);
   }
   std::vector<uint32_t> ordinals, deaths, bits;
   std::vector<uint8_t> flags;
@@ -150,11 +151,11 @@ PyObject* py_timeline(PyObject*, PyObject*) {
   const bool done = set(d, "names", list) && set(d, "op", bytes_of(names)) && set(d, "first_touch", bytes_of(first)) &&
                     set(d, "seconds", bytes_of(seconds)) && set(d, "before", bytes_of(before)) &&
                     set(d, "scratch", bytes_of(scratch)) && set(d, "other", bytes_of(other)) &&
-                    set(d, "ordinal", bytes_of(ordinals)) && set(d, "flags", bytes_of(flags)) &&
-                    set(d, "bits", bytes_of(bits)) && set(d, "deaths", bytes_of(deaths)) &&
-                    set(d, "sizes", bytes_of(t.sizes)) && set(d, "fixed", bytes_of(t.fixed)) &&
-                    set(d, "prior", bytes_of(t.prior)) && set(d, "hashes", bytes_of(t.hashes)) &&
-                    set(d, "turn", PyLong_FromLongLong(t.turn));
+                    set(d, "module", bytes_of(modules)) && set(d, "ordinal", bytes_of(ordinals)) &&
+                    set(d, "flags", bytes_of(flags)) && set(d, "bits", bytes_of(bits)) &&
+                    set(d, "deaths", bytes_of(deaths)) && set(d, "sizes", bytes_of(t.sizes)) &&
+                    set(d, "fixed", bytes_of(t.fixed)) && set(d, "prior", bytes_of(t.prior)) &&
+                    set(d, "hashes", bytes_of(t.hashes)) && set(d, "turn", PyLong_FromLongLong(t.turn));
   if (!done) Py_CLEAR(d);
   return d;
 }

@@ -26,6 +26,14 @@ PyObject* py_resident(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(budget.arena ? mm_arena_resident(budget.arena) : 0);
 }
 
+// set_limit(bytes): of the open budget from now on; `settle` lets go of what is beyond it
+PyObject* py_set_limit(PyObject*, PyObject* o) {
+  const unsigned long long bytes = PyLong_AsUnsignedLongLong(o);
+  if (PyErr_Occurred()) return nullptr;
+  if (budget.open) budget.pool->set_budget(bytes);
+  Py_RETURN_NONE;
+}
+
 struct Figure {
   const char* name;
   uint64_t value;
@@ -135,6 +143,7 @@ PyObject* py_tier_inject(PyObject*, PyObject* args) {
 
 PyMethodDef pool_methods[] = {
     {"add_outside", py_add_outside, METH_O, "bytes more that are on the device and not of the pool"},
+    {"set_limit", py_set_limit, METH_O, "another limit for the open budget, in bytes"},
     {"resident", py_resident, METH_NOARGS, "bytes on the device"},
     {"arena_stats", py_arena_stats, METH_NOARGS, "the pool's figures"},
     {"tier_stats", py_tier_stats, METH_NOARGS, "the tier's figures"},

@@ -363,6 +363,8 @@ void add_event(Event what, const Recipe* made_by, uint64_t bytes, uint64_t ns) {
   it->second.ns += ns;
 }
 
+uint32_t current_module() { return tl_module; }
+
 uint32_t module_of_recorded(const OpInfo* info) {
   Place& p = place;
   if (learning.load(std::memory_order_relaxed)) {

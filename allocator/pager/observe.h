@@ -30,6 +30,9 @@ inline uint32_t module_of(const OpInfo* info) {
   return C10_UNLIKELY(watched.load(std::memory_order_relaxed)) ? module_of_recorded(info) : 0;
 }
 
+// The module that this thread is in while the hooks are in place; 0: none, or not known.
+uint32_t current_module();
+
 void end_watch();  // what happens from here on is nobody's; what has is there to be drained
 void forget_watch_in_child();
 

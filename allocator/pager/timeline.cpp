@@ -8,6 +8,7 @@
 #include "budget.h"
 #include "follow.h"
 #include "loops.h"
+#include "observe.h"
 #include "order.h"
 #include "recipe.h"
 
@@ -67,6 +68,7 @@ uint32_t begin_locked(Period& p, OpInfo* info, uint64_t now) {
   if (p.last_end && now > p.last_end) note.before = static_cast<float>(seconds_of_ticks(now - p.last_end));
   const uint64_t all = mm_arena_resident(budget.arena), paged = resident_cell_bytes.load();
   note.other = all - std::min(all, paged);
+  note.module = current_module();
   p.noted.ops.push_back(note);
   p.running = mixed(p.running, reinterpret_cast<uintptr_t>(info));
   return static_cast<uint32_t>(p.noted.ops.size() - 1);

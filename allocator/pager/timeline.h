@@ -38,6 +38,7 @@ struct OpNote {
   float before = 0;      // since the op before ended, waiting for memory left out
   uint64_t scratch = 0;  // beyond its outputs
   uint64_t other = 0;    // bytes that were resident and no cell's
+  uint32_t module = 0;   // as Python numbers them; 0: not known
 };
 
 struct Timeline {

@@ -8,10 +8,21 @@ from typing import Any, Protocol
 import torch
 
 from memmgr._device import out_of_memory_words
-from memmgr._errors import BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
-from memmgr._stock import Inventory, holders, missing_states, step_bytes
+from memmgr._errors import Ahead, BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr._stock import Inventory, holders, missing_states, step_bytes, update_bytes
 
 from .passes import Passes
+from .rehearsal import module_call, rehearse
+
+LOSS = 1.78
+"""What an op of backward takes over the largest of the forward: it holds three tensors where that held two, and a convolution
+takes more for itself. Found, as the next, with the models of tests/budget."""
+
+GROWS = 1.15
+"""What an op of backward takes at most, over the one that found no room."""
+
+AGAIN = 1.2
+"""Without a tier: what is made again beside an op, and gradients that wait for others, over the rest."""
 
 
 class Asked(Protocol):
@@ -53,6 +64,7 @@ class Explainer:
         self._happened(
             "budget_error",
             floor_bytes=error.floor_bytes,
+            enough_bytes=error.enough_bytes,
             held=held.kinds,
             modules=dict(held.modules),
             text=text.splitlines()[0],
@@ -64,20 +76,43 @@ class Explainer:
         return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
 
     def _error(self, first: str, held: Holdings, **more: Any) -> BudgetError:
-        tier = self._native.tier_stats()
+        tier, now = self._native.tier_stats(), self._native.stats()
         return budget_error(
             first,
             held,
             budget_bytes=self._asked.limit_bytes,
-            floor_bytes=self._native.stats()["floor_bytes"],
+            floor_bytes=now["floor_bytes"],
             below_bytes=tier.get("used_peak_bytes", 0),
-            seen=self._passes.in_backward or self._passes.count > 0,
+            ahead=self._ahead(held, now),
             binary=self._asked.binary,
             states_stay=not tier,
             **more,
         )
 
+    def _ahead(self, held: Holdings, now: dict[str, int]) -> Ahead:
+        """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last."""
+        passes, states = self._passes, held.states_bytes + held.missing_bytes
+        if passes.in_backward and not passes.count:  # gradients are being made
+            forward = passes.forward_floor_bytes
+            work = forward - held.states_bytes + held.kinds.get("gradients", 0)
+            most = max(LOSS * forward, GROWS * now["floor_bytes"])
+            return Ahead(int(most), int(AGAIN * (states + LOSS * max(0, work))))
+        call = None if passes.in_backward else module_call()
+        found = rehearse(*call) if call is not None else None
+        if found is not None:
+            stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
+            return Ahead(stays + found.op_bytes, states + int(AGAIN * (found.inputs_bytes + found.activations_bytes)))
+        if not passes.count:
+            return Ahead(int(LOSS * now["floor_bytes"]))
+        coming = missing_states(self._native, self._asked.device, gradients=False)
+        if passes.count == 1:  # its backward was without the states that the first update makes
+            made = held.kinds.get("optimizer state", 0)
+            return Ahead(0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + made + coming))))
+        return Ahead(0, now["floor_bytes"] + coming)
+
     def _holdings(self) -> Holdings:
         native, device = self._native, self._asked.device
         kinds, modules = holders(native, device, rest=native.resident_cells())
-        return Holdings(kinds, modules, missing_states(native, device), step_bytes(native, device))
+        return Holdings(
+            kinds, modules, missing_states(native, device), step_bytes(native, device), update_bytes(native, device)
+        )

@@ -27,7 +27,11 @@ FIGURES: tuple[Figure, ...] = (
     # Memory.
     Figure("budget_bytes", "gauge", "the budget; 2^64 - 1 where there is no limit"),
     Figure("resident_bytes.current", "gauge", "what torch holds on the device now"),
-    Figure("resident_bytes.peak", "gauge", "the most that torch held on the device at once"),
+    Figure(
+        "resident_bytes.peak",
+        "gauge",
+        "the most that torch held on the device at once, since the limit was set where it is a share of the need",
+    ),
     Figure("unmanaged_peak_bytes", "gauge", "the most that it would have held without memmgr"),
     Figure("floor_bytes", "gauge", "the smallest budget that the run could have had so far"),
     Figure("held_bytes.peak", "gauge", "the most that could not leave"),

@@ -19,6 +19,7 @@ class Native(Protocol):
 
     def end_pass(self) -> tuple[int, int]: ...
     def turn_period(self) -> None: ...
+    def stats(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Passes:
     """Counts the passes of one budget.
 
     `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
-    switched on there, as activation checkpointing does.
+    switched on there, as activation checkpointing does. `forward_floor_bytes` and `backward_floor_bytes` are the
+    floor where the last backward began, and where it ended.
     """
 
     def __init__(self, native: Native, ended: Callable[[Pass], None]) -> None:
@@ -57,6 +59,7 @@ class Passes:
         self.checkpoint_seconds = 0.0
         self.resident_peak = 0
         self.unmanaged_peak = 0
+        self.forward_floor_bytes = self.backward_floor_bytes = 0
 
     @property
     def in_backward(self) -> bool:
@@ -82,6 +85,7 @@ class Passes:
             with self._lock:
                 self._under_way += 1
             self._native.turn_period()
+            self.forward_floor_bytes = self._native.stats()["floor_bytes"]
             begun = time.perf_counter()
             completed = False
             try:
@@ -99,6 +103,7 @@ class Passes:
         with self._lock:
             self._under_way -= 1
             resident, unmanaged = self._native.end_pass()
+            self.backward_floor_bytes = self._native.stats()["floor_bytes"]
             self.resident_peak = max(self.resident_peak, resident)
             self.unmanaged_peak = max(self.unmanaged_peak, unmanaged)
             ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned, completed)

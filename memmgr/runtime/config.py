@@ -9,15 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from memmgr._placement import REMAP, Placement
+from memmgr._sizes import Need
 from memmgr.native.pager import SMALL_BYTES
 from memmgr.policies import Policy
 
 
-@dataclass(frozen=True)
+@dataclass
 class Config:
     """The arguments of `memmgr.budget`, as the runtime takes them.
 
     Attributes:
+        limit_bytes: what the budget is now; where `need` is there, what the device has until the run has been measured.
+        need: what it becomes then; None: it stays.
         host_bytes: of host memory for what leaves; None: who did not say.
         folder: of the tier below the CPU; None: there is none.
         binary: errors speak in powers of two, as the limit did.
@@ -39,6 +42,7 @@ class Config:
     trace: str | None = None
     trace_pass: int = 2
     binary: bool = False
+    need: Need | None = None
 
 
 def default_folder() -> str:

@@ -30,6 +30,7 @@ from .config import Config
 from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
+from .sizing import Sizing
 from .steps import SlicedSteps
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
@@ -53,15 +54,13 @@ class PagerRuntime:
         self.plans = Plans(
             self.native,
             config.limit_bytes,
-            planner=(config.policy.planner or None) if planned else None,
-            recompute=config.policy.recomputes,
+            policy=config.policy,
+            planned=planned,
             offload=offload,
             below_bytes=self._below or 0,
             device=config.device.type,
             happened=self._happened,
         )
-        self._file = TraceFile(config.trace, config.trace_pass) if config.trace is not None else None
-        self._periods = Periods(self.native, self.plans, self._file)
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
@@ -78,6 +77,11 @@ class PagerRuntime:
             lambda: self._ranker.rankings,
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
+        self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None
+        self._sizing = (
+            None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
+        )
+        self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
         self._stock: Stock | None = None
         self._open = False
@@ -129,6 +133,8 @@ class PagerRuntime:
             if self._order is Order.RANKED:
                 self._ranker.start()
             self._periods.begin()
+            if self._sizing is not None:
+                self._sizing.start()
             self._open = True
         except BaseException:
             self.close(failed=True)
@@ -161,9 +167,16 @@ class PagerRuntime:
         self._purposes.ended_pass(self.passes.count)
         if self._final is None:  # another thread's, while the budget closes
             self._periods.ended(self.passes.count, ended.completed)
+            if self._sizing is not None and self._sizing.ended(ended):
+                self.passes.resident_peak = 0  # of the time before the budget
 
     def _happened(self, what: str, **fields: Any) -> None:
         self.telemetry.happened(what, **fields)
+
+    @property
+    def measured_need(self) -> bool:
+        """The limit is what it will be: what the run needs is known, or need not be."""
+        return self._sizing is None or self._sizing.done
 
     @property
     def traced(self) -> Trace | None:
@@ -178,6 +191,8 @@ class PagerRuntime:
             self._purposes.look()
         self._final = self.figures.freeze()
         try:
+            if self._sizing is not None:
+                self._sizing.close(self._final)
             self._periods.close()
             self.plans.close()
             self._ranker.close()

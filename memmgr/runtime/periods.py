@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 
 from memmgr._consumers import log_path
+from memmgr._telemetry import Telemetry
 from memmgr._trace_file import write_trace
 from memmgr.native.pager import Pager
 from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
+from .sizing import Sizing
 
 
 class TraceFile:
@@ -21,20 +23,32 @@ class TraceFile:
     Args:
         path: where; compressed if the name ends in .gz.
         number: of the pass, from 1.
+        telemetry: names the modules of its ops.
     """
 
-    def __init__(self, path: str, number: int) -> None:
+    def __init__(self, path: str, number: int, telemetry: Telemetry) -> None:
         self._path = path
         self._number = number
+        self._telemetry = telemetry
         self.trace: Trace | None = None
 
     def wants(self, number: int) -> bool:
         """Is it this pass?"""
         return self.trace is None and number >= self._number
 
+    def begin(self) -> None:
+        """It begins."""
+        self._telemetry.name_modules(True)
+
+    @property
+    def modules(self) -> list[str]:
+        """Paths by number."""
+        return self._telemetry.modules.names
+
     def write(self, trace: Trace) -> None:
         """This is it."""
         self.trace = trace
+        self._telemetry.name_modules(False)
         try:
             write_trace(Path(log_path(self._path)), trace)
         except OSError as error:
@@ -44,10 +58,11 @@ class TraceFile:
 class Periods:
     """The periods of one budget."""
 
-    def __init__(self, pager: Pager, plans: Plans, file: TraceFile | None) -> None:
+    def __init__(self, pager: Pager, plans: Plans, file: TraceFile | None, sizing: Sizing | None = None) -> None:
         self._pager = pager
         self._plans = plans
         self._file = file
+        self._sizing = sizing
         self._lock = threading.Lock()
         self._noted = False
         self._thread: threading.Thread | None = None
@@ -55,6 +70,7 @@ class Periods:
     def begin(self) -> None:
         """The first one begins."""
         if self._file is not None and self._file.wants(1):
+            self._file.begin()
             self._pager.next_period(True)
             self._noted = True
         if self._plans.asked:
@@ -86,20 +102,26 @@ class Periods:
         """
         with self._lock:
             for_file = self._file is not None and self._file.wants(passes + 1)
-            next_one = for_file or self._plans.wanted()
+            sizing = self._sizing if self._sizing is not None and self._sizing.wants_period else None
+            next_one = for_file or sizing is not None or self._plans.wanted()
             if not next_one and not self._noted:
                 return
+            if for_file and self._file is not None:
+                self._file.begin()
             info = self._pager.next_period(next_one)
             noted, self._noted = self._noted, next_one
             if not noted or not info["ops"] or info["overflow"]:
                 return
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
-            self._plans.period_ended(info)
+            if sizing is not None:
+                sizing.period_ended(info, lambda repeats: self._plans.measured(repeats=repeats))
+            else:
+                self._plans.period_ended(info)
 
     def _write(self, file: TraceFile, *, repeats: bool) -> None:
         try:
-            trace = self._plans.measured(repeats=repeats).trace
+            trace = self._plans.measured(repeats=repeats, modules=file.modules).trace
         except TraceError as error:
             warnings.warn(f"memmgr: the pass is no trace: {error}", stacklevel=2)
         else:

@@ -10,10 +10,13 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memmgr.native.pager import Pager, PeriodInfo
+from memmgr.policies import Policy
+from memmgr.policies.plan.knee import Knee, knee
+from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import TierLink, TraceError
 from memmgr.policies.trace.smooth import smoothed
 
@@ -58,14 +61,15 @@ class Plans:
     Args:
         pager: the native half.
         limit_bytes: the budget.
-        planner: who makes them; None: nobody, so nothing is ever measured for them.
-        recompute: whether ops may run again.
+        policy: who makes them (`planner`), and whether ops may run again.
+        planned: whether anybody makes some; else nothing is ever measured for them.
         offload: whether there is a tier.
         below_bytes: its room; 0: the file system's.
         device: the type of the managed one.
         happened: told of each (`Telemetry.happened`).
 
     Attributes:
+        limit_bytes: the budget that the next plans are for.
         cpu_seconds_per_byte: what a copy takes of the CPU that computes, see `TierLink`.
     """
 
@@ -74,17 +78,17 @@ class Plans:
         pager: Pager,
         limit_bytes: int,
         *,
-        planner: str | None,
-        recompute: bool,
+        policy: Policy,
+        planned: bool,
         offload: bool,
         below_bytes: int = 0,
         device: str = "cpu",
         happened: Callable[..., None] = lambda what, **fields: None,
     ) -> None:
         self._pager = pager
-        self._limit = limit_bytes
-        self._planner: Planner | None = PLANNERS[planner] if planner else None
-        self._recompute = recompute
+        self.limit_bytes = limit_bytes
+        self._policy = policy
+        self._planner: Planner | None = PLANNERS[policy.planner] if planned and policy.planner else None
         self._offload = offload
         self._below_bytes = below_bytes
         self._tier = "disk" if device == "cpu" else "host"
@@ -179,9 +183,9 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(self, *, repeats: bool = False) -> Measured:
-        """The period that was noted last; `repeats`: the one before it was the same."""
-        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats)
+    def measured(self, *, repeats: bool = False, modules: Sequence[str] = ()) -> Measured:
+        """The period that was noted last; `repeats`: the one before it was the same; `modules`: their paths by number."""
+        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None
@@ -190,7 +194,10 @@ class Plans:
         try:
             trace = smoothed(known.of.trace)
             link = trace.links[0] if trace.links else None
-            found = (self._planner(trace, limit, link, self._recompute) for limit in budgets(self._limit, known.tries))
+            found = (
+                self._planner(trace, limit, link, self._policy.recomputes)
+                for limit in budgets(self.limit_bytes, known.tries)
+            )
             made = next((made for made in found if made is not None), None)
             if made is None:  # one that runs short is better than none
                 known.error = "no schedule fits"
@@ -217,6 +224,30 @@ class Plans:
                 overhead=round(known.made.overhead, 4),
                 **({} if bound is None else {"lower_bound": round(bound, 4)}),
             )
+
+    def knee(self, of: Measured, need_bytes: int, floor_bytes: int) -> Knee:
+        """Where a smaller budget begins to cost time, by the planner, or where there is none by the policy in the simulator.
+
+        Args:
+            of: a pass.
+            need_bytes: of the run; what no op of the pass touches can leave where there is a tier, and stays otherwise.
+            floor_bytes: no budget below it works.
+        """
+        trace = smoothed(of.trace)
+        link = trace.links[0] if trace.links else None
+        stays = 0 if self._offload else max(0, need_bytes - trace.unmanaged_peak[0])
+
+        def slowdown(budget_bytes: int) -> float | None:
+            limit_bytes = budgets(budget_bytes)[0] - stays
+            if budget_bytes < floor_bytes or limit_bytes <= 0:
+                return None
+            if self._planner is not None:
+                made = self._planner(trace, limit_bytes, link, self._policy.recomputes)
+                return None if made is None else made.overhead
+            run = simulate(trace, limit_bytes, self._policy, link)
+            return run.overhead if run.feasible else None
+
+        return knee(need_bytes, slowdown)
 
     def latest(self) -> Scheduled | None:
         """The plan that was made last."""

@@ -55,8 +55,10 @@ class Measured:
 
 
 class _Builder:
-    def __init__(self, columns: TimelineColumns, repeats: bool) -> None:
+    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str]) -> None:
         c = columns
+        numbers = np.frombuffer(c["module"], dtype=np.uint32).tolist()
+        self.module = [modules[n] if 0 < n < len(modules) else "" for n in numbers]
         self.repeats = repeats
         self.names = c["names"]
         self.op = np.frombuffer(c["op"], dtype=np.int32).tolist()
@@ -183,7 +185,7 @@ class _Builder:
             outputs.append(s)
             self.released[s] = at + 1
             kind = OpKind.ONCE if kind == OpKind.VIEW else kind
-        self.add(Op(name, self.seconds[k], tuple(inputs), tuple(outputs), kind, tuple(writes)), k)
+        self.add(Op(name, self.seconds[k], tuple(inputs), tuple(outputs), kind, tuple(writes), self.module[k]), k)
         for bits, ordinal in unpacked:
             size = self.sizes[ordinal]
             new = self.storage(f"{len(self.ops)}.0", size, ordinal)
@@ -192,7 +194,12 @@ class _Builder:
 
 
 def measured(
-    columns: TimelineColumns, links: tuple[TierLink, ...], device: str = "cpu", *, repeats: bool = False
+    columns: TimelineColumns,
+    links: tuple[TierLink, ...],
+    device: str = "cpu",
+    *,
+    repeats: bool = False,
+    modules: Sequence[str] = (),
 ) -> Measured:
     """The period that ended last.
 
@@ -201,11 +208,12 @@ def measured(
         links: the tiers below, as they were measured.
         device: the type of the managed one.
         repeats: whether the period before it was the same, so that the trace is a cycle.
+        modules: paths of modules by their number; the first is nobody's.
 
     Raises:
         TraceError: the columns do not make a trace.
     """
-    builder = _Builder(columns, repeats)
+    builder = _Builder(columns, repeats, modules)
     trace = builder.build(links, device).check()
     before = {s: _BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
     return Measured(trace, builder.position, builder.ordinal, before, builder.hashes)

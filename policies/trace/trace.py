@@ -65,6 +65,7 @@ class Op:
         outputs: storages that it makes, views left out.
         kind: see `OpKind`.
         writes: (old, new) for each argument that it writes in place; old is among the inputs, new among the outputs.
+        module: the path of the module that ran it, for people; empty where that is not known, in backward for example.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Op:
     outputs: tuple[int, ...]
     kind: OpKind = OpKind.COMPUTE
     writes: tuple[tuple[int, int], ...] = ()
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)

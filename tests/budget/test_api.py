@@ -119,7 +119,7 @@ BAD_VARIABLES = [
     ({"MEMMGR_BUDGET": "12XB"}, "12GB"),
     ({"MEMMGR_BUDGET": "12"}, "was 12GB meant"),
     ({"MEMMGR_BUDGET": ""}, "none"),
-    ({"MEMMGR_BUDGET": "need*0.6"}, "not possible yet"),
+    ({"MEMMGR_BUDGET": "ned*0.6"}, "did you mean 'need*0.6'?"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "policy:best"}, "dtr"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "polcy:dtr"}, "did you mean 'policy'?"),
     ({"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": "zebra:1"}, "keys are policy, disk"),

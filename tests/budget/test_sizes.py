@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import memmgr
-from memmgr._sizes import UNLIMITED, is_binary, need_share, parse_limit, parse_size, show_size
+from memmgr._sizes import (
+    UNLIMITED,
+    Need,
+    is_binary,
+    need_share,
+    parse_budget,
+    parse_limit,
+    parse_share,
+    parse_size,
+    show_size,
+)
 
 GOOD: list[tuple[Any, int]] = [
     (65_536, 65_536),
@@ -117,10 +127,52 @@ def test_no_limit(given: str | None) -> None:
         assert mm.stats()["budget_bytes"] == UNLIMITED
 
 
-@pytest.mark.parametrize("given", ["auto", "need", "need*0.6", "need * 60%"])
-def test_what_only_a_run_could_say_is_refused_with_the_way_there(given: str) -> None:
-    with pytest.raises(ValueError, match=r"not possible yet.*`memmgr run` without --budget measures"):
+@pytest.mark.parametrize(
+    ("given", "is_"),
+    [
+        ("auto", Need(None)),
+        (" Auto", Need(None)),
+        ("need", Need(1.0)),
+        ("need*0.6", Need(0.6)),
+        ("NEED * 60%", Need(0.6)),
+    ],
+)
+def test_what_the_run_decides(given: str, is_: Need) -> None:
+    assert parse_budget(given) == is_
+    with pytest.raises(ValueError):
+        parse_limit(given, what="disk")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("need*60", r"60 times what the run needs; was 60% of it meant\?"),
+        ("need*0", "is nothing"),
+        ("need*", r"did you mean 'need\*60%'\?"),
+        ("ned*0.6", r"did you mean 'need\*0.6'\?"),
+        ("60% of the need", r"did you mean 'need\*60%'\?"),
+        ("need*-1", r"did you mean 'need\*1'\?"),
+        ("atuo", r"did you mean 'auto'\?"),
+        ("noen", r"did you mean 'none'\?"),
+        ("lots", r'"need\*60%" \(of what the run needs\), "auto" or "none"$'),
+        ("12XB", r'unknown unit.*or "none"$'),
+    ],
+)
+def test_what_was_meant(given: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
         memmgr.budget(given)
+    assert str(caught.value).startswith("budget: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "share"), [("60%", 0.6), (" 0.6", 0.6), ("1", 1.0)])
+def test_a_ratio(text: str, share: float) -> None:
+    assert parse_share(text) == Need(share)
+
+
+@pytest.mark.parametrize("text", ["", "60GB", "lots", "60", "0", "-1", "nan"])
+def test_what_is_no_ratio(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--ratio: "):
+        parse_share(text)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,19 @@ def test_shares_of_the_need(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["ratio"] == 1
 
 
+def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest of the budgets that --sweep shows, and those between them, that costs at most a tenth."""
+
+    def shown(*words: str) -> dict[str, Any]:
+        assert simulate("--log", file, "--policy", "evict", "--json", *words) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    found = shown("--budget", "auto")
+    assert found["overhead"] <= 1.1 and round(found["ratio"] * 100) % 5 == 0
+    below = shown("--ratio", str(round(found["ratio"], 2) - 0.05))
+    assert not below["feasible"] or below["overhead"] > 1.1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -183,6 +197,8 @@ def test_shares_of_the_need(file: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--ratio", "nan"], "--ratio"),
         (["--budget", "lots"], "--budget"),
         (["--budget", "12"], "was 12GB meant"),
+        (["--budget", "80%"], "a percentage makes no sense here"),
+        (["--budget", "auto", "--policy", "all"], "--budget auto needs one policy"),
         (["--ratio", "0.5", "--link", "-3"], "--link"),
         (["--ratio", "0.5", "--solver-seconds", "-3"], "--solver-seconds"),
         (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),

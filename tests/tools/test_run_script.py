@@ -172,6 +172,8 @@ def test_an_error_names_a_budget_that_works(folder: Path) -> None:
     assert done.returncode == 1 and "BudgetError" in done.stderr and "tools/run.py" not in done.stderr
     shown = re.findall(r"^memmgr:   memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
     assert len(shown) == 1 and shown[0].endswith("train.py")
+    again = memmgr(*shlex.split(shown[0]), cwd=folder)
+    assert again.returncode == 0 and "bits" in again.stdout, (shown, again.stderr)
 
 
 def test_children_have_the_budget_and_a_process_that_does_not_train_says_so(folder: Path, plain_bits: str) -> None:
@@ -208,7 +210,10 @@ BAD = [
     (["--budget", "12XB", "train.py"], "unknown unit"),
     (["--budget", "12", "train.py"], "was 12GB meant"),
     (["--budget", "", "train.py"], "is empty"),
-    (["--budget", "auto", "train.py"], "not possible yet"),
+    (["--budget", "atuo", "train.py"], "did you mean 'auto'?"),
+    (["--ratio", "60GB", "train.py"], "no share of what the run needs"),
+    (["--ratio", "60", "train.py"], "was 60% of it meant?"),
+    (["--ratio", "60%", "--budget", "1GB", "train.py"], "leave one out"),
     (["--disk-size", "12", "train.py"], "--disk-size"),
     (["--budget", "12GB"], "required"),
     (["--policy", "nonsense", "train.py"], "policy"),
@@ -277,6 +282,19 @@ def test_none_is_no_limit_and_the_script_may_end_the_process_itself(folder: Path
     done = memmgr("run", "--budget", "none", "train.py", cwd=folder)
     assert done.returncode == 0 and _bits(done) == plain_bits and "without a limit" in done.stderr
     assert "to train in less:  memmgr run --budget " in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--ratio", "60%"], ["--budget", "need*0.6"]])
+def test_a_share_of_what_the_run_needs(folder: Path, plain_bits: str, words: list[str]) -> None:
+    done = memmgr("run", *words, "train.py", cwd=folder)
+    assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
+    assert done.stderr.count("the budget is now") == 1 and " 60 % of it" in done.stderr
+
+
+def test_the_environment_takes_a_share_too(folder: Path, plain_bits: str) -> None:
+    done = python("train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "need*60%"})
+    assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
+    assert done.stderr.count("the budget is now") == 1
 
 
 def test_variables_that_a_script_spoils_end_it_with_two(folder: Path) -> None:

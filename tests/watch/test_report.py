@@ -94,12 +94,13 @@ def test_a_run_that_failed_says_what_budget_would_have_worked(tmp_path: Path) ->
         "what": "budget_error",
         "seconds": 3.0,
         "floor_bytes": 5_000_000,
+        "enough_bytes": 6_000_000,
         "held": {},
         "modules": {},
     }
     log = lines.written(tmp_path / "run.jsonl", [*lines.lines(), failed, {**lines.end(), "failed": True}])
     said = report(tmp_path, str(log))
-    assert "It ended by an exception" in said and "would have worked so far is 5 MB (5,000,000 bytes)" in said
+    assert "It ended by an exception" in said and "a budget of 6 MB (6,000,000 bytes) should do" in said
 
 
 def test_plans_and_what_failed_behind_the_scenes(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""What the rest of a forward and its backward would take: the module runs again on tensors without bytes.
+
+For the text of an error only, when memory ran out inside a forward: what is still to come has not been seen yet. A copy of
+the module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own, so neither the program's
+state nor the thread's is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_CALL = torch.nn.Module._call_impl.__code__
+_CONVOLVES = 1.75  # what a convolution takes over its tensors: it brings them into layouts of its own
+_PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
+_busy = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The op that needs most.
+
+    Attributes:
+        op_bytes: its inputs and outputs.
+        activations_bytes: the most that one op needs of them that are no parameters and buffers; not always the same op.
+        inputs_bytes: what the module was called with.
+    """
+
+    op_bytes: int
+    activations_bytes: int
+    inputs_bytes: int
+
+
+def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """The outermost module that the calling thread is in, and what it was called with."""
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return None
+    here = found.f_locals
+    return here["self"], here["args"], here["kwargs"]
+
+
+def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed | None:
+    """The largest op of a forward, its loss and its backward.
+
+    The loss is taken to be a log softmax, which needs as much as any.
+
+    Returns:
+        None: it cannot be said. What cannot be copied, looks at values, is compiled, has C++ of its own, takes long, or may talk
+        to other ranks cannot be rehearsed.
+
+    Known limitations: what the module prints or counts outside of itself happens once more. Autocast is not seen, and what
+    kernels take for themselves is not.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # a collective would wait for ranks that have no error
+    if not _busy.acquire(blocking=False):
+        return None  # of an error inside a rehearsal
+    found: list[Rehearsed] = []
+    grad = torch.is_grad_enabled()
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # it is for the text of another error
+            found.append(_run(module, args, kwargs, grad))
+
+    try:
+        thread = threading.Thread(target=run, name="memmgr-rehearsal", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+    finally:
+        _busy.release()
+    return found[0] if found else None
+
+
+def _run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Rehearsed:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> Any:
+        """Made anew: torch's own conversion keeps weak references to the tensor, and who has some cannot be swapped."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+            raise TypeError(type(tensor))
+        if id(tensor) not in memo:
+            size, stride = tensor.size(), tensor.stride()
+            with mode:
+                made: Any = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    for tensor in _tensors_of(module):
+        fake(tensor)
+    alike = copy.deepcopy(module, memo)
+    for child in alike.modules():
+        for name in list(child.__dict__):
+            if name.endswith("_hooks"):
+                child.__dict__[name].clear()
+    inputs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+    watch = _Watch({_key(t) for t in (*alike.parameters(), *alike.buffers())})
+    with torch.set_grad_enabled(grad), mode, watch:
+        outputs = [t for t in tree_leaves(alike(*inputs[0], **inputs[1])) if isinstance(t, torch.Tensor)]
+        wanted = [t for t in outputs if t.requires_grad]
+        losses = [t.log_softmax(-1).mean() if t.dim() else t for t in wanted]
+        if losses:
+            torch.autograd.backward(losses)
+    return Rehearsed(watch.most, watch.most_activations, sum(_storages(tree_leaves(inputs)).values()))
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those that a copy would copy: parameters, buffers, and what lies around in attributes."""
+    for child in module.modules():
+        for value in list(child.__dict__.values()):
+            if isinstance(value, torch.Tensor | dict | list | tuple):
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, states: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._states = states
+        self.most = self.most_activations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = _storages((*tree_leaves((args, kwargs)), *tree_leaves(out)))
+        times = _CONVOLVES if "convolution" in func.__name__ else 1.0
+        self.most = max(self.most, int(times * sum(sizes.values())))
+        rest = sum(size for key, size in sizes.items() if key not in self._states)
+        self.most_activations = max(self.most_activations, int(times * rest))
+        return out
+
+
+def _storages(leaves: Iterable[Any]) -> dict[int, int]:
+    return {_key(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, torch.Tensor)}

@@ -1,0 +1,196 @@
+"""A budget that is a share of what the run needs: measured in its first passes, then set once.
+
+The need is the most that a pass would have held without memmgr. The very first pass has no optimizer states yet, so it is
+known when a pass has added nothing to it and no state is still to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from memmgr._sizes import Need, show_size
+from memmgr._stock import Inventory, missing_states
+from memmgr.native.pager import PeriodInfo
+from memmgr.observe.passes import Pass
+from memmgr.policies.plan.knee import Knee
+from memmgr.policies.trace import TraceError
+
+from .plans import Plans
+from .timeline import Measured
+
+MOST_PASSES = 8  # of one kind or another: gradient accumulation may have no step of an optimizer for long
+SAME = 1.01  # two passes that differ by less need the same
+PATIENCE_SECONDS = 60.0
+
+
+class Asked(Protocol):
+    """What the budget was asked for."""
+
+    limit_bytes: int
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def quiet(self) -> bool: ...
+
+
+class Native(Inventory, Protocol):
+    """What is used of the pager."""
+
+    def set_limit(self, limit_bytes: int) -> None: ...
+    def settle(self) -> int: ...
+    def stats(self) -> dict[str, int]: ...
+
+
+class Sizing:
+    """Measures one run, then sets its limit.
+
+    Args:
+        need: what the limit becomes.
+        asked: `limit_bytes` of it is set.
+        native: the pager.
+        plans: predict what a budget costs, and are told of it.
+        happened: told of the limit (`Telemetry.happened`).
+
+    Attributes:
+        done: the limit is set.
+    """
+
+    def __init__(self, need: Need, asked: Asked, native: Native, plans: Plans, happened: Callable[..., None]) -> None:
+        self._need = need
+        self._asked = asked
+        self._native = native
+        self._plans = plans
+        self._happened = happened
+        self._lock = threading.Lock()
+        self._passes = 0
+        self._need_bytes = 0
+        self._known = False
+        self._thread: threading.Thread | None = None
+        self._knee: Knee | None = None
+        self._why = ""  # there is no knee
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._say_that_it_waits)
+        self._timer.daemon = True
+        self.done = False
+
+    def start(self) -> None:
+        """The budget has opened."""
+        self._timer.start()
+
+    @property
+    def wants_period(self) -> bool:
+        """Is the next pass to be noted op by op? Only the knee has to know more than bytes."""
+        return self._need.share is None and self._thread is None and not self.done
+
+    def period_ended(self, info: PeriodInfo, measure: Callable[[bool], Measured]) -> None:
+        """A pass that was noted; without one like it before it, what lives on from pass to pass is not understood.
+
+        Args:
+            info: of the pass.
+            measure: makes it a trace; said whether the pass before was the same.
+        """
+        repeats = info["before"] == info["hash"]
+        if not self._known or not (repeats or self._passes >= MOST_PASSES):
+            return
+        try:
+            found = measure(repeats)
+        except TraceError as error:
+            self._why = str(error)
+            return
+        self._thread = threading.Thread(target=self._seek, args=(found,), name="memmgr-knee", daemon=True)
+        self._thread.start()
+
+    def _seek(self, found: Measured) -> None:
+        try:
+            self._knee = self._plans.knee(found, self._need_bytes, self._native.stats()["floor_bytes"])
+        except Exception as error:  # as with a plan: the telemetry and the line say so
+            self._why = f"{type(error).__name__}: {error}"
+
+    def ended(self, ended: Pass) -> bool:
+        """A pass is over. In the thread that has run its backward, with nothing under way.
+
+        Returns:
+            The limit has been set now.
+        """
+        if not ended.completed:
+            return False
+        with self._lock:
+            if self.done:
+                return False
+            self._measure(ended.unmanaged_peak)
+            chosen = self._choose() if self._known else None
+            if chosen is None:
+                return False
+            self.done = True
+            self._set(*chosen)
+            return True
+
+    def _measure(self, peak_bytes: int) -> None:
+        self._passes += 1
+        grew = peak_bytes > SAME * self._need_bytes
+        self._need_bytes = max(self._need_bytes, peak_bytes)
+        if self._known or (grew and self._passes < MOST_PASSES):
+            return
+        # Not gradients: those of a model whose backward was another one are there in some passes only, and in its peak.
+        missing = missing_states(self._native, self._asked.device, gradients=False)
+        if not missing or self._passes >= MOST_PASSES:
+            self._known = True
+            self._need_bytes += missing
+
+    def _choose(self) -> tuple[int, str] | None:
+        """(limit, why it is that); None: not yet."""
+        share = self._need.share
+        if share is not None:
+            return max(1, int(share * self._need_bytes)), f"{100 * share:.4g} % of it"
+        if self._knee is not None:
+            return self._knee.budget_bytes, (
+                f"{100 * self._knee.budget_bytes / self._need_bytes:.0f} % of it, where a pass is predicted to take "
+                f"{self._knee.slowdown:.2f}x of one without a limit"
+            )
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        if not self._why and self._passes < 2 * MOST_PASSES:
+            return None  # a pass like the one before it may come yet
+        return self._need_bytes, f"all of it: what less would cost is not known ({self._why or 'no pass was noted'})"
+
+    def _set(self, limit_bytes: int, why: str) -> None:
+        self._timer.cancel()
+        gc.collect()  # as when a budget opens: what is garbage already shall not leave for the tier
+        self._asked.limit_bytes = limit_bytes
+        self._plans.limit_bytes = limit_bytes
+        self._native.set_limit(limit_bytes)
+        self._native.settle()  # what is beyond it still, the next request for memory says
+        needs = f"the run needs {show_size(self._need_bytes)} ({self._passes} passes measured)"
+        text = f"{needs}: the budget is now {show_size(limit_bytes)}, {why}"
+        self._happened("limit", budget_bytes=limit_bytes, need_bytes=self._need_bytes, passes=self._passes, text=text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        if not self._asked.quiet:
+            print(f"memmgr: {text}", file=sys.stderr, flush=True)
+
+    def _say_that_it_waits(self) -> None:
+        if not self._passes:
+            self._say(
+                f"no backward has ended in {PATIENCE_SECONDS:.0f} s, so what the run needs is not known and nothing is limited. "
+                "Inference: name a budget in bytes"
+            )
+
+    def close(self, stats: dict[str, Any]) -> None:
+        """The budget closes: says so where there never was a limit."""
+        self._timer.cancel()
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
+                self._thread.join()
+        if not self.done:
+            self._say(
+                f"no limit was set: {self._passes or 'no'} passes with a backward have ended, and measuring takes three or more. "
+                f"The most that the run held: {show_size(stats['unmanaged_peak_bytes'])}"
+            )

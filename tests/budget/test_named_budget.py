@@ -1,0 +1,143 @@
+"""The budget that an error names: it works for a whole step, and is not much more than the smallest that does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memmgr
+
+from . import models
+from .test_errors import MB, _alone, check_error, wide  # noqa: F401  # a fixture
+from .there import bytes_already_there
+
+
+def gpt(seed: int = 0) -> models.Training:
+    torch.manual_seed(seed)
+    return models.gpt(layers=2, width=128, context=64, batch=4)
+
+
+def tries(make: Callable[[], models.Training], limit: int, **options: Any) -> list[int]:
+    """The budgets that it takes until one works, each as the error before it says."""
+    tried = []
+    for _ in range(5):
+        gc.collect()
+        tried.append(limit)
+        training = make()
+        try:
+            with memmgr.budget(limit, quiet=True, **options):
+                for _ in range(3):
+                    training.step()
+            return tried
+        except memmgr.BudgetError as error:
+            assert error.enough_bytes >= error.floor_bytes > limit
+            limit = error.enough_bytes
+        del training
+    raise AssertionError(f"none of {tried} worked")
+
+
+def vocabulary() -> models.Training:
+    """The loss is the largest op by far, and comes after the module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2000))
+    x, y = torch.randint(2000, (4, 64)), torch.randint(2000, (256,))
+    return models.Training(model, lambda: nn.functional.cross_entropy(model(x).flatten(0, 1), y))
+
+
+def heavy() -> models.Training:
+    """The update is."""
+    torch.manual_seed(0)
+    model, x = wide(), torch.randn(4, 512)
+    return models.Training(model, lambda: model(x).square().mean())
+
+
+TRAININGS: dict[str, Callable[[], models.Training]] = {
+    **{name: models.MODELS[name] for name in ("mlp", "convnet", "unet", "densenet")},
+    "gpt": gpt,
+    "vocabulary": vocabulary,
+    "heavy": heavy,
+}
+
+
+def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> int:
+    """The smallest budget that works, by a run without one."""
+    with memmgr.budget(None, quiet=True, **options) as mm:
+        training = make()
+        for _ in range(2):
+            training.step()
+    return int(mm.stats()["floor_bytes"]) - there
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("model", TRAININGS)
+def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
+    """Whatever the run was at: the first error is the last."""
+    make, there = TRAININGS[model], bytes_already_there()
+    floor = _floor(make, there)
+    gc.collect()
+    tried = tries(make, there + int(share * floor))
+    assert len(tried) == 2, tried
+    assert tried[1] - there <= 1.36 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95])
+@pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy"])
+def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
+    """Then model states and what cannot be made again stay, and the floor does not say what is made again beside an op."""
+    make, there = TRAININGS[model], bytes_already_there()
+    floor = _floor(make, there, disk=False)
+    gc.collect()
+    tried = tries(make, there + int(share * floor), disk=False)
+    assert len(tried) == 2, tried
+    assert tried[1] - there <= 1.5 * floor, f"{(tried[1] - there) / floor:.2f} times the floor"
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    """The module runs again for the text, but not this one: its hooks, buffers, counters and random numbers are as they were."""
+    calls: list[str] = []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.seen, self.kept = nn.BatchNorm1d(64), 0, torch.ones(4)
+            self.large = nn.Linear(64, 40_000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.large(torch.dropout(self.norm(x), 0.5, True))
+
+    model = Counts()
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    x = torch.randn(256, 64)
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True):
+        torch.manual_seed(3)
+        with pytest.raises(memmgr.BudgetError, match="should do for a whole step") as caught:
+            model(x)
+        after = torch.random.get_rng_state()
+    assert caught.value.enough_bytes >= 3 * 256 * 40_000 * 4
+    assert calls == ["before"] and model.seen == 1 and model.norm.num_batches_tracked.item() == 1
+    torch.manual_seed(3)
+    torch.dropout(torch.ones(256, 64), 0.5, True)
+    assert torch.equal(torch.random.get_rng_state(), after)
+    del caught
+    gc.collect()
+    torch.utils.swap_tensors(model.kept, torch.zeros(4))  # it would refuse a tensor with weak references
+    torch.utils.swap_tensors(model.large.weight, nn.Parameter(torch.zeros(2, 2)))
+
+
+def test_what_cannot_be_rehearsed_is_an_error_all_the_same() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum().item() > 1e9:  # a fake tensor has no values
+                return x
+            return torch.ones(10 * MB) * x.sum()
+
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            Looks()(torch.ones(10))
+        check_error(caught.value, caught.value.budget_bytes)
