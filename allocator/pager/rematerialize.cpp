@@ -58,6 +58,7 @@ struct Plan {
   std::vector<Recipe*> order;
   std::unordered_map<const Version*, uint32_t> uses;  // of what these runs make, by later ones
   std::vector<Version*> lent;                         // counted
+  bool beside_others = false;                         // an op's input may be made while its others are held
 
   ~Plan() {
     Trash trash;
@@ -112,8 +113,8 @@ class Input {
   bool has_still_locked(const Version* v) const { return aside_.get() || v->cell == pinned_; }
   // False: the bytes are nowhere, so the plan is out of date. What has to be made again would be made beside the other
   // inputs of the op, which is more than the op needs: the next plan makes it first, where its bytes have a tier to
-  // wait in.
-  bool fetch(const Version* v, Source* source) {
+  // wait in. Where that has no room it would be dropped again and again.
+  bool fetch(const Version* v, Source* source, bool beside_others) {
     bool private_copy = false;
     for (;; std::this_thread::yield()) {
       std::lock_guard<std::mutex> lock(graph_lock());
@@ -122,7 +123,7 @@ class Input {
       if (!pin_living_locked(c, ticks())) continue;
       const bool orphan = !c->storage._unsafe_get_target();
       pinned_ = c;
-      if (v->evicted && c->slot < 0 && may_be_offloaded()) return false;
+      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others) return false;
       if (!orphan) {
         storage_ = hold(c);
         private_copy = !storage_ && !c->resident();
@@ -234,7 +235,7 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
       const Version* v = r->tensors[i].version;
       if (!v) continue;
       inputs.push_back(std::make_unique<Input>());
-      if (!inputs.back()->fetch(v, &sources[i])) return false;
+      if (!inputs.back()->fetch(v, &sources[i], plan.beside_others)) return false;
       read.push_back(v);
     }
     Wait wait;
@@ -298,11 +299,14 @@ bool run_one(const Recipe* r, const Version* target, Plan& plan, at::DataPtr* re
 }  // namespace
 
 at::DataPtr rematerialize(Cell* c) {
+  constexpr int kPatience = 50;  // with other threads that drop what this one has made
   counters.rematerializations++;
+  const uint64_t tier_errors = counters.tier_errors;
   for (int attempt = 0; attempt < 1000; ++attempt) {
     std::optional<NothingIsDropped> kept;
     if (attempt > 0) kept.emplace();  // what has come back stays to be had
     Plan plan;
+    plan.beside_others = attempt > 0 && (counters.tier_errors != tier_errors || attempt > kPatience);
     const Version* target;
     {
       std::lock_guard<std::mutex> lock(graph_lock());
@@ -382,7 +386,7 @@ bool reproduces(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, Stora
         continue;
       }
       inputs.push_back(std::make_unique<Input>());
-      if (!inputs.back()->fetch(a.version, &sources[i])) return false;
+      if (!inputs.back()->fetch(a.version, &sources[i], true)) return false;
     }
     budget.pool->settle();
     const uint64_t begun = ticks();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import pathlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -292,41 +293,57 @@ def test_what_recording_keeps_never_costs_the_run(name: str) -> None:
     assert mm.stats()["resident_bytes.peak"] <= limit
 
 
+def dropouts() -> list[float]:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(3):
+        layers += [
+            torch.nn.Linear(32, 64),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(64, 32),
+            torch.nn.Tanh(),
+        ]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4096, 32)
+    losses = []
+    for _ in range(5):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("share", [1.02, 1.1])
 def test_near_the_floor_dropout_is_not_made_again_where_that_needs_more_room_than_there_is(share: float) -> None:
     """Made again, a layer's dropout needs mask and input beside what backward holds: more than any step holds otherwise."""
-
-    def training() -> list[float]:
-        torch.manual_seed(0)
-        layers: list[torch.nn.Module] = []
-        for _ in range(3):
-            layers += [
-                torch.nn.Linear(32, 64),
-                torch.nn.ReLU(),
-                torch.nn.Dropout(0.2),
-                torch.nn.Linear(64, 32),
-                torch.nn.Tanh(),
-            ]
-        model = torch.nn.Sequential(*layers)
-        optimizer = torch.optim.AdamW(model.parameters())
-        x = torch.randn(4096, 32)
-        losses = []
-        for _ in range(5):
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    want = training()
+    want = dropouts()
     gc.collect()
     there = bytes_already_there()
     with memmgr.budget("1GB", quiet=True) as free:
-        training()
+        dropouts()
     gc.collect()
     floor = free.stats()["floor_bytes"] - there
     assert floor < 0.6 * (free.stats()["unmanaged_peak_bytes"] - there), "nothing could leave"
     with memmgr.budget(bytes_already_there() + int(share * floor), quiet=True) as tight:
-        assert training() == want
+        assert dropouts() == want
     assert tight.stats()["offloads"] > 0
+
+
+def test_near_the_floor_a_full_disk_tier_is_no_reason_to_make_an_input_again_and_again(tmp_path: pathlib.Path) -> None:
+    """An op's input that is made first and has nowhere to wait is dropped for the next one, and so on for ever."""
+    want = dropouts()
+    gc.collect()
+    there = bytes_already_there()
+    with memmgr.budget("1GB", quiet=True) as free:
+        dropouts()
+    gc.collect()
+    floor = free.stats()["floor_bytes"] - there
+    limit = bytes_already_there() + int(1.5 * floor)
+    with memmgr.budget(limit, disk=(tmp_path, "300kB"), quiet=True, _plan=False) as tight:
+        pager.load().set_link(1.0)  # seconds a byte: what can be dropped is
+        assert dropouts() == want
+    assert tight.stats()["tier_errors"] > 0, "the tier was not full"
