@@ -42,6 +42,29 @@ def _no_compiled_code_stays() -> Iterator[None]:
         gc.collect()
 
 
+def _held() -> int:
+    """Bytes of the tensors that Python knows of."""
+    import torch
+
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    sizes = {}
+    for t in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and others have no storage of their own
+            storage = t.untyped_storage()
+            sizes[storage._cdata] = 0 if storage.device.type == "meta" else storage.nbytes()
+    return sum(sizes.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_stays() -> Iterator[None]:
+    """What a file leaves behind, the budgets of later files count, and their floors do not."""
+    before = _held()
+    yield
+    left = _held() - before
+    assert left < 64 << 10, f"{left:,} bytes of tensors outlive the tests of this file"
+
+
 @pytest.fixture
 def beyond() -> Callable[[str], int]:
     """(size) -> a budget of that much more than what other tests have left behind."""

@@ -178,7 +178,7 @@ from memmgr.runtime.steps import SlicedSteps
 if sys.argv[1] == "whole":
     SlicedSteps.install = lambda self: None
 with memmgr.budget("400kB", policy="offload", quiet=True) as mm:
-    params = [torch.nn.Parameter(torch.randn(96, 96)) for _ in range(8)]
+    params = [torch.nn.Parameter(torch.randn(96, 96)) for _ in range(24)]
     optimizer = torch.optim.AdamW(params, foreach=True)
     for p in params:
         p.grad = torch.randn_like(p)
