@@ -13,6 +13,7 @@
 #include "file_tier.h"
 #include "guarded.h"
 #include "host_tier.h"
+#include "ladder_tier.h"
 
 namespace {
 
@@ -130,6 +131,17 @@ mm_tier* mm_tier_open_host(mm_device* device, uint64_t capacity_bytes, char* err
   std::string wrong = "out of memory";
   auto* tier = Guarded<memmgr::HostTier*>(nullptr, [&] {
     return memmgr::HostTier::Open(reinterpret_cast<memmgr::Device*>(device), capacity_bytes, &wrong);
+  });
+  if (tier == nullptr) Say(wrong, err, err_len);
+  return Handle(tier);
+}
+
+mm_tier* mm_tier_open_ladder(mm_device* device, uint64_t host_bytes, const char* folder, uint64_t file_bytes,
+                             uint64_t bytes_per_second, int workers, char* err, size_t err_len) {
+  std::string wrong = "out of memory";
+  auto* tier = Guarded<memmgr::LadderTier*>(nullptr, [&] {
+    return memmgr::LadderTier::Open(reinterpret_cast<memmgr::Device*>(device), host_bytes, folder, file_bytes,
+                                    bytes_per_second, workers, &wrong);
   });
   if (tier == nullptr) Say(wrong, err, err_len);
   return Handle(tier);

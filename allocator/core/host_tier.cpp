@@ -259,16 +259,16 @@ void HostTier::GiveSlot(Slot* slot) {
 int HostTier::WaitForFormerReaders(uint64_t begin, uint64_t end) {
   const Operation* last = nullptr;
   for (const Fence& fence : fences_) {
-    const bool meets = fence.begin < end && begin < fence.end;
-    if (meets && (last == nullptr || fence.read->number > last->number)) last = fence.read.get();
+    const Operation* read = fence.operation.get();
+    if (read->direction != kRead || read->number < waited_reads_ || fence.end <= begin || end <= fence.begin) continue;
+    if (last == nullptr || read->number > last->number) last = read;
   }
   if (last == nullptr) return 0;
   const int error = Order<"offload.slot_reuse">([&] { return WaitFor(links_[kWrite].stream, last); });
   if (error != 0) return error;
   // All reads are on one stream and all writes on another: having waited for this read, this write and all later ones
   // are behind the reads up to it, wherever in the slab they were.
-  const uint64_t number = last->number;
-  std::erase_if(fences_, [&](const Fence& fence) { return fence.read->number <= number; });
+  waited_reads_ = last->number + 1;
   return 0;
 }
 
@@ -395,14 +395,53 @@ void HostTier::Free(mm_slot id) {
   const InDriver in(device_);
   Hold hold(mutex_);
   Poll();
-  std::erase_if(fences_, [](const Fence& fence) { return fence.read->done; });
+  std::erase_if(fences_, [](const Fence& fence) { return fence.operation->done; });
   Slot* slot = Find(id);
   if (slot == nullptr) return;
-  // A write that still runs needs no fence: the next one into this room is on the same stream. Nor do earlier reads.
-  if (slot->read != nullptr && !slot->read->done) {
-    fences_.push_back({slot->offset, slot->offset + slot->room_bytes, slot->read});
-  }
+  // The next write into this room comes behind the last one by itself, on the same stream; the CPU does not.
+  for (const OperationRef& operation : {slot->write, slot->read})
+    if (operation != nullptr && !operation->done)
+      fences_.push_back({slot->offset, slot->offset + slot->room_bytes, operation});
   GiveSlot(slot);
+}
+
+mm_slot HostTier::Reserve(uint64_t bytes, bool wait, void** room) {
+  if (forked_.load()) return -ECANCELED;
+  if (bytes > capacity_bytes_) return -ENOSPC;
+  const InDriver in(device_);
+  if (in.error() != 0) return in.error();
+  Hold hold(mutex_);
+  Poll();
+  Slot* slot = TakeSlot(bytes);
+  if (slot == nullptr) return -ENOSPC;
+  const mm_slot id = IdOf(slot);
+  std::vector<OperationRef> before;
+  for (const Fence& fence : fences_) {
+    const bool meets = fence.begin < slot->offset + slot->room_bytes && slot->offset < fence.end;
+    if (meets && !fence.operation->done) before.push_back(fence.operation);
+  }
+  if (!before.empty() && !wait) {
+    GiveSlot(slot);
+    return -EAGAIN;
+  }
+  slot->write = std::make_shared<Operation>();
+  slot->write->done = true;
+  *room = slab_ + slot->offset;
+  for (const OperationRef& operation : before)  // whether it went well is no concern of this slot
+    Order<"reserve.slot_reuse">([&] { return Synchronize(operation, &hold); });
+  return id;
+}
+
+int HostTier::Fill(const void* from, uint64_t bytes, void* to) {
+  if (forked_.load()) return -ECANCELED;
+  const InDriver in(device_);
+  if (in.error() != 0) return in.error();
+  Hold hold(mutex_);
+  const CUstream stream = links_[kRead].stream;
+  int error = Errno(Order<"fill.target">([&] { return device_->WaitForTouched(stream, to); }));
+  if (error == 0) error = DriverErrno(driver().MemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(to), from, bytes, stream));
+  const int done = Order<"fill.done">([&] { return DriverErrno(driver().StreamSynchronize(stream)); });
+  return error != 0 ? error : done;
 }
 
 void HostTier::Stats(mm_tier_stats* out) {

@@ -4,7 +4,7 @@
 //   slot       room in the slab, with one operation after the other: its write, then any number of reads
 //   operation  a copy between two events. Those of one direction are on one stream, so they end in the order in which
 //              they began
-//   fence      room that was given back while a read from it may still run
+//   fence      room that was given back while a copy from it or into it may still run
 // The CPU waits in Wait, Bytes and Close only. What keeps the copies exact are the calls below, each by its name
 // (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong without it:
 //
@@ -16,7 +16,10 @@
 //            the block counts as touched   reload.filling      by the read stream: it may be freed unused
 //   use      the caller's stream waits for use.read            the bytes on the device
 //                                          use.write           the copy, before the block is written to
-//   CPU      waits for                     wait.write, wait.read, bytes.write, close.writes, close.reads
+//   CPU      waits for                     wait.write, wait.read, bytes.write, close.writes, close.reads,
+//                                          reserve.slot_reuse  copies of who had this room, before it fills it itself
+//                                          fill.done           the copy of bytes that are not the slab's
+//   fill     the read stream waits for     fill.target         all streams that touched the block
 #pragma once
 
 #include <array>
@@ -52,6 +55,12 @@ class HostTier final : public Tier, private ForkAware {
   int OrderMemory(mm_slot id) override;
   int Use(mm_slot id, mm_stream stream) override;
   const void* Bytes(mm_slot id) override;
+
+  // For a tier below this one (ladder_tier.h). A slot whose bytes the CPU writes into `room`, before anything is read
+  // from it. Without `wait` -EAGAIN where copies of who had the room before still run.
+  mm_slot Reserve(uint64_t bytes, bool wait, void** room);
+  // From any host memory into a live block, as a read of a slot would; returns when the bytes are there.
+  int Fill(const void* from, uint64_t bytes, void* to);
 
   void AfterForkInChild() override { forked_.store(true); }
 
@@ -96,7 +105,7 @@ class HostTier final : public Tier, private ForkAware {
   struct Fence {
     uint64_t begin;
     uint64_t end;
-    OperationRef read;
+    OperationRef operation;
   };
 
   HostTier(Device* device, uint64_t capacity_bytes);
@@ -128,6 +137,7 @@ class HostTier final : public Tier, private ForkAware {
   std::deque<Slot> slots_;  // addresses stay valid
   std::vector<Slot*> unused_;
   std::vector<Fence> fences_;
+  uint64_t waited_reads_ = 0;    // the write stream is behind the reads before this number; the CPU need not be
   std::vector<CUevent> events_;  // for reuse
   mm_tier_stats stats_{};
 };

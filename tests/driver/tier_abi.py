@@ -24,6 +24,7 @@ _SIGNATURES = {
     "mm_device_fetch": (c.c_int, [_P, _P, _P, c.c_size_t, _P]),
     "mm_tier_open": (_P, [c.c_char_p, _U64, _U64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_tier_open_host": (_P, [_P, _U64, c.c_char_p, c.c_size_t]),
+    "mm_tier_open_ladder": (_P, [_P, _U64, c.c_char_p, _U64, _U64, c.c_int, c.c_char_p, c.c_size_t]),
     "mm_tier_close": (None, [_P]),
     "mm_tier_write": (c.c_int64, [_P, _P, _U64]),
     "mm_tier_write_now": (c.c_int64, [_P, _P, _U64]),
@@ -82,12 +83,18 @@ class Device:
 
 
 class HostTier:
-    """``tier.write(address, size)`` and so on are ``mm_tier_*``."""
+    """``tier.write(address, size)`` and so on are ``mm_tier_*``. With a folder there is a file of ``below`` bytes there."""
 
-    def __init__(self, device: Device, capacity: int):
+    def __init__(self, device: Device, capacity: int, folder: Path | None = None, below: int = 0, throttle: int = 0):
         self.library = device.library
         text = c.create_string_buffer(300)
-        self.handle = self.library.mm_tier_open_host(device.handle, capacity, text, len(text))
+        if folder is None:
+            self.handle = self.library.mm_tier_open_host(device.handle, capacity, text, len(text))
+        else:
+            name = os.fsencode(folder)
+            self.handle = self.library.mm_tier_open_ladder(
+                device.handle, capacity, name, below, throttle, 2, text, len(text)
+            )
         if not self.handle:
             raise OSError(text.value.decode())
 

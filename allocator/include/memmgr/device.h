@@ -110,6 +110,11 @@ void mm_device_stats_get(mm_device*, mm_device_stats* out);
 //   wait              the CPU waits
 //   free              never waits: who gets the room next waits in stream order
 mm_tier* mm_tier_open_host(mm_device*, uint64_t capacity_bytes, char* err, size_t err_len);
+// The same with a file below it, as of mm_tier_open: page-locked memory stays at `host_bytes`, and what has lain there
+// longest goes on to the file. write_now and read_now wait for the disk where they need room or bytes of it;
+// mm_tier_bytes says nothing. Injected errors are the file's.
+mm_tier* mm_tier_open_ladder(mm_device*, uint64_t host_bytes, const char* folder, uint64_t file_bytes,
+                             uint64_t bytes_per_second, int workers, char* err, size_t err_len);
 // What the memory of this slot's operations is used for after this call comes after them: the calling thread waits (a
 // file), or nothing has to be done (the host tier: memory is reused in stream order). 0 or a negative errno.
 int mm_tier_order(mm_tier*, mm_slot);
