@@ -97,11 +97,13 @@ class budget:
             per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
-        host: bytes of memory that what leaves may use. From an accelerator: page-locked at once; default half of what is free,
-            at most twice the limit. On the CPU device: memory beside the budget that the machine has to spare, as page cache
-            of the first so many bytes of the disk tier, which the system takes back when it needs it; default none.
+        host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
+            of what is free, at most twice the limit. On the CPU device: memory beside the budget that the machine has to
+            spare, as page cache of the first so many bytes of the disk tier, which the system takes back when it needs it;
+            default none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
-            folder. The file has mode 0600 and is unlinked as soon as it is open.
+            folder. The file has mode 0600 and is unlinked as soon as it is open. From an accelerator it is a second step, below
+            `host`, and there is none by default: what has lain in host memory longest goes on to the file.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
             `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
@@ -154,7 +156,8 @@ class budget:
             parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
         asked = parse_budget(limit, whole=whole)
-        folder, disk_bytes = _disk(disk)
+        # From an accelerator the file is a second step, for who asks for it.
+        folder, disk_bytes = _disk(disk) if cpu or disk is not None else (None, 0)
         self._config = Config(
             limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
             device=self._device,

@@ -102,8 +102,8 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
       budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
     } else if (!pool->on_host() && host_bytes && may_offload) {
-      budget.tier = pool->open_host_tier(host_bytes, why, sizeof why);
-      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot page-lock host memory: %s", why);
+      budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
     }
     Options o;
     o.small_bytes = small_bytes;

@@ -72,6 +72,7 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
   return figures({{"capacity_bytes", t.capacity_bytes},
                   {"used_bytes", t.used_bytes},
                   {"used_peak_bytes", t.used_peak_bytes},
+                  {"file_bytes", t.file_bytes},
                   {"written_bytes", t.written_bytes},
                   {"read_bytes", t.read_bytes},
                   {"errors", t.errors},

@@ -81,6 +81,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("late_reads", "counter", "reads ahead that somebody had to wait for"),
     Figure("prefetch_hits", "gauge", "reads ahead that nobody had to wait for, those under way included"),
     Figure("tier_bytes.peak", "gauge", "the most that lay on the tier below"),
+    Figure(
+        "tier_file_bytes",
+        "gauge",
+        "how long the tier's file has become; from an accelerator: what went on from host memory",
+    ),
     Figure("tier_errors", "counter", "writes and reads of the tier that failed"),
     Figure("recomputes", "counter", "ops that ran again"),
     Figure("rematerializations", "counter", "times that something was made again; each may run several ops"),

@@ -153,6 +153,7 @@ class PagerFigures:
             "fragmentation": fragmentation(arena),
             "committed_bytes.peak": arena["committed_peak_bytes"],
             "tier_bytes.peak": tier.get("used_peak_bytes", 0),
+            "tier_file_bytes": tier.get("file_bytes", 0),
             **{name: now[name] for name in _COUNTED},
             **self._by_kind(now),
             "kept_gradient_bytes": self._purposes.kept_bytes,

@@ -22,7 +22,7 @@ class Config:
         limit_bytes: what the budget is now; where `need` is there, what the device has until the run has been measured.
         need: what it becomes then; None: it stays.
         host_bytes: of host memory for what leaves; None: who did not say.
-        folder: of the tier below the CPU; None: there is none.
+        folder: of the tier below the CPU, or below an accelerator's host memory; None: there is none.
         binary: errors speak in powers of two, as the limit did.
     """
 

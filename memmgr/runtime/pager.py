@@ -102,7 +102,7 @@ class PagerRuntime:
         pager.set_errors(self._explain.spent, RecomputeError)
         pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
-            folder=config.folder if on_cpu and self._below is not None else None,
+            folder=config.folder if self._below is not None else None,
             disk_bytes=config.disk_bytes,
             throttle=config.throttle,
             small_bytes=config.small_bytes,

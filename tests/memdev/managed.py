@@ -148,6 +148,24 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
     return seen
 
 
+def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
+    """Host memory that holds a part of what leaves the device, and a file for the rest."""
+    handles = _start(mode, seed)
+    plain = scenarios._train(MODELS["gpt"], DEVICE)
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        scenarios._train(MODELS["gpt"], DEVICE)
+    need, host = mm.stats()["resident_bytes.peak"], 1 << 20
+    out: dict[str, Any] = {"plain": plain, "need": need, "host": host}
+    for policy in ("offload", "auto", "torture"):
+        limit = int(need * SHARES["gpt"][-1])
+        with memmgr.budget(limit, device=DEVICE, policy=policy, quiet=True, host=host, disk=folder) as mm:
+            digest = scenarios._train(MODELS["gpt"], DEVICE)
+            locked = scenarios.outstanding(handles, b"host")
+        out[policy] = {"digest": digest, "ranges": locked, **mm.stats()}
+    out["left"] = _left(handles)
+    return out
+
+
 def two_devices(mode: str, seed: int) -> dict[str, Any]:
     """The budget is about one device; tensors of another one are none of its business."""
     handles = _start(mode, seed, devices=2)

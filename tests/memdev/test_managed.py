@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,19 @@ def test_a_rule_of_streams_that_is_not_kept_shows(children: Any, program: str) -
 def test_wrong_bytes_stay_wrong(children: Any) -> None:
     """A checksum that was not met is not forgotten: the program of this rule asks twice."""
     assert "bytes came back other than they left" in children("streams")["checked"]["left out"]["digest"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_passes_the_host_memory_goes_on_to_a_file(mode: str, tmp_path: Path) -> None:
+    seen = child.run("three_tiers", module="memdev.managed", mode=mode, seed=0, folder=str(tmp_path))
+    for policy in ("offload", "auto", "torture"):
+        run = seen[policy]
+        assert run["digest"] == seen["plain"], policy
+        assert run["ranges"] == 1 and run["tier_errors"] == 0  # page-locked once, as much as was asked for
+        assert run["resident_bytes.peak"] <= run["budget_bytes"]
+    assert seen["offload"]["tier_file_bytes"] > 0 and seen["offload"]["tier_bytes.peak"] > seen["host"]
+    assert seen["left"] == NOTHING
+    assert not list(tmp_path.iterdir())
 
 
 def test_budgets_come_and_go(children: Any) -> None:

@@ -105,8 +105,10 @@ class DevicePool final : public Pool {
   }
   void settle() override { check(mm_device_synchronize(memory_), "waited for"); }
 
-  mm_tier* open_host_tier(uint64_t capacity, char* why, size_t length) override {
-    return mm_tier_open_host(memory_, capacity, why, length);
+  mm_tier* open_host_tier(uint64_t capacity, const char* folder, uint64_t file_bytes, uint64_t throttle, char* why,
+                          size_t length) override {
+    if (!folder) return mm_tier_open_host(memory_, capacity, why, length);
+    return mm_tier_open_ladder(memory_, capacity, folder, file_bytes, throttle, 2, why, length);
   }
   void set_budget(uint64_t bytes) override {
     if (is_cuda())
