@@ -26,6 +26,7 @@
 #include "streams.h"
 #include "threads.h"
 #include "timeline.h"
+#include "victims.h"
 #include "works.h"
 
 namespace memmgr::pager {
@@ -97,6 +98,26 @@ bool bring_back_trapped(const char* what, std::optional<Frame>* frame) {
   return true;
 }
 
+// What an op has touched leaves, whoever holds it: all of it by turns (torture), or what can be made again.
+void send_away(Frame* frame, std::optional<Frame>* extra, bool by_turns) {
+  c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (const Touched& t : frame->cells())
+      if (by_turns || may_be_dropped_locked(t.cell))
+        if (StoragePtr held = hold(t.cell)) out.emplace_back(t.cell, std::move(held));
+  }
+  frame->release();
+  extra->reset();
+  static std::atomic<int> turn{0};
+  for (auto& [cell, held] : out) {
+    if (cell_of(held.get()) == cell) let_go(cell, by_turns && turn++ % 2 ? Way::kOffload : Way::kEvict);
+    drop(std::move(held));
+  }
+}
+
+uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
+
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
   if (C10_UNLIKELY(queues)) note_stream();
@@ -160,24 +181,10 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   }
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
-  if (C10_UNLIKELY(budget.options.torture && tl_depth == 1)) {
-    c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
-    for (const Touched& t : frame.cells()) {
-      StoragePtr held;
-      {
-        std::lock_guard<std::mutex> lock(graph_lock());
-        held = hold(t.cell);
-      }
-      if (held) out.emplace_back(t.cell, std::move(held));
-    }
-    frame.release();
-    extra.reset();
-    static std::atomic<int> turn{0};
-    for (auto& [cell, held] : out) {
-      if (cell_of(held.get()) == cell) let_go(cell, turn++ % 2 ? Way::kOffload : Way::kEvict);
-      drop(std::move(held));
-    }
-  }
+  // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.
+  const bool unborn = tl_making_states && info->fills && mm_arena_resident(budget.arena) > room_for_states();
+  if (C10_UNLIKELY((budget.options.torture || unborn) && tl_depth == 1))
+    send_away(&frame, &extra, budget.options.torture);
 }
 
 void ordinary(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {

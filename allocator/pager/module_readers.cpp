@@ -25,6 +25,11 @@ PyObject* py_see_this_thread(PyObject*, PyObject* on) {
   return PyBool_FromLong(before);
 }
 
+PyObject* py_making_states(PyObject*, PyObject* on) {
+  tl_making_states = PyObject_IsTrue(on) == 1;
+  Py_RETURN_NONE;
+}
+
 // name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
 // mapped, and never used for another storage.
 PyObject* py_name(PyObject*, PyObject* o) {
@@ -231,6 +236,8 @@ PyObject* py_end_capture(PyObject*, PyObject*) {
 
 PyMethodDef reader_methods[] = {
     {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
+    {"making_states", py_making_states, METH_O,
+     "an optimizer makes its states in this thread (True), or has made them"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},

@@ -25,6 +25,7 @@ namespace memmgr::pager {
 
 thread_local int tl_depth = 0;
 thread_local int tl_regions = 0;
+thread_local bool tl_making_states = false;
 thread_local int tl_readers = 0;
 
 thread_local KernelSlot* tl_kernel_slot = nullptr;

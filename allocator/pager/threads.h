@@ -11,6 +11,8 @@ namespace memmgr::pager {
 extern thread_local int tl_depth;
 // Compiled regions that this thread is in: what they were given is pinned, what they make is theirs until they return.
 extern thread_local int tl_regions;
+// An optimizer makes its states: what is filled with one value has no bytes until somebody touches it.
+extern thread_local bool tl_making_states;
 // Calls of raw readers that this thread is in: they have said what they write.
 extern thread_local int tl_readers;
 

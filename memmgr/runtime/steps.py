@@ -1,4 +1,4 @@
-"""Optimizers' steps in slices of their lists (design section 5).
+"""Optimizers' steps in slices of their lists, and their states without bytes until they are touched.
 
 A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
 states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that what a slice
@@ -25,7 +25,7 @@ class SlicedSteps:
     """The patches on `torch.optim` of one budget; none survives `remove`.
 
     Known limitations: LBFGS works on flat vectors of all parameters, which are its floor. Optimizers of other packages run
-    as they are; their list ops are cut one by one in the pager's kernel.
+    as they are; their list ops are cut one by one in the pager's kernel, and their states take memory when they are made.
     """
 
     def __init__(self, pager: Pager, device: torch.device) -> None:
@@ -39,10 +39,24 @@ class SlicedSteps:
             for name in [name for name in vars(module) if name.startswith(_PREFIXES)]:
                 if getattr(vars(module)[name], "__module__", "") == module.__name__:  # AdamW's are Adam's
                     self._patches.wrap(module, name, self._sliced)
+            for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
+                if kind.__module__ == module.__name__ and "_init_group" in vars(kind):
+                    self._patches.wrap(kind, "_init_group", self._without_bytes)
 
     def remove(self) -> None:
         """Undoes them."""
         self._patches.undo()
+
+    def _without_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _init_group(*args: Any, **kwargs: Any) -> Any:
+            self._pager.making_states(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._pager.making_states(False)
+
+        return _init_group
 
     def _sliced(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

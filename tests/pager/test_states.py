@@ -7,11 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import memmgr
+from memmgr.native import pager
 from memmgr.observe.states import KINDS, STATES, flows
 
 CHILD = Path(__file__).parent / "states_child.py"
@@ -89,3 +94,37 @@ def test_a_log_shows_the_kinds_and_never_more_than_the_budget(tmp_path: Path) ->
     samples = [line for line in found if line["type"] == "sample"]
     assert samples and max(one["resident_bytes"] for one in samples) <= stats["budget_bytes"]
     assert found[-1]["stats"]["moved_bytes.optimizer_states"] >= stats["moved_bytes.optimizer_states"] > 0
+
+
+@pytest.mark.parametrize("way", ["loop", "foreach", "fused"])
+def test_states_have_no_bytes_until_they_are_touched(way: str, beyond: Callable[[str], int]) -> None:
+    """Where room is short, what an optimizer begins with takes none; plain zeros are there at once."""
+
+    def make() -> tuple[list[nn.Parameter], torch.optim.AdamW]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(128, 128)) for _ in range(8)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        return params, torch.optim.AdamW(params, foreach=way == "foreach", fused=way == "fused")
+
+    def plain() -> list[bytes]:
+        params, optimizer = make()
+        optimizer.step()
+        return [p.detach().numpy().tobytes() for p in params]
+
+    want = plain()  # as bytes: a tensor would count, and leave
+    with memmgr.budget(beyond("1300kB"), quiet=True) as mm:
+        params, optimizer = make()
+        before = pager.load().resident()
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        optimizer._init_group(optimizer.param_groups[0], *lists)
+        states = [optimizer.state[p][name] for p in params for name in ("exp_avg", "exp_avg_sq")]
+        assert mm.stats()["offload_bytes"] == 0
+        assert pager.load().resident() - before < sum(s.nbytes for s in states) / 16  # the steps' counts, and bits
+        assert {pager.load().describe(s)["residency"] for s in states} <= {"evicted", "packed"}
+        assert all((s == 0).all() for s in states)
+        ordinary = torch.zeros_like(params[0])
+        assert pager.load().describe(ordinary)["residency"] == "resident"
+        optimizer.step()
+    assert mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"]
+    assert [p.detach().numpy().tobytes() for p in params] == want
