@@ -56,13 +56,17 @@ def _held() -> int:
     return sum(sizes.values())
 
 
+_before: tuple[str, int] = ("", 0)  # the last file, and what was held when it began
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _nothing_stays() -> Iterator[None]:
-    """What a file leaves behind, the budgets of later files count, and their floors do not."""
-    before = _held()
-    yield
-    left = _held() - before
-    assert left < 64 << 10, f"{left:,} bytes of tensors outlive the tests of this file"
+def _nothing_stays(request: pytest.FixtureRequest) -> None:
+    """What a file leaves behind, the budgets of later files count, and their floors do not. Seen when the next file begins:
+    until then pytest itself holds the last test's arguments."""
+    global _before
+    (file, before), held = _before, _held()
+    _before = (request.node.nodeid, held)
+    assert held - before < 64 << 10, f"{held - before:,} bytes of tensors outlive the tests of {file}"
 
 
 @pytest.fixture
