@@ -1,17 +1,19 @@
 """What the rest of a forward and its backward would take: the module runs again on tensors without bytes.
 
 For the text of an error only, when memory ran out inside a forward: what is still to come has not been seen yet. A copy of
-the module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own, so neither the program's
-state nor the thread's is touched.
+the module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own. A real tensor that it meets
+on the way ends it: what the program has, with its gradients and graphs, is not touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -24,6 +26,8 @@ _CALL = torch.nn.Module._call_impl.__code__
 _CONVOLVES = 1.75  # what a convolution takes over its tensors: it brings them into layouts of its own
 _PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
 _busy = threading.Lock()
+_MAKES = (torch.ops.aten.lift_fresh.default,)  # what torch.tensor() has made of numbers
+_too_long: weakref.WeakSet[type] = weakref.WeakSet()  # modules whose rehearsal has not ended in time
 
 
 @dataclass(frozen=True)
@@ -61,34 +65,54 @@ def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     The loss is taken to be a log softmax, which needs as much as any.
 
     Returns:
-        None: it cannot be said. What cannot be copied, looks at values, is compiled, has C++ of its own, takes long, or may talk
-        to other ranks cannot be rehearsed.
+        None: it cannot be said. What cannot be copied, looks at values, reads tensors that are no part of the module and its
+        arguments, is compiled, has C++ of its own, takes long, or may talk to other ranks cannot be rehearsed.
 
-    Known limitations: what the module prints or counts outside of itself happens once more. Autocast is not seen, and what
-    kernels take for themselves is not.
+    Known limitations: what the module prints or counts outside of itself happens once more; so do the hooks of all modules
+    (`register_module_forward_hook`). Autocast is not seen, and what kernels take for themselves is not.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # a collective would wait for ranks that have no error
-    if not _busy.acquire(blocking=False):
+    if type(module) in _too_long or not _busy.acquire(blocking=False):
         return None  # of an error inside a rehearsal
     found: list[Rehearsed] = []
-    grad = torch.is_grad_enabled()
+    grad, late = torch.is_grad_enabled(), threading.Event()
 
     def run() -> None:
         with contextlib.suppress(Exception):  # it is for the text of another error
-            found.append(_run(module, args, kwargs, grad))
+            found.append(_run(module, args, kwargs, grad, late))
 
+    drawn = _numbers_of_others()
     try:
         thread = threading.Thread(target=run, name="memmgr-rehearsal", daemon=True)
         thread.start()
         thread.join(_PATIENCE_SECONDS)
+        if thread.is_alive():
+            late.set()
+            _too_long.add(type(module))
     finally:
+        drawn()
         _busy.release()
     return found[0] if found else None
 
 
-def _run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Rehearsed:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _numbers_of_others() -> Callable[[], None]:
+    """Puts the random numbers of Python and NumPy back where they are now; fake tensors draw none of torch's."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numbers = numpy.random.get_state() if numpy is not None else None
+
+    def put_back() -> None:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
+
+    return put_back
+
+
+def _run(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, late: threading.Event
+) -> Rehearsed:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -109,12 +133,14 @@ def _run(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     for tensor in _tensors_of(module):
         fake(tensor)
     alike = copy.deepcopy(module, memo)
+    if not set(alike.modules()).isdisjoint(module.modules()):
+        raise TypeError("a part that does not let itself be copied")
     for child in alike.modules():
         for name in list(child.__dict__):
             if name.endswith("_hooks"):
                 child.__dict__[name].clear()
     inputs = tree_map_only(torch.Tensor, fake, (args, kwargs))
-    watch = _Watch({_key(t) for t in (*alike.parameters(), *alike.buffers())})
+    watch = _Watch({_key(t) for t in (*alike.parameters(), *alike.buffers())}, FakeTensor, late)
     with torch.set_grad_enabled(grad), mode, watch:
         outputs = [t for t in tree_leaves(alike(*inputs[0], **inputs[1])) if isinstance(t, torch.Tensor)]
         wanted = [t for t in outputs if t.requires_grad]
@@ -137,12 +163,19 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, states: set[int]) -> None:
+    def __init__(self, states: set[int], fake: type[torch.Tensor], late: threading.Event) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._states = states
+        self._fake = fake
+        self._late = late
         self.most = self.most_activations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # asked for by autograd's constructors, where an exception ends the process
+            return func(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if self._late.is_set() or (func not in _MAKES and not all(isinstance(t, self._fake) for t in given)):
+            raise RuntimeError("nobody waits any more, or it would read or write what is the program's")
         out = func(*args, **(kwargs or {}))
         sizes = _storages((*tree_leaves((args, kwargs)), *tree_leaves(out)))
         times = _CONVOLVES if "convolution" in func.__name__ else 1.0

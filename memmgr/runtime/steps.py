@@ -35,7 +35,7 @@ class SlicedSteps:
 
     def install(self) -> None:
         """Puts the patches in place."""
-        for module in [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]:
+        for module in [module for name, module in list(sys.modules.items()) if name.startswith("torch.optim.")]:
             for name in [name for name in vars(module) if name.startswith(_PREFIXES)]:
                 if getattr(vars(module)[name], "__module__", "") == module.__name__:  # AdamW's are Adam's
                     self._patches.wrap(module, name, self._sliced)

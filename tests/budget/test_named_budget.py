@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr.observe import rehearsal
 
 from . import models
 from .test_errors import MB, _alone, check_error, wide  # noqa: F401  # a fixture
@@ -141,3 +146,103 @@ def test_what_cannot_be_rehearsed_is_an_error_all_the_same() -> None:
         with pytest.raises(memmgr.BudgetError) as caught:
             Looks()(torch.ones(10))
         check_error(caught.value, caught.value.budget_bytes)
+
+
+@dataclass
+class _Batch:
+    x: torch.Tensor
+
+
+class _Shared(nn.Module):
+    """Copies share it, as they do a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(64, 64), 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.inner(x)
+
+
+def _no_room(forward: Callable[[Any], torch.Tensor], given: Any) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(64, 40_000)
+
+        def forward(self, batch: Any) -> Any:
+            return self.large(forward(batch))
+
+    model = Last()
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True), pytest.raises(memmgr.BudgetError):
+        model(given)
+
+
+def test_a_rehearsal_does_not_touch_what_is_no_part_of_the_module() -> None:
+    """Weights, graphs and counters that it finds elsewhere, and copies that are no copies."""
+    weight, count, hooked = nn.Parameter(torch.randn(64, 64)), torch.zeros(64), []
+    weight.register_post_accumulate_grad_hook(lambda _: hooked.append(1))
+    below, shared = nn.Linear(64, 64), _Shared()
+    shared.register_forward_hook(lambda *_: None)
+    batch = _Batch(below(torch.randn(256, 64)).sigmoid())
+
+    def counts(batch: _Batch) -> torch.Tensor:
+        count.add_(1)
+        return batch.x
+
+    _no_room(lambda batch: nn.functional.linear(batch.x, weight), _Batch(torch.randn(256, 64)))
+    _no_room(lambda batch: batch.x, batch)
+    _no_room(counts, _Batch(torch.randn(256, 64)))
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True), pytest.raises(memmgr.BudgetError):
+        nn.Sequential(shared, nn.Linear(64, 40_000))(torch.randn(256, 64))
+    assert weight.grad is None and not hooked
+    assert below.weight.grad is None
+    batch.x.sum().backward()  # its graph has not been used up
+    assert count[0] == 1 and count._version == 1
+    assert shared.calls == 1 and len(shared._forward_hooks) == 1 and shared.inner.weight.grad is None
+
+
+def test_a_rehearsal_draws_none_of_pythons_numbers() -> None:
+    random.seed(3)
+    random.random()
+    want = random.getstate()
+    random.seed(3)
+    _no_room(lambda x: x * random.random(), torch.randn(256, 64))
+    assert random.getstate() == want
+
+
+def test_a_rehearsal_that_waits_for_its_own_caller_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at its next op, and the same module is not waited for again."""
+    lock, real = threading.Lock(), threading.main_thread()
+    rehearsed: list[bool] = []
+
+    class Locks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(64, 40_000)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with lock:
+                made = self.large(x)
+            rehearsed.append(threading.current_thread() is not real)
+            return made
+
+    monkeypatch.setattr(rehearsal, "_PATIENCE_SECONDS", 0.5)
+    model, x = Locks(), torch.randn(256, 64)
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True):
+        with pytest.raises(memmgr.BudgetError):
+            model(x)
+        monkeypatch.setattr(rehearsal, "_PATIENCE_SECONDS", 60.0)
+        began = time.monotonic()
+        with pytest.raises(memmgr.BudgetError):
+            model(x)
+        assert time.monotonic() - began < 30
+    for thread in threading.enumerate():
+        if thread.name == "memmgr-rehearsal":
+            thread.join(30)
+            assert not thread.is_alive()
+    assert not rehearsed
