@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import atexit
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,9 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _current: PagerRuntime | None = None
 _last: PagerRuntime | None = None
+_calls_lock = threading.RLock()  # of decorated functions: who opens the budget, and how many calls are under way
+_decorating: budget | None = None
+"""Whose calls have opened the open budget; between two calls it gives way to any other."""
 
 
 def current() -> PagerRuntime | None:
@@ -41,7 +45,8 @@ def current() -> PagerRuntime | None:
 
 
 def _in_child() -> None:
-    global _current
+    global _current, _calls_lock
+    _calls_lock = threading.RLock()  # a thread that is not here may have it
     if _current is not None:
         _current.disable_in_child()
         _current = None
@@ -87,6 +92,10 @@ class budget:
     A context manager and a decorator. Inside, the bytes that torch holds on `device` never pass `limit`. Tensors are
     evicted and recomputed, or offloaded and reloaded, as the policy decides: all that no op is using. The budget counts
     everything: parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
+
+    A decorated function's budget opens at its first call and stays open between calls, so that a step keeps its plans and a
+    run has one summary. It closes when a call fails, when another budget opens, by `close()`, or at the process's end.
+    Where the limit shall end with a function that is called once, use `with` inside it.
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
@@ -175,9 +184,13 @@ class budget:
             need=asked if isinstance(asked, Need) else None,
         )
         self._manager: PagerRuntime | None = None
+        self._calls = 0  # of decorated functions, under way
 
     def __enter__(self) -> budget:
         global _current, _last
+        with _calls_lock:
+            if _decorating is not None and not _decorating._calls:
+                _decorating.close()
         with _lock:
             if _current is not None:
                 raise RuntimeError(
@@ -216,26 +229,57 @@ class budget:
 
     def _close(self, *, failed: bool, report: bool = True) -> None:
         """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
-        global _current
+        global _current, _decorating
         manager = self._manager
         if manager is None or _current is not manager:
             return  # a forked child: nothing of it is ours
         try:
             manager.close(failed=failed, report=report)
         finally:
-            _current = None
+            _current = _decorating = None
+            atexit.unregister(self._at_exit)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: every call of the function opens the budget."""
+        """As a decorator: see above."""
 
         @functools.wraps(function)
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:
-            again = copy.copy(self)
-            again._manager = None
-            with again:
-                return function(*args, **kwargs)
+            self._begin_call()
+            failed = True
+            try:
+                result = function(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                self._end_call(failed)
 
         return managed
+
+    def _begin_call(self) -> None:
+        global _decorating
+        with _calls_lock:
+            if _decorating is not self or not self._is_open():
+                self.__enter__()
+                self._calls, _decorating = 0, self
+                atexit.register(self._at_exit)
+            self._calls += 1
+
+    def _end_call(self, failed: bool) -> None:
+        with _calls_lock:
+            self._calls -= 1
+            if failed and not self._calls:
+                self._close(failed=True)
+
+    def _at_exit(self) -> None:
+        """As after an exception: what the last step still needs comes back only if it fits."""
+        if self._is_open():
+            assert self._manager is not None
+            self._manager.ended_well = getattr(sys, "last_value", None) is None
+            self._close(failed=True)
+
+    def close(self) -> None:
+        """Leaves the budget of a decorated function now, rather than at the end of the process. Nothing where it is not open."""
+        self._close(failed=False)
 
     def stats(self) -> dict[str, Any]:
         """The figures of this budget, now or as they were at its end. See `memmgr.stats`."""

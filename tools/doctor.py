@@ -27,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from memmgr._meant import meant
 from memmgr._sizes import show_size
 from memmgr.tools._disk_speed import copy_speed, disk_speed
 from memmgr.tools._wrong import Wrong
@@ -36,10 +37,13 @@ NEWEST_TORCH_TESTED = (2, 13)
 SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
-KNOWN_VARIABLES = frozenset(
-    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_DRIVER "
-    "MEMMGR_INSTALL MEMMGR_SHARED MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
+VARIABLES = frozenset(
+    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_TELEMETRY "
+    "MEMMGR_TIER_DIRECT".split()
 )
+"""Those that a user may set."""
+OF_TESTS = frozenset("MEMMGR_BENCH MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_PAGER_SMALL MEMMGR_SHARED".split())
+"""Those of our own tests and benchmarks: known, and never shown."""
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
     ("textual_serve", "memmgr top in a browser", "pip install 'memmgr[serve]'"),
@@ -358,14 +362,10 @@ def _file_system(folder: str) -> str:
 
 
 def _environment() -> Iterator[Finding]:
-    unknown = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in KNOWN_VARIABLES)
-    if unknown:
-        yield Finding(
-            "variables",
-            WEAKER,
-            f"{', '.join(unknown)}: nobody reads that",
-            f"those there are: {', '.join(sorted(KNOWN_VARIABLES))}",
-        )
+    for name in sorted(name for name in os.environ if name.startswith("MEMMGR_")):
+        if name not in VARIABLES | OF_TESTS:
+            text = f"{name}: nobody reads that{meant(name, VARIABLES, 0.8)}"
+            yield Finding("variables", WEAKER, text, f"those there are: {', '.join(sorted(VARIABLES))}")
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
         return

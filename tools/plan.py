@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr._meant import meant
 from memmgr._sizes import UNLIMITED, need_share, parse_limit, parse_size, show_seconds, show_size
 from memmgr.tools import _plot
 from memmgr.tools._rates import DEVICES, Rates, read_rates, with_tier
@@ -119,7 +120,8 @@ def _device(name: str) -> Rates:
 
         _say("measuring this machine (memmgr doctor --measure keeps it)")
         return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
-    raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join((*DEVICES, 'cpu'))}")
+    known = (*DEVICES, "cpu")
+    raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
 
 
 def _tiered(rates: Rates, text: str | None) -> Rates:

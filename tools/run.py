@@ -34,8 +34,13 @@ from typing import Any
 
 from memmgr._conf import Refused
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
-from memmgr.policies import parse_policy
+from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools._wrong import Wrong
+
+POLICY_HELP = (
+    f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
+    "default auto"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="12GB, 12GiB, 80%% of the device, need*60%% of what the run needs, auto, none (the default: only measures)",
     )
     parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
-    parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
+    parser.add_argument("--policy", help=POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
     parser.add_argument(

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="SIZE", help="12GB, 12GiB, 80%% of the device, none (the default: no limit)"
     )
-    parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
+    parser.add_argument("--policy", help=run_verb.POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")

@@ -263,16 +263,6 @@ def test_nested_budgets() -> None:
     assert "nest" in (memmgr.budget.__doc__ or ""), "what nested budgets mean is to be said in the docstring"
 
 
-def test_a_decorated_function_that_calls_itself() -> None:
-    @memmgr.budget("8GB", quiet=True)
-    def down(n: int) -> int:
-        return down(n - 1) if n else 0
-
-    with pytest.raises(RuntimeError, match="do not nest"):
-        down(1)
-    assert down(0) == 0
-
-
 def test_disk_as_a_path(tmp_path: Path) -> None:
     with memmgr.budget("8GB", disk=tmp_path, quiet=True):
         assert list(tmp_path.iterdir()) == [], "the tier's file has a name"

@@ -188,15 +188,16 @@ def test_speeds_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 def test_a_misspelt_variable_and_telemetry(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> None:
     monkeypatch.setenv("MEMMGR_BUGDET", "12GB")
     found = _only(doctor._environment)
-    assert "MEMMGR_BUGDET" in found["variables"].text and found["telemetry"].mark == "ok"
+    assert (
+        "MEMMGR_BUGDET: nobody reads that; did you mean 'MEMMGR_BUDGET'?" in found["variables"].text
+        and found["telemetry"].mark == "ok"
+    )
+    assert "MEMMGR_DRIVER" not in found["variables"].advice, "nobody but our tests sets it"
     assert list(runtime.iterdir()) == []
     (runtime / "memmgr").touch()
     assert "not a folder of this user" in _only(doctor._environment)["telemetry"].text
     monkeypatch.setenv("MEMMGR_TELEMETRY", "0")
     assert "MEMMGR_TELEMETRY=0" in _only(doctor._environment)["telemetry"].text
-
-
-INTERNAL = {"MEMMGR_BENCH", "MEMMGR_PAGER_SMALL"}  # switches of our own tests and benchmarks
 
 
 def test_every_variable_that_the_code_reads_is_known() -> None:
@@ -207,7 +208,9 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 
     read = set(re.findall(r"""(?:environ(?:\.get\(|\[)|getenv\(|_VARIABLE = )"(MEMMGR_[A-Z_]+)""", done))
     assert "MEMMGR_CUDA_MEMORY" in read  # read through a name of ours
-    assert read and read <= doctor.KNOWN_VARIABLES | INTERNAL, read - doctor.KNOWN_VARIABLES
+    assert read <= doctor.VARIABLES | doctor.OF_TESTS, read - doctor.VARIABLES
+    page = (root / "docs" / "tuning.md").read_text()
+    assert set(re.findall(r"^\| `(MEMMGR_[A-Z_]+)` \|", page, re.MULTILINE)) == doctor.VARIABLES
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
