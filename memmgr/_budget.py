@@ -20,6 +20,7 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
+from ._machine import memory_bytes
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
@@ -99,11 +100,11 @@ class budget:
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that
-            share of what the run needs, which its first passes measure, three or so of one backward each; until then only
-            what does not fit the device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget
-            at which a planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ...
-            per cent of the need.
+            machine's, or of what its container or job may use), bytes as an int; `None` or `"none"` for no limit, which only
+            measures. `"need*60%"` or `"need*0.6"`: that share of what the run needs, which its first passes measure, three or
+            so of one backward each; until then only what does not fit the device leaves, and a line on stderr says what the
+            budget became. `"auto"`: the smallest budget at which a planned pass is predicted to take at most 1.1 times as long
+            as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once; default half of what is free,
@@ -158,7 +159,7 @@ class budget:
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = int(psutil.virtual_memory().total) if cpu else None
+        whole = memory_bytes() if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
             parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
@@ -319,7 +320,7 @@ class budget:
 
 def _warn_if_nothing_will_leave(config: Config) -> None:
     cpu = config.device.type == "cpu"
-    there = int(psutil.virtual_memory().total) if cpu else _device.total_bytes(config.device)
+    there = memory_bytes() if cpu else _device.total_bytes(config.device)
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
         warnings.warn(

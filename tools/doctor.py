@@ -300,29 +300,16 @@ def _cuda_speed(target: object, source: object, size: int) -> float:
 def _memory(size: int) -> Iterator[Finding]:
     import psutil
 
+    from memmgr._machine import group_bytes
+
     memory = psutil.virtual_memory()
-    limit = _cgroup_limit()
     text = (
         f"{show_size(memory.available)} free of {show_size(memory.total)}, copied at {copy_speed(size) / 1e9:.1f} GB/s"
     )
-    if limit and limit < memory.total:
-        yield Finding(
-            "memory",
-            WEAKER,
-            f"{text}; this container may use {show_size(limit)}",
-            'a budget in percent counts the machine\'s memory: give it in bytes ("12GB")',
-        )
-    else:
-        yield Finding("memory", OK, text)
-
-
-def _cgroup_limit() -> int:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-    return 0
+    limit = group_bytes()
+    if limit is not None and limit < memory.total:
+        text += f"; this process may use {show_size(limit)}, of which a budget in percent is a share"
+    yield Finding("memory", OK, text)
 
 
 def _disk(folder: str, size: int) -> Iterator[Finding]:

@@ -274,6 +274,29 @@ def test_a_sweep_has_a_picture(name: str, magic: bytes, small: Path, tmp_path: P
     assert out.read_bytes().startswith(magic)
 
 
+def test_where_nothing_fits_the_picture_says_so(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
+    out = tmp_path / "curve.svg"
+    assert simulate("--log", file, "--sweep", "--picture", out) == 0
+    assert "<!-- does not fit -->" in out.read_text()
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("dtr", "auto"), ("trace", "plan")])
+def test_the_default_is_what_a_live_run_does(
+    kind: str, policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "trace":
+        file = tmp_path / "run.trace"
+        write_trace(file, layers(12))
+    assert simulate("--log", file, "--ratio", "90%", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == policy
+
+
+def test_a_system_that_is_almost_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--ratio", "0.6", "--policy", "chekmate") == 2
+    assert "did you mean 'checkmate'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -244,6 +244,47 @@ def test_every_page_is_reachable_from_the_index() -> None:
     assert {DOCS / "README.md", DOCS / "glossary.md"} <= {target for target, _ in _links(ROOT / "README.md")}
 
 
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Of paragraphs, items and cells, without code and what links point at."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\n\n")
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-#])", text):
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(paragraph.split()))
+
+
+def test_the_readme_is_short_and_so_are_its_sentences() -> None:
+    assert README.count("\n") < 120 and max(map(len, README.splitlines())) < 200
+    long = [s for s in _sentences(README) if len(re.findall(r"\S*\w\S*", re.sub(r"`[^`]*`", "x", s))) > 25]
+    assert not [s for s in long if "·" not in s], long  # the list of pages is none
+
+
+def test_the_readme_says_first_what_it_is_and_where_it_runs() -> None:
+    first = README.splitlines()[:10]
+    assert any("never run on a" in line for line in first) and any(line.startswith("**Status**") for line in first)
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == [
+        "Install",
+        "Three ways to use it",
+        "What it does",
+        "What it costs",
+        "Works with, and does not",
+        "Compared with",
+        "When it does not help",
+        "Documents",
+    ]
+
+
+def test_what_it_costs_is_one_table_with_checkpointing_beside_it() -> None:
+    section = README.partition("## What it costs")[2].partition("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == 1 and "checkpointing" in tables[0].splitlines()[0]
+    assert re.findall(r"^\| (\d+ %) ", tables[0], re.MULTILINE) == ["100 %", "75 %", "50 %", "35 %"]
+
+
 # ---- the API reference -----------------------------------------------------------------------------------------------
 
 
