@@ -76,7 +76,15 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
     axes.set_xlim(1.02, 0)
     least = min((result.ratio for row in rows for result in row if result.overhead is not None), default=1.0)
     if least > min(row[0].ratio for row in rows):
-        axes.text(least / 2, 0.5, "does not fit", transform=axes.get_xaxis_transform(), ha="center", color="#5b6472", fontsize=9)
+        axes.text(
+            least / 2,
+            0.5,
+            "does not fit",
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            color="#5b6472",
+            fontsize=9,
+        )
     highest = max([1.05, *(result.overhead or 1.0 for row in rows for result in row)])
     axes.set_ylim(1, min(1 + 1.05 * (highest - 1), _HIGHEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1))

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memmgr._meant import meant
-from memmgr._sizes import UNLIMITED, Need, parse_budget
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_share
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one of the above (default: plan, what a live run does; for operator logs auto)",
     )
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--ratio", type=_ratio, metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
+    budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
     budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, auto, none")
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
@@ -138,10 +138,6 @@ def run(args: argparse.Namespace) -> int:
     except _Refused as refused:
         print(f"memmgr simulate: {refused}", file=sys.stderr)
         return 2
-
-
-def _ratio(text: str) -> float:
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 @contextmanager
@@ -183,11 +179,10 @@ def _run(args: argparse.Namespace) -> int:
         return _sweep(args, trace)
     if args.picture:
         raise _Refused("--picture is drawn of a --sweep")
-    if args.ratio is not None and not 0 < args.ratio < float("inf"):
-        raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
     tier = _tier(trace, args.link)
-    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args, trace, tier)
-    ratio = args.ratio if args.ratio is not None else budget / max(peak, 1)
+    share = parse_share(args.ratio).share if args.ratio is not None else None
+    budget = int(peak * share) if share is not None else _bytes(args, trace, tier)
+    ratio = share if share is not None else budget / max(peak, 1)
     bound = _lower_bound(trace, budget, tier)
     if args.policy == "all":
         if args.schedule_out:

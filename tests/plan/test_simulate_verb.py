@@ -195,6 +195,8 @@ def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--ratio", "0.5", "--policy", "nonsense"], "unknown policy 'nonsense'"),
         (["--ratio", "-1"], "--ratio"),
         (["--ratio", "nan"], "--ratio"),
+        (["--ratio", "much"], "--ratio: 'much' is no share of what the run needs; expected 60% or 0.6"),
+        (["--ratio", "60"], "was 60% of it meant?"),
         (["--budget", "lots"], "--budget"),
         (["--budget", "12"], "was 12GB meant"),
         (["--budget", "80%"], "a percentage makes no sense here"),

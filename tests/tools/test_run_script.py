@@ -235,6 +235,11 @@ def test_bad_input_is_one_line_and_two(folder: Path, words: list[str], says: str
     assert len(done.stderr.strip().splitlines()) <= 2  # argparse puts its usage before
 
 
+def test_a_trace_that_cannot_begin_says_one_thing(folder: Path) -> None:
+    done = memmgr("trace", "--out", "x.trace", "--budget", "12", "train.py", cwd=folder)
+    assert done.returncode == 2 and "was 12GB meant?" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 REFUSED = [
     (["--device", "meta", "train.py"], "a budget on 'meta' cannot be kept"),
     (["--disk", "/proc", "--budget", "8MB", "train.py"], "cannot open a tier file in /proc"),
