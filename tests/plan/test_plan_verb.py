@@ -69,7 +69,11 @@ def test_it_answers_for_a_device(what: str, capsys: pytest.CaptureFixture[str], 
 def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--device", "t4", "--budget", "auto", what)
     assert found["overhead"] <= 1.1 and round(100 * found["budget_bytes"] / found["unmanaged_peak_bytes"]) % 5 == 0
-    for text, says in (("atuo", "did you mean 'auto'?"), ("12", "was 12GB meant?"), ("need*60", "was 60% of it meant?")):
+    for text, says in (
+        ("atuo", "did you mean 'auto'?"),
+        ("12", "was 12GB meant?"),
+        ("need*60", "was 60% of it meant?"),
+    ):
         assert says in refused(capsys, "--device", "t4", "--budget", text, what)
 
 
