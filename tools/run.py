@@ -24,6 +24,7 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -251,7 +252,16 @@ class _Closing:
         lines = summary_lines(stats, self._args, type(self).error)
         rank = os.environ.get("RANK")
         before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
-        print(*(before + line for line in lines), sep="\n", file=sys.stderr, flush=True)
+        print("".join(f"{before}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+WORK_SECONDS = 1.0
+"""Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
+
+
+def _children_worked() -> bool:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime > WORK_SECONDS
 
 
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
@@ -277,6 +287,8 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         # As the error says it, which has room to spare; what names the floor alone gets some.
         named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
+    if not stats and _children_worked():
+        return []  # a launcher: those that it started have said what there is to say
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
