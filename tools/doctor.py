@@ -29,11 +29,11 @@ from pathlib import Path
 
 from memmgr._meant import meant
 from memmgr._sizes import show_size
+from memmgr._torches import unfit
 from memmgr.tools._disk_speed import copy_speed, disk_speed
 from memmgr.tools._wrong import Wrong
 
 OK, WEAKER, NO = "ok", "weaker", "NO"
-NEWEST_TORCH_TESTED = (2, 13)
 SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
@@ -164,16 +164,8 @@ def _versions() -> Iterator[Finding]:
         return
     import torch
 
-    number = tuple(
-        int("".join(c for c in part if c.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
-    if number > NEWEST_TORCH_TESTED:
-        newest = ".".join(map(str, NEWEST_TORCH_TESTED))
-        yield Finding(
-            "torch", WEAKER, f"{torch.__version__} is newer than {newest}, which was tested", "compare the bits once"
-        )
-    else:
-        yield Finding("torch", OK, str(torch.__version__))
+    why = unfit(torch.__version__)
+    yield Finding("torch", NO if why else OK, why or str(torch.__version__))
     hook = [e for e in entry_points(group="torch.backends") if e.name == "memmgr"]
     if not hook or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield Finding(
@@ -376,7 +368,7 @@ def _environment() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for name, what, how in EXTRAS:
         if find_spec(name) is None:
-            yield Finding(name, WEAKER, f"not installed: without it no {what}", how)
+            yield Finding(name, WEAKER, f"not installed: needed for {what}", how)
         else:
             yield Finding(name, OK, f"{version(name)}: {what}")
 
@@ -424,7 +416,12 @@ def _training(folder: str) -> Iterator[Finding]:
     words = done.stdout.split()
     if done.returncode != 0 or len(words) != 4:
         last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-        yield Finding("training", NO, f"a small training failed: {last}", "please report this")
+        if "NotBuiltError" in last:
+            yield Finding(
+                "training", NO, "a small training failed: no budget can be opened", "the allocator's line says why"
+            )
+        else:
+            yield Finding("training", NO, f"a small training failed: {last}", "please report this")
         return
     same, need, peak, left = words[0] == "True", int(words[1]), int(words[2]), int(words[3])
     text = f"a training that needs {show_size(need)} ran in {show_size(peak)}"

@@ -133,7 +133,10 @@ def test_variables_of_a_budget(limit: str, conf: str, name: str, says: str, monk
 
 def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "3.0.0a0+git")
-    assert _only(doctor._versions)["torch"].mark == "weaker"
+    found = _only(doctor._versions)["torch"]
+    assert (
+        found.mark == "NO" and "torch 2.11 to 2.13, not for 3.0.0a0+git: pip install 'torch>=2.11,<2.14'" in found.text
+    )
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert "AUTOLOAD=0" in _only(doctor._versions)["MEMMGR_BUDGET"].text
 
@@ -224,6 +227,7 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: broken\n"), "RuntimeError: broken"),
         (SimpleNamespace(returncode=-11, stdout="", stderr=""), "code -11"),
+        (SimpleNamespace(returncode=1, stdout="", stderr="memmgr.NotBuiltError: no g++\n"), "no budget can be opened"),
         (SimpleNamespace(returncode=0, stdout="False 10 6 4", stderr=""), "with other bits"),
         (SimpleNamespace(returncode=0, stdout="True 10 10 0", stderr=""), "nothing left"),
         (subprocess.TimeoutExpired("python", 120), "did not end"),
