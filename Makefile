@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` or `make test` in an empty clone is enough.
 #
 #   PYTHON=python3.12   which Python makes the .venv (3.11 or newer; the first that works otherwise)
-#   TORCH=torch==2.12   which torch goes into it (no GPU: 2.13.0; GPU: whatever torch that Python already has, else the newest)
+#   TORCH=torch==2.12   which torch goes into it (no GPU: 2.13.0; GPU: whatever torch that Python already has, else 2.13)
 #   PYTEST_ARGS="-k x"  handed on to pytest
 #   WORKERS=4           so many processes test at once (default 2)
 
@@ -44,7 +44,7 @@ ifdef TORCH
 else ifeq ($(GPU),)
 	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 else
-	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11"
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
 endif
 	@touch $@
 

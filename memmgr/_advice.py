@@ -1,6 +1,6 @@
 """What the figures of a run say about what to change: lines for whoever ends a run, from `memmgr.stats()` alone.
 
-The figures themselves are in the budget's own line (`Manager.summary`) or in a page's tiles; nothing of it is said again here.
+The figures themselves are in the budget's own line (`observe.summary`) or in a page's tiles; nothing of it is said again here.
 """
 
 from __future__ import annotations

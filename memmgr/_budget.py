@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import atexit
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
+from ._machine import memory_bytes
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
@@ -33,6 +35,9 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _current: PagerRuntime | None = None
 _last: PagerRuntime | None = None
+_calls_lock = threading.RLock()  # of decorated functions: who opens the budget, and how many calls are under way
+_decorating: budget | None = None
+"""Whose calls have opened the open budget; between two calls it gives way to any other."""
 
 
 def current() -> PagerRuntime | None:
@@ -41,7 +46,8 @@ def current() -> PagerRuntime | None:
 
 
 def _in_child() -> None:
-    global _current
+    global _current, _calls_lock
+    _calls_lock = threading.RLock()  # a thread that is not here may have it
     if _current is not None:
         _current.disable_in_child()
         _current = None
@@ -88,13 +94,17 @@ class budget:
     evicted and recomputed, or offloaded and reloaded, as the policy decides: all that no op is using. The budget counts
     everything: parameters, gradients, optimizer state, activations, workspaces, and what was allocated before entering.
 
+    A decorated function's budget opens at its first call and stays open between calls, so that a step keeps its plans and a
+    run has one summary. It closes when a call fails, when another budget opens, by `close()`, or at the process's end.
+    Where the limit shall end with a function that is called once, use `with` inside it.
+
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that
-            share of what the run needs, which its first passes measure, three or so of one backward each; until then only
-            what does not fit the device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget
-            at which a planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ...
-            per cent of the need.
+            machine's, or of what its container or job may use), bytes as an int; `None` or `"none"` for no limit, which only
+            measures. `"need*60%"` or `"need*0.6"`: that share of what the run needs, which its first passes measure, three or
+            so of one backward each; until then only what does not fit the device leaves, and a line on stderr says what the
+            budget became. `"auto"`: the smallest budget at which a planned pass is predicted to take at most 1.1 times as long
+            as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
@@ -151,7 +161,7 @@ class budget:
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = int(psutil.virtual_memory().total) if cpu else None
+        whole = memory_bytes() if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
             parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
@@ -178,9 +188,13 @@ class budget:
             need=asked if isinstance(asked, Need) else None,
         )
         self._manager: PagerRuntime | None = None
+        self._calls = 0  # of decorated functions, under way
 
     def __enter__(self) -> budget:
         global _current, _last
+        with _calls_lock:
+            if _decorating is not None and not _decorating._calls:
+                _decorating.close()
         with _lock:
             if _current is not None:
                 raise RuntimeError(
@@ -219,26 +233,57 @@ class budget:
 
     def _close(self, *, failed: bool, report: bool = True) -> None:
         """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
-        global _current
+        global _current, _decorating
         manager = self._manager
         if manager is None or _current is not manager:
             return  # a forked child: nothing of it is ours
         try:
             manager.close(failed=failed, report=report)
         finally:
-            _current = None
+            _current = _decorating = None
+            atexit.unregister(self._at_exit)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: every call of the function opens the budget."""
+        """As a decorator: see above."""
 
         @functools.wraps(function)
         def managed(*args: P.args, **kwargs: P.kwargs) -> R:
-            again = copy.copy(self)
-            again._manager = None
-            with again:
-                return function(*args, **kwargs)
+            self._begin_call()
+            failed = True
+            try:
+                result = function(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                self._end_call(failed)
 
         return managed
+
+    def _begin_call(self) -> None:
+        global _decorating
+        with _calls_lock:
+            if _decorating is not self or not self._is_open():
+                self.__enter__()
+                self._calls, _decorating = 0, self
+                atexit.register(self._at_exit)
+            self._calls += 1
+
+    def _end_call(self, failed: bool) -> None:
+        with _calls_lock:
+            self._calls -= 1
+            if failed and not self._calls:
+                self._close(failed=True)
+
+    def _at_exit(self) -> None:
+        """As after an exception: what the last step still needs comes back only if it fits."""
+        if self._is_open():
+            assert self._manager is not None
+            self._manager.ended_well = getattr(sys, "last_value", None) is None
+            self._close(failed=True)
+
+    def close(self) -> None:
+        """Leaves the budget of a decorated function now, rather than at the end of the process. Nothing where it is not open."""
+        self._close(failed=False)
 
     def stats(self) -> dict[str, Any]:
         """The figures of this budget, now or as they were at its end. See `memmgr.stats`."""
@@ -278,7 +323,7 @@ class budget:
 
 def _warn_if_nothing_will_leave(config: Config) -> None:
     cpu = config.device.type == "cpu"
-    there = int(psutil.virtual_memory().total) if cpu else _device.total_bytes(config.device)
+    there = memory_bytes() if cpu else _device.total_bytes(config.device)
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
         warnings.warn(

@@ -5,7 +5,6 @@ Torch is not imported here: the command line reads the variables, too.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from ._meant import meant
 from ._sizes import parse_budget
 
 KEYS = (
@@ -70,9 +70,10 @@ def _number(key: str, value: str) -> int:
 
 
 def _unknown(key: str) -> ValueError:
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1)
-    meant = f"; did you mean {near[0]!r}? Keys" if near else "; keys"
-    return ValueError(f"MEMMGR_CONF: unknown key {key!r}{meant} are {', '.join(KEYS)}")
+    near = meant(key.replace("-", "_"), KEYS)
+    return ValueError(
+        f"MEMMGR_CONF: unknown key {key!r}{near or ';'} {'Keys' if near else 'keys'} are {', '.join(KEYS)}"
+    )
 
 
 def parse_conf(text: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Log(Consumer):
         self._samples = 0
         self._cell_lines = 0
         self._saved = self._most_saved = 0
-        again = path.resolve() in _begun  # a decorated function, called again: one file, one session after the other
+        again = path.resolve() in _begun  # another budget of this process: one file, one session after the other
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if again else os.O_TRUNC)
         self._fd = os.open(path, flags, 0o666)
         _begun.add(path.resolve())

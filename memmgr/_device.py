@@ -12,6 +12,8 @@ import psutil
 import torch
 
 from . import _cuda
+from ._machine import memory_bytes
+from ._meant import meant
 from ._sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
@@ -24,11 +26,12 @@ def resolve(device: torch.device | str | None) -> torch.device:
     number yet (see `settle`).
 
     Raises:
+        ValueError: it is none.
         NotImplementedError: a device that memmgr has no allocator for.
         RuntimeError: CUDA's allocator is not in place.
     """
     if device is not None:
-        chosen = torch.device(device)
+        chosen = _named(device)
     elif _cuda.in_place():
         # Without asking CUDA's runtime: in an armed script this runs inside `import torch`.
         chosen = torch.device("cuda")
@@ -53,6 +56,15 @@ def resolve(device: torch.device | str | None) -> torch.device:
     return torch.device(chosen.type, torch.accelerator.current_device_index())
 
 
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device: {device!r} is none; expected cpu, cuda or cuda:1{meant(str(device), ('cpu', 'cuda'))}"
+        ) from None
+
+
 def _has_number(device: torch.device) -> bool:
     return ":" in str(device)  # torch's annotations say that `index` is never None
 
@@ -75,8 +87,8 @@ def room_bytes(device: torch.device) -> int:
     """What a run may have there without a limit of its own."""
     if device.type != "cpu":
         return total_bytes(device) or UNLIMITED
-    memory = psutil.virtual_memory()  # what this process has already is the budget's, too
-    return min(int(memory.total), int(memory.available) + int(psutil.Process().memory_info().rss))
+    # What this process has already is the budget's, too.
+    return min(memory_bytes(), int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss))
 
 
 def host_bytes(device: torch.device, limit_bytes: int) -> int:

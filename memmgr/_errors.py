@@ -124,6 +124,7 @@ def budget_error(
     ahead: Ahead = Ahead(),  # frozen
     binary: bool = False,
     states_stay: bool = True,
+    compiled: str = "",
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
 
@@ -138,6 +139,7 @@ def budget_error(
         ahead: what is still to come.
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
+        compiled: the compiled model in whose graph it happened, by its name; empty: in none.
     """
 
     def size(count: int) -> str:
@@ -178,6 +180,11 @@ def budget_error(
             else ""
         ),
     ]
+    if compiled:
+        lines.append(
+            f"This is inside a compiled {compiled}: what its graph is given and makes stays until it returns. Without "
+            "torch.compile, or with smaller parts compiled one by one, less is needed."
+        )
     tier_bytes = below_bytes + saved if short else 0
     if short:
         movable = "are saved for backward" if states_stay else "could leave"

@@ -96,7 +96,7 @@ def parse_limit(value: int | float | str | None, *, whole: int | None = None, wh
         if word == "none":
             return UNLIMITED
         if not word:
-            raise ValueError(f'{what}: is empty; expected {ACCEPTED}, or "none" for no limit')
+            raise ValueError(f"{what}: is empty; expected {ACCEPTED}")
     return parse_size(value, whole=whole, what=what)
 
 
@@ -117,7 +117,7 @@ class Need:
 MOST_SHARE = 2.0
 """Of the need: more is taken for a percentage that lost its sign."""
 
-_OF_A_RUN = '"need*60%" (of what the run needs), "auto" or "none"'
+_OF_A_RUN = '"need*60%" (of what the run needs), "auto" (the knee of its cost) or "none" (no limit)'
 _WORDS = ("auto", "need", "none")
 
 
@@ -135,7 +135,8 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
         try:
             return parse_limit(value, whole=whole, what=what)
         except ValueError as error:
-            raise ValueError(f"{error}, {_OF_A_RUN}{_meant(text)}") from None
+            said = str(error).replace(', or "80%"', ', "80%"')
+            raise ValueError(f"{said}, {_OF_A_RUN}{_meant(text)}") from None
     return _need(share, value, what)
 
 

@@ -210,6 +210,7 @@ def write_picture(trace: Trace, path: Path, name: str) -> None:
     axes.stackplot(range(len(found.seconds)), megabytes, labels=found.names, colors=COLOURS, step="post", linewidth=0)
     if found.backward_at is not None:
         axes.axvline(found.backward_at, color="#5b6472", linestyle="--", linewidth=1)
+        axes.text(found.backward_at, 1.01, "backward", transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
     axes.set_xlim(0, max(len(found.seconds) - 1, 1))
     axes.set(title=name, xlabel="op", ylabel="MB without a budget")
     handles, labels = axes.get_legend_handles_labels()

@@ -40,7 +40,7 @@ class Point:
 def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
     """Draws time over unmanaged against the budget, a line a label, with the first one's bound that no schedule passes.
 
-    A line ends where the pass does not fit.
+    A line ends where the pass does not fit; where none fits any more, that is said.
 
     Args:
         rows: of each budget, of each label, what was found.
@@ -74,6 +74,17 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
             label=same[0].label,
         )
     axes.set_xlim(1.02, 0)
+    least = min((result.ratio for row in rows for result in row if result.overhead is not None), default=1.0)
+    if least > min(row[0].ratio for row in rows):
+        axes.text(
+            least / 2,
+            0.5,
+            "does not fit",
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            color="#5b6472",
+            fontsize=9,
+        )
     highest = max([1.05, *(result.overhead or 1.0 for row in rows for result in row)])
     axes.set_ylim(1, min(1 + 1.05 * (highest - 1), _HIGHEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from memmgr.tools._wrong import Wrong
+from memmgr.tools._wrong import Parser, Wrong
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
@@ -29,7 +29,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
 def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
     """The command itself, without what its verbs take; `with_verb` False leaves room for them."""
     lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="memmgr",
         description="Train under a byte budget: less memory, the same bits in every parameter.",
         epilog=f"verbs:\n{lines}\n\n`memmgr VERB --help` says more.",
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
     module = import_module({name: path for name, path, _ in VERBS}[verb])
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)

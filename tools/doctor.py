@@ -27,19 +27,23 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from memmgr._meant import meant
 from memmgr._sizes import show_size
+from memmgr._torches import unfit
 from memmgr.tools._disk_speed import copy_speed, disk_speed
 from memmgr.tools._wrong import Wrong
 
 OK, WEAKER, NO = "ok", "weaker", "NO"
-NEWEST_TORCH_TESTED = (2, 13)
 SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
-KNOWN_VARIABLES = frozenset(
-    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CORE_LIB MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_DRIVER "
-    "MEMMGR_INSTALL MEMMGR_SHARED MEMMGR_TELEMETRY MEMMGR_TIER_DIRECT".split()
+VARIABLES = frozenset(
+    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_TELEMETRY "
+    "MEMMGR_TIER_DIRECT".split()
 )
+"""Those that a user may set."""
+OF_TESTS = frozenset("MEMMGR_BENCH MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_PAGER_SMALL MEMMGR_SHARED".split())
+"""Those of our own tests and benchmarks: known, and never shown."""
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
     ("textual_serve", "memmgr top in a browser", "pip install 'memmgr[serve]'"),
@@ -160,16 +164,8 @@ def _versions() -> Iterator[Finding]:
         return
     import torch
 
-    number = tuple(
-        int("".join(c for c in part if c.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
-    if number > NEWEST_TORCH_TESTED:
-        newest = ".".join(map(str, NEWEST_TORCH_TESTED))
-        yield Finding(
-            "torch", WEAKER, f"{torch.__version__} is newer than {newest}, which was tested", "compare the bits once"
-        )
-    else:
-        yield Finding("torch", OK, str(torch.__version__))
+    why = unfit(torch.__version__)
+    yield Finding("torch", NO if why else OK, why or str(torch.__version__))
     hook = [e for e in entry_points(group="torch.backends") if e.name == "memmgr"]
     if not hook or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield Finding(
@@ -296,29 +292,16 @@ def _cuda_speed(target: object, source: object, size: int) -> float:
 def _memory(size: int) -> Iterator[Finding]:
     import psutil
 
+    from memmgr._machine import group_bytes
+
     memory = psutil.virtual_memory()
-    limit = _cgroup_limit()
     text = (
         f"{show_size(memory.available)} free of {show_size(memory.total)}, copied at {copy_speed(size) / 1e9:.1f} GB/s"
     )
-    if limit and limit < memory.total:
-        yield Finding(
-            "memory",
-            WEAKER,
-            f"{text}; this container may use {show_size(limit)}",
-            'a budget in percent counts the machine\'s memory: give it in bytes ("12GB")',
-        )
-    else:
-        yield Finding("memory", OK, text)
-
-
-def _cgroup_limit() -> int:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-    return 0
+    limit = group_bytes()
+    if limit is not None and limit < memory.total:
+        text += f"; this process may use {show_size(limit)}, of which a budget in percent is a share"
+    yield Finding("memory", OK, text)
 
 
 def _disk(folder: str, size: int) -> Iterator[Finding]:
@@ -358,14 +341,10 @@ def _file_system(folder: str) -> str:
 
 
 def _environment() -> Iterator[Finding]:
-    unknown = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in KNOWN_VARIABLES)
-    if unknown:
-        yield Finding(
-            "variables",
-            WEAKER,
-            f"{', '.join(unknown)}: nobody reads that",
-            f"those there are: {', '.join(sorted(KNOWN_VARIABLES))}",
-        )
+    for name in sorted(name for name in os.environ if name.startswith("MEMMGR_")):
+        if name not in VARIABLES | OF_TESTS:
+            text = f"{name}: nobody reads that{meant(name, VARIABLES, 0.8)}"
+            yield Finding("variables", WEAKER, text, f"those there are: {', '.join(sorted(VARIABLES))}")
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
         return
@@ -389,7 +368,7 @@ def _environment() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for name, what, how in EXTRAS:
         if find_spec(name) is None:
-            yield Finding(name, WEAKER, f"not installed: without it no {what}", how)
+            yield Finding(name, WEAKER, f"not installed: needed for {what}", how)
         else:
             yield Finding(name, OK, f"{version(name)}: {what}")
 
@@ -437,7 +416,12 @@ def _training(folder: str) -> Iterator[Finding]:
     words = done.stdout.split()
     if done.returncode != 0 or len(words) != 4:
         last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-        yield Finding("training", NO, f"a small training failed: {last}", "please report this")
+        if "NotBuiltError" in last:
+            yield Finding(
+                "training", NO, "a small training failed: no budget can be opened", "the allocator's line says why"
+            )
+        else:
+            yield Finding("training", NO, f"a small training failed: {last}", "please report this")
         return
     same, need, peak, left = words[0] == "True", int(words[1]), int(words[2]), int(words[3])
     text = f"a training that needs {show_size(need)} ran in {show_size(peak)}"

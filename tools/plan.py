@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memmgr._sizes import UNLIMITED, need_share, parse_limit, parse_size, show_seconds, show_size
+from memmgr._meant import meant
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_size, show_seconds, show_size
 from memmgr.tools import _plot
 from memmgr.tools._rates import DEVICES, Rates, read_rates, with_tier
 from memmgr.tools._screen import table
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="FILE.py:FUNCTION|FOLDER", help="what makes the step, or a model's config")
     parser.add_argument("--device", default="cpu", help="a name, a table, or with --sweep several, by commas")
     parser.add_argument(
-        "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6 (default: the device's memory)"
+        "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
     )
     parser.add_argument("--tier", metavar="TIER", help="host:64GB, disk:1TB, or off: what is below (default: no limit)")
     parser.add_argument(
@@ -119,7 +120,8 @@ def _device(name: str) -> Rates:
 
         _say("measuring this machine (memmgr doctor --measure keeps it)")
         return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
-    raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join((*DEVICES, 'cpu'))}")
+    known = (*DEVICES, "cpu")
+    raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
 
 
 def _tiered(rates: Rates, text: str | None) -> Rates:
@@ -148,14 +150,20 @@ def _recorded(args: argparse.Namespace, accelerator: bool) -> FakeStep:
 
 
 def _budget(args: argparse.Namespace, on: _On) -> int:
+    """As live: here the need is known, and `auto` is the knee of the step's curve."""
+    from memmgr.policies.plan.knee import knee
+    from memmgr.tools._outlook import outlook
+
     peak = on.trace.unmanaged_peak[0]
     try:
-        if args.budget is not None and (share := need_share(args.budget)) is not None:
-            return max(1, int(peak * share))
-        budget = parse_limit(args.budget or on.rates.memory_bytes, whole=on.rates.memory_bytes, what="--budget")
+        asked = parse_budget(args.budget or on.rates.memory_bytes, whole=on.rates.memory_bytes, what="--budget")
     except ValueError as error:
         raise Wrong(str(error)) from None
-    return peak if budget == UNLIMITED else budget
+    if not isinstance(asked, Need):
+        return peak if asked == UNLIMITED else asked
+    if asked.share is not None:
+        return max(1, int(peak * asked.share))
+    return knee(peak, lambda size: outlook(on.trace, size, on.link)[0].overhead).budget_bytes
 
 
 def _one(args: argparse.Namespace, on: _On) -> int:

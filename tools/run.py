@@ -24,6 +24,7 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -34,8 +35,13 @@ from typing import Any
 
 from memmgr._conf import Refused
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
-from memmgr.policies import parse_policy
+from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools._wrong import Wrong
+
+POLICY_HELP = (
+    f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
+    "default auto"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="12GB, 12GiB, 80%% of the device, need*60%% of what the run needs, auto, none (the default: only measures)",
     )
     parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
-    parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
+    parser.add_argument("--policy", help=POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
     parser.add_argument(
@@ -246,7 +252,16 @@ class _Closing:
         lines = summary_lines(stats, self._args, type(self).error)
         rank = os.environ.get("RANK")
         before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
-        print(*(before + line for line in lines), sep="\n", file=sys.stderr, flush=True)
+        print("".join(f"{before}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+WORK_SECONDS = 1.0
+"""Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
+
+
+def _children_worked() -> bool:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime > WORK_SECONDS
 
 
 def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
@@ -272,6 +287,8 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         # As the error says it, which has room to spare; what names the floor alone gets some.
         named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
+    if not stats and _children_worked():
+        return []  # a launcher: those that it started have said what there is to say
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice

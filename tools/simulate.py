@@ -2,9 +2,10 @@
 
 The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
 
-  auto        what a live run does by default (price, auto, bandwidth); for operator logs without --link: online
+  plan        the default: the planner, which knows the whole pass; what a live run follows from its third step or so on
+  auto        what a live run does before it has a plan (price, auto, bandwidth). The default for operator logs, where it is
+              online without --link
   online      decides op by op what runs again, for operator logs
-  plan        the planner, which knows the whole pass: what a live run follows from its third step or so on
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
@@ -36,7 +37,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memmgr._sizes import UNLIMITED, Need, parse_budget
+from memmgr._meant import meant
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_share
 from memmgr._trace_file import read_trace
 from memmgr.policies.online.policy import run_online
 from memmgr.policies.plan.bound import lower_bound_seconds
@@ -109,9 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="the pass")
     parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
-    parser.add_argument("--policy", default="auto", metavar="NAME")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="one of the above (default: plan, what a live run does; for operator logs auto)",
+    )
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--ratio", type=_ratio, metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
+    budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
     budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, auto, none")
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
@@ -132,10 +138,6 @@ def run(args: argparse.Namespace) -> int:
     except _Refused as refused:
         print(f"memmgr simulate: {refused}", file=sys.stderr)
         return 2
-
-
-def _ratio(text: str) -> float:
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 @contextmanager
@@ -170,16 +172,17 @@ def _run(args: argparse.Namespace) -> int:
     if not args.solver_seconds >= 0:
         raise _Refused(f"--solver-seconds must not be negative, is {args.solver_seconds}")
     LIMIT_SECONDS.set(args.solver_seconds)
+    if args.policy is None:
+        args.policy = "auto" if trace.copy_on_write else "plan"
     peak = trace.unmanaged_peak[0]
     if args.sweep:
         return _sweep(args, trace)
     if args.picture:
         raise _Refused("--picture is drawn of a --sweep")
-    if args.ratio is not None and not 0 < args.ratio < float("inf"):
-        raise _Refused(f"--ratio must be a positive number, not {args.ratio}")
     tier = _tier(trace, args.link)
-    budget = int(peak * args.ratio) if args.ratio is not None else _bytes(args, trace, tier)
-    ratio = args.ratio if args.ratio is not None else budget / max(peak, 1)
+    share = parse_share(args.ratio).share if args.ratio is not None else None
+    budget = int(peak * share) if share is not None else _bytes(args, trace, tier)
+    ratio = share if share is not None else budget / max(peak, 1)
     bound = _lower_bound(trace, budget, tier)
     if args.policy == "all":
         if args.schedule_out:
@@ -357,7 +360,13 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         return _online if name == "online" else _auto
     if name in SYSTEMS:
         return lambda trace, budget: _outcome(SYSTEMS[name](trace, budget, tier))
-    policy = parse_policy(name)
+    try:
+        policy = parse_policy(name)
+    except ValueError as error:
+        near = meant(name, (*SYSTEMS, "plan", "online", "all"))
+        raise _Refused(
+            f"unknown policy {name!r}{near}; `memmgr simulate --help` lists all" if near else str(error)
+        ) from None
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
 
 

@@ -33,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", required=True, help="the trace; compressed if it ends in .gz")
     parser.add_argument("--pass", dest="number", type=int, default=2, metavar="N", help="which one, from 1 (default 2)")
     parser.add_argument(
-        "--budget", metavar="SIZE", help="12GB, 12GiB, 80%% of the device, none (the default: no limit)"
+        "--budget",
+        metavar="SIZE",
+        help="12GB, 12GiB, 80%% of the device, need*60%%, auto, none (the default: no limit)",
     )
-    parser.add_argument("--policy", help="as in memmgr.budget (default auto)")
+    parser.add_argument("--policy", help=run_verb.POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
     parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
@@ -54,7 +56,11 @@ def run(args: argparse.Namespace) -> int:
     args.disk_size = args.host = args.log = None
     args.verify, args.quiet = False, True
     atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
-    return run_verb.run(args)
+    try:
+        return run_verb.run(args)
+    except Wrong:
+        atexit.unregister(_close)  # what there is to say is said
+        raise
 
 
 def _close(pid: int, args: argparse.Namespace) -> None:

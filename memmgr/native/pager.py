@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypedDict, cast
 import torch
 
 from memmgr import _cache, _cuda
+from memmgr._torches import unfit
 
 from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources, prebuilt
 
@@ -233,6 +234,8 @@ def load() -> Pager:
         except ImportError:  # what was built of sources that somebody was just editing
             target.unlink()
     if _loaded is None:
+        if why := unfit(torch.__version__):
+            raise NotBuiltError(why)
         python = Path(sysconfig.get_paths()["include"])
         if not (python / "Python.h").is_file():
             raise NotBuiltError("Python.h was not found: install Python's headers (Debian: apt install python3-dev)")

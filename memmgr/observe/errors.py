@@ -49,13 +49,22 @@ class Explainer:
 
     Args:
         happened: told of each (`Telemetry.happened`).
+        compiled: the compiled model that the calling thread is in, by its name; empty: none.
     """
 
-    def __init__(self, asked: Asked, native: Native, passes: Passes, happened: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        native: Native,
+        passes: Passes,
+        happened: Callable[..., None],
+        compiled: Callable[[], str] = lambda: "",
+    ) -> None:
         self._asked = asked
         self._native = native
         self._passes = passes
         self._happened = happened
+        self._compiled = compiled
 
     def spent(self, text: str) -> BudgetError:
         """An op found no room; `text` is what the allocator said."""
@@ -86,6 +95,7 @@ class Explainer:
             ahead=self._ahead(held, now),
             binary=self._asked.binary,
             states_stay=not tier,
+            compiled=self._compiled(),
             **more,
         )
 
@@ -101,6 +111,11 @@ class Explainer:
         found = rehearse(*call) if call is not None else None
         if found is not None:
             stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
+            if (
+                self._compiled()
+            ):  # nothing leaves in its graph, and its backward is given all that its forward has saved
+                whole = states + found.inputs_bytes + found.made_bytes + found.op_bytes
+                return Ahead(whole, whole)
             return Ahead(stays + found.op_bytes, states + int(AGAIN * (found.inputs_bytes + found.activations_bytes)))
         if not passes.count:
             return Ahead(int(LOSS * now["floor_bytes"]))

@@ -38,11 +38,13 @@ class Rehearsed:
         op_bytes: its inputs and outputs.
         activations_bytes: the most that one op needs of them that are no parameters and buffers; not always the same op.
         inputs_bytes: what the module was called with.
+        made_bytes: all that its forward makes, let go or not.
     """
 
     op_bytes: int
     activations_bytes: int
     inputs_bytes: int
+    made_bytes: int
 
 
 def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
@@ -56,7 +58,8 @@ def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | N
     if found is None:
         return None
     here = found.f_locals
-    return here["self"], here["args"], here["kwargs"]
+    module = here["self"]
+    return getattr(module, "_orig_mod", module), here["args"], here["kwargs"]  # of a compiled one, what it was made of
 
 
 def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed | None:
@@ -143,11 +146,12 @@ def _run(
     watch = _Watch({_key(t) for t in (*alike.parameters(), *alike.buffers())}, FakeTensor, late)
     with torch.set_grad_enabled(grad), mode, watch:
         outputs = [t for t in tree_leaves(alike(*inputs[0], **inputs[1])) if isinstance(t, torch.Tensor)]
+        made = watch.made_bytes
         wanted = [t for t in outputs if t.requires_grad]
         losses = [t.log_softmax(-1).mean() if t.dim() else t for t in wanted]
         if losses:
             torch.autograd.backward(losses)
-    return Rehearsed(watch.most, watch.most_activations, sum(_storages(tree_leaves(inputs)).values()))
+    return Rehearsed(watch.most, watch.most_activations, sum(_storages(tree_leaves(inputs)).values()), made)
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -168,7 +172,8 @@ class _Watch(TorchDispatchMode):
         self._states = states
         self._fake = fake
         self._late = late
-        self.most = self.most_activations = 0
+        self.most = self.most_activations = self.made_bytes = 0
+        self._made: dict[int, Any] = {}  # kept: an address would come again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # asked for by autograd's constructors, where an exception ends the process
@@ -182,6 +187,10 @@ class _Watch(TorchDispatchMode):
         self.most = max(self.most, int(times * sum(sizes.values())))
         rest = sum(size for key, size in sizes.items() if key not in self._states)
         self.most_activations = max(self.most_activations, int(times * rest))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in self._made:
+                self._made[_key(tensor)] = tensor
+                self.made_bytes += sizes.get(_key(tensor), 0)
         return out
 
 

@@ -26,8 +26,9 @@ def summary(s: dict[str, Any]) -> str:
     )
     planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
     return (
-        f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} passes{planned}; evicted {s['evictions']} "
-        f"({show_size(s['evicted_bytes'])}), offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
+        f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} "
+        f"pass{'' if s['passes'] == 1 else 'es'}{planned}; evicted {s['evictions']} ({show_size(s['evicted_bytes'])}), "
+        f"offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
         f"{_slower(s)}recomputing {100 * s['recompute_seconds'] / wall:.1f} %, waiting for reads "
         f"{100 * (s['stall_seconds'] - s['room_seconds']) / wall:.1f} %, for room {100 * s['room_seconds'] / wall:.1f} % "
         f"of {wall:.1f} s"

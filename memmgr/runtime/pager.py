@@ -26,6 +26,7 @@ from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
 from memmgr.readers.captures import is_capturing
 
+from .compiled import CompiledGraphs
 from .config import Config
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -82,7 +83,8 @@ class PagerRuntime:
             None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
-        self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
+        self._graphs = CompiledGraphs(lambda text: self._explain.spent(text))
+        self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
         self._stock: Stock | None = None
         self._open = False
         self._final: dict[str, Any] | None = None
@@ -126,6 +128,7 @@ class PagerRuntime:
                 # milliseconds, so where there is room enough Python may collect it when it likes.
                 gc.collect()
             self._readers.install()
+            self._graphs.install()
             self._steps.install()
             if pager.settle():
                 raise self._explain.too_big(pager.resident())
@@ -197,6 +200,7 @@ class PagerRuntime:
             self.plans.close()
             self._ranker.close()
             self._steps.remove()
+            self._graphs.remove()
             self.native.close()
         finally:
             self._readers.remove()  # last: other threads may have read meanwhile what was away

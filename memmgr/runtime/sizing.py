@@ -190,7 +190,10 @@ class Sizing:
             with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
                 self._thread.join()
         if not self.done:
-            self._say(
-                f"no limit was set: {self._passes or 'no'} passes with a backward have ended, and measuring takes three or more. "
-                f"The most that the run held: {show_size(stats['unmanaged_peak_bytes'])}"
-            )
+            held = show_size(stats["unmanaged_peak_bytes"])
+            if self._known:
+                why = f"the run needs {held}, and it ended while what less would cost was still being found"
+            else:
+                ended = f"{self._passes or 'no'} passes with a backward have ended, and measuring takes three or more"
+                why = f"{ended}. The most that the run held: {held}"
+            self._say(f"no limit was set: {why}")

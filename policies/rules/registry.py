@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -139,8 +140,10 @@ def _prefetcher(name: str) -> Prefetcher | None:
 
 
 def _unknown(text: object) -> ValueError:
+    near = difflib.get_close_matches(str(text).lower(), [*POLICIES, *FILTERS], n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
     return ValueError(
-        f"unknown policy {text!r}. Accepted: one of {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}); "
+        f"unknown policy {text!r}{meant} Accepted: one of {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}); "
         f"FILTER+DIRECTOR, with director one of {', '.join(DIRECTORS)} (example: lru+offload); or pairs such as "
         f"filter:dtr,director:offload,prefetch:off, with prefetch one of {', '.join(PREFETCHERS)}, fifoN"
     )

@@ -15,7 +15,7 @@ import torch
 
 import memmgr
 from memmgr.integrations._session import Session
-from memmgr.policies.plan.knee import knee
+from memmgr.policies.plan.knee import Knee, knee
 from memmgr.runtime import sizing
 
 
@@ -121,6 +121,20 @@ def test_auto_where_no_pass_is_a_trace_keeps_what_the_run_needs(
     said = capfd.readouterr().err
     assert "all of it: what less would cost is not known (RuntimeError: no idea)" in said, said
     assert mm.stats()["evictions"] == mm.stats()["offloads"] == 0 and mm.stats()["budget_bytes"] < 10**9
+
+
+def test_auto_that_ends_too_early_says_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    begun = threading.Event()
+
+    def seeks(*args: Any) -> Knee:
+        begun.wait(60)
+        return Knee(10**6, 1.0)
+
+    monkeypatch.setattr("memmgr.runtime.plans.knee", seeks)
+    with memmgr.budget("auto"):
+        Run()(8)
+        threading.Timer(0.1, begun.set).start()
+    assert re.search(r"no limit was set: the run needs [\d.]+ MB, and it ended while", capfd.readouterr().err)
 
 
 def test_without_a_backward_it_says_what_it_does(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import memmgr
+from memmgr import _machine
 from memmgr._sizes import (
     UNLIMITED,
     Need,
@@ -154,8 +156,9 @@ def test_what_the_run_decides(given: str, is_: Need) -> None:
         ("need*-1", r"did you mean 'need\*1'\?"),
         ("atuo", r"did you mean 'auto'\?"),
         ("noen", r"did you mean 'none'\?"),
-        ("lots", r'"need\*60%" \(of what the run needs\), "auto" or "none"$'),
-        ("12XB", r'unknown unit.*or "none"$'),
+        ("lots", r'"80%", "need\*60%" \(of what the run needs\), "auto" \(.*\) or "none" \(no limit\)$'),
+        ("12XB", r'unknown unit.*or "none" \(no limit\)$'),
+        ("", r'is empty; expected [^;]*or "none" \(no limit\)$'),
     ],
 )
 def test_what_was_meant(given: str, says: str) -> None:
@@ -243,10 +246,42 @@ def test_bad_arguments_are_found_before_anything_opens(options: dict[str, Any], 
         pass  # nothing of the bad one is left open
 
 
-def test_percent_of_the_device() -> None:
-    psutil = pytest.importorskip("psutil")
-    with memmgr.budget("80%", device="cpu", quiet=True) as mm:
-        assert mm.stats()["budget_bytes"] == int(psutil.virtual_memory().total * 0.8)
+def test_percent_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for group, whole in ((None, psutil.virtual_memory().total), (10**9, 10**9), (2**62, psutil.virtual_memory().total)):
+        monkeypatch.setattr(_machine, "group_bytes", lambda group=group: group)
+        with memmgr.budget("80%", device="cpu", quiet=True) as mm:
+            assert mm.stats()["budget_bytes"] == int(whole * 0.8)
+
+
+@pytest.mark.parametrize(
+    ("mine", "limits", "least"),
+    [
+        ("0::/\n", {"memory.max": "8000"}, 8000),  # in a container
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/b/memory.max": "max", "memory.max": "9000"}, 5000),  # a job
+        ("0::/../x\n", {"memory.max": "8000"}, 8000),  # a group of the machine's, seen from inside
+        ("4:memory:/job\n1:cpu:/\n", {"memory/job/memory.limit_in_bytes": "7000"}, 7000),
+        ("4:memory:/gone\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 9223372036854771712),
+        ("", {}, None),
+    ],
+)
+def test_what_a_container_or_a_job_may_use(
+    mine: str, limits: dict[str, str], least: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_machine, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(_machine, "_MINE", tmp_path / "mine")
+    assert _machine.group_bytes() is None, "there are no groups at all"
+    (tmp_path / "mine").write_text(mine)
+    for name, text in limits.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    assert _machine.group_bytes() == least
+    assert _machine.memory_bytes() == min(least or 2**62, psutil.virtual_memory().total)
+
+
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"^device: 'cud' is none; expected cpu, .*; did you mean 'cuda'\?$"):
+        memmgr.budget("1GB", device="cud")
 
 
 def test_nested_budgets() -> None:
@@ -261,16 +296,6 @@ def test_nested_budgets() -> None:
     with memmgr.budget("4GB", quiet=True):
         pass
     assert "nest" in (memmgr.budget.__doc__ or ""), "what nested budgets mean is to be said in the docstring"
-
-
-def test_a_decorated_function_that_calls_itself() -> None:
-    @memmgr.budget("8GB", quiet=True)
-    def down(n: int) -> int:
-        return down(n - 1) if n else 0
-
-    with pytest.raises(RuntimeError, match="do not nest"):
-        down(1)
-    assert down(0) == 0
 
 
 def test_disk_as_a_path(tmp_path: Path) -> None:

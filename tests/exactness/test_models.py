@@ -115,9 +115,11 @@ def test_decorator() -> None:
 
     fn = cases.CASES["mlp"].fn
     want = reference(fn)
-    decorated = memmgr.budget(HUGE_BYTES, policy="torture", quiet=True)(fn)
+    kept = memmgr.budget(HUGE_BYTES, policy="torture", quiet=True)
+    decorated = kept(fn)
     for _ in range(2):
         assert_same(want, unmanaged(decorated), "as a decorator")
+    kept.close()
 
 
 def test_the_harness_can_fail() -> None:

@@ -66,6 +66,17 @@ def test_it_answers_for_a_device(what: str, capsys: pytest.CaptureFixture[str], 
     assert cli.main(["simulate", "--log", str(tmp_path / "x.trace"), "--policy", "plan", "--ratio", "0.4"]) == 0
 
 
+def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--device", "t4", "--budget", "auto", what)
+    assert found["overhead"] <= 1.1 and round(100 * found["budget_bytes"] / found["unmanaged_peak_bytes"]) % 5 == 0
+    for text, says in (
+        ("atuo", "did you mean 'auto'?"),
+        ("12", "was 12GB meant?"),
+        ("need*60", "was 60% of it meant?"),
+    ):
+        assert says in refused(capsys, "--device", "t4", "--budget", text, what)
+
+
 def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
     assert "does not fit; the largest op alone needs" in capsys.readouterr().out

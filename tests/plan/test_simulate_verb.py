@@ -195,6 +195,8 @@ def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--ratio", "0.5", "--policy", "nonsense"], "unknown policy 'nonsense'"),
         (["--ratio", "-1"], "--ratio"),
         (["--ratio", "nan"], "--ratio"),
+        (["--ratio", "much"], "--ratio: 'much' is no share of what the run needs; expected 60% or 0.6"),
+        (["--ratio", "60"], "was 60% of it meant?"),
         (["--budget", "lots"], "--budget"),
         (["--budget", "12"], "was 12GB meant"),
         (["--budget", "80%"], "a percentage makes no sense here"),
@@ -272,6 +274,29 @@ def test_a_sweep_has_a_picture(name: str, magic: bytes, small: Path, tmp_path: P
     out = tmp_path / name
     assert simulate("--log", small, "--sweep", "--policy", "all", "--picture", out, *HURRY) == 0
     assert out.read_bytes().startswith(magic)
+
+
+def test_where_nothing_fits_the_picture_says_so(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")
+    out = tmp_path / "curve.svg"
+    assert simulate("--log", file, "--sweep", "--picture", out) == 0
+    assert "<!-- does not fit -->" in out.read_text()
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("dtr", "auto"), ("trace", "plan")])
+def test_the_default_is_what_a_live_run_does(
+    kind: str, policy: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "trace":
+        file = tmp_path / "run.trace"
+        write_trace(file, layers(12))
+    assert simulate("--log", file, "--ratio", "90%", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == policy
+
+
+def test_a_system_that_is_almost_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--log", file, "--ratio", "0.6", "--policy", "chekmate") == 2
+    assert "did you mean 'checkmate'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

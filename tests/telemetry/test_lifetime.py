@@ -331,16 +331,12 @@ def test_a_plan_is_in_the_log_with_the_time_at_which_it_was_there(tmp_path: Path
     assert plans[0]["took_seconds"] < plans[0]["seconds"] <= wall  # a pass is measured before
 
 
-def test_a_decorated_function_keeps_all_its_calls_in_one_log(tmp_path: Path) -> None:
+def test_budgets_of_one_process_follow_each_other_in_one_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     log.write_text("left over from an earlier run\n")
-
-    @memmgr.budget(LIMIT, quiet=True, log=str(log))
-    def once() -> None:
-        training()()
-
-    once()
-    once()
+    for _ in range(2):
+        with memmgr.budget(LIMIT, quiet=True, log=str(log)):
+            training()()
     kinds = [line["type"] for line in _lines(log)]
     assert kinds.count("hello") == kinds.count("end") == 2
 

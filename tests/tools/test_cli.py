@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
 
 import pytest
 
+from memmgr.policies import DIRECTORS, FILTERS, POLICIES
 from memmgr.tools import cli
 
 
@@ -39,6 +41,52 @@ def test_an_unknown_verb_is_told_what_there_is(capsys: pytest.CaptureFixture[str
         cli.main(["dmeo"])
     assert end.value.code == 2
     assert "demo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("dmeo", "demo"),
+        ("repot run.jsonl", "report"),
+        ("run --buget 3GB train.py", "--budget"),
+        ("run --budjet=3GB train.py --lr 1", "--budget"),
+        ("trace --ot x.trace train.py", "--out"),
+        ("top --intervl 3", "--interval"),
+        ("report --format perfeto run.jsonl", "perfetto"),
+        ("run --policy evcit train.py", "evict"),
+        ("plan --device rtx409 model.py:make_step", "rtx4090"),
+        ("completion bsh", "bash"),
+    ],
+)
+def test_what_is_almost_right_is_asked_about(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words.split())
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    said = capsys.readouterr().err
+    assert code == 2 and f"; did you mean {meant!r}?" in said.splitlines()[-1], said
+
+
+@pytest.mark.parametrize("words", ["xyzzy", "run --xyzzy 3GB train.py", "report --format xyzzy run.jsonl"])
+def test_what_is_like_nothing_is_not(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words.split())
+    assert end.value.code == 2 and "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["run", "trace"])
+def test_the_help_names_the_policies(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    shown = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert shown >= {*POLICIES, *FILTERS, *DIRECTORS}
+
+
+def test_no_help_shows_what_is_private(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, _, _ in cli.VERBS:
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+    assert not re.findall(r"(?<![\w/.])--?_\w+|_throttle|_placement|_plan\b", capsys.readouterr().out)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """What the docs show works: every block of shell is run, marked Python is run, and every command that is named exists.
 
-A block that is not run says why in a comment before it, `<!-- not run: reason -->`. Python is run with `<!-- run: python -->`.
+A block that is not run says why in a comment before it, `<!-- not run: reason -->`. Python is run, with what `GIVEN` has for its page.
 In the shell blocks train.py is a small training, and 12345 is a process that trains meanwhile.
 """
 
@@ -54,6 +54,26 @@ with memmgr.budget("6MB", quiet=True):
         model(x).square().mean().backward()
         time.sleep(0.05)
 """
+
+
+# What the Python of a page takes as given.
+GIVEN = {
+    "README.md": """
+from types import SimpleNamespace
+import torch
+layer = torch.nn.Linear(8, 8)
+model = lambda batch: SimpleNamespace(loss=layer(batch).square().mean())
+loader, optimizer = [torch.randn(4, 8) for _ in range(3)], torch.optim.SGD(layer.parameters(), lr=0.1)
+""",
+    "docs/policies.md": "import memmgr",
+    "docs/internals/planner.md": """
+from memmgr.policies.trace import Op, OpKind, Storage, Trace
+ops = [Op("input", 0.0, (), (0,), OpKind.CONSTANT), *(Op(f"op{k}", 1.0, (k - 1,), (k,)) for k in range(1, 9))]
+trace = Trace(tuple(ops), tuple(Storage(f"{k}.0", 10, k, min(k + 1, 8) + 1) for k in range(9)))
+budget_bytes = 40
+""",
+}
+GENERATED = "docs/api.md"  # signatures, and the examples of docstrings, whose tests are those of what they show
 
 
 @dataclass(frozen=True)
@@ -165,12 +185,15 @@ def test_no_block_of_commands_is_passed_over() -> None:
 def test_python(place: tuple[Path, dict[str, str], int]) -> None:
     """All in one process, each as a module of its own."""
     folder, env, pid = place
-    marked = [block for block in blocks() if block.language == "python" and block.said.startswith("run:")]
-    assert len(marked) >= 4
+    shown = [block for block in blocks() if block.language == "python" and block.page != GENERATED]
+    marked = [block for block in shown if not block.said.startswith("not run: ")]
+    assert len(marked) >= 8 and {block.page for block in marked} >= set(GIVEN)
     script = "import sys\nsys.argv = ['docs', sys.argv[1]]\n"
     for block in marked:
         text = block.text.replace('if line["type"] == "end":', 'if line["type"] in ("end", "sample"):')  # it runs on
-        script += f"exec(compile({text!r}, {f'{block.page}:{block.number}'!r}, 'exec'), {{'__name__': '__docs__'}})\n"
+        script += "names = {'__name__': '__docs__'}\n"
+        for code in (GIVEN.get(block.page, ""), text):
+            script += f"exec(compile({code!r}, {f'{block.page}:{block.number}'!r}, 'exec'), names)\n"
     (folder / "blocks.py").write_text(script)
     command = [sys.executable, "-W", "error::UserWarning", "blocks.py", str(pid)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -242,6 +265,49 @@ def test_every_page_is_reachable_from_the_index() -> None:
     shown = {target for page in [*PAGES, *REPORTS] for target, _ in _links(page)}
     assert {*DOCS.glob("pictures/*")} <= shown, "a picture that no page shows"
     assert {DOCS / "README.md", DOCS / "glossary.md"} <= {target for target, _ in _links(ROOT / "README.md")}
+
+
+# ---- the README ------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Of paragraphs, items and cells, without code and what links point at."""
+    text = re.sub(r"^```[\s\S]*?^```$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\n\n")
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-#])", text):
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(paragraph.split()))
+
+
+def test_the_readme_is_short_and_so_are_its_sentences() -> None:
+    assert README.count("\n") < 120 and max(map(len, README.splitlines())) < 200
+    long = [
+        s for s in _sentences(README) if "·" not in s and len(re.findall(r"\S*\w\S*", re.sub(r"`[^`]*`", "x", s))) > 25
+    ]
+    assert not long  # the list of pages is no sentence
+
+
+def test_the_readme_says_first_what_it_is_and_where_it_runs() -> None:
+    first = README.splitlines()[:10]
+    assert any("never run on a" in line for line in first) and any(line.startswith("**Status**") for line in first)
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == [
+        "Install",
+        "Three ways to use it",
+        "What it does",
+        "What it costs",
+        "Works with, and does not",
+        "Compared with",
+        "When it does not help",
+        "Documents",
+    ]
+
+
+def test_what_it_costs_is_one_table_with_checkpointing_beside_it() -> None:
+    section = README.partition("## What it costs")[2].partition("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == 1 and "checkpointing" in tables[0].splitlines()[0]
+    assert re.findall(r"^\| (\d+ %) ", tables[0], re.MULTILINE) == ["100 %", "75 %", "50 %", "35 %"]
 
 
 # ---- the API reference -----------------------------------------------------------------------------------------------

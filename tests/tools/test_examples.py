@@ -16,8 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-SLOW = ("lora", "ddp", "with_accelerate", "with_lightning")
-NEEDS = {"with_lightning": "lightning"}  # slow to import, and not on every machine
+NEEDS = {"with_lightning": "lightning"}
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
@@ -39,8 +38,7 @@ def _run(command: str | list[str]) -> subprocess.CompletedProcess[str]:
 def _marks(name: str) -> list[pytest.MarkDecorator]:
     needed = NEEDS.get(name)
     missing = needed is not None and importlib.util.find_spec(needed) is None
-    skipped = [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []
-    return [*skipped, *([pytest.mark.slow] if name in SLOW else [])]
+    return [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []
 
 
 CASES = [pytest.param(command, marks=_marks(path.stem), id=command) for path in EXAMPLES for command in _commands(path)]

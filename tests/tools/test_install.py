@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memmgr import _cache
+from memmgr import _cache, _torches
 from memmgr.native import build, pager
 from memmgr.tools import doctor
 
@@ -157,6 +157,35 @@ def test_every_pip_line_names_an_extra_that_there_is() -> None:
         for path in (ROOT / folder).rglob("*.*"):
             if path.suffix in (".py", ".md"):
                 assert set(re.findall(r"memmgr\[([a-z]+)\]['\"]", path.read_text())) <= extras, path
+
+
+@pytest.mark.parametrize("release", ["2.10.1", "2.14.1+cu130", "3.0.0a0+git"])
+def test_a_torch_that_it_is_not_made_for_is_one_sentence(release: str, tmp_path: Path) -> None:
+    """What `pip install torch` gives may be newer than what the pager knows."""
+    code = f"""
+import torch, memmgr
+torch.__version__ = {release!r}
+try:
+    memmgr.budget("1GB", device="cpu").__enter__()
+except RuntimeError as error:
+    print(error)
+"""
+    environment = {**os.environ, "MEMMGR_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout == (
+        f"memmgr: this version is made for torch 2.11 to 2.13, not for {release}: pip install 'torch>=2.11,<2.14'\n"
+    ), done.stderr
+
+
+def test_the_releases_of_torch_are_those_that_pip_installs() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        (wanted,) = [one for one in tomllib.load(file)["project"]["dependencies"] if one.startswith("torch")]
+    (oldest, low), (newest, high) = _torches.OLDEST, _torches.NEWEST
+    assert wanted == f"torch>={oldest}.{low},<{newest}.{high + 1}" and f'"{wanted}"' in (ROOT / "Makefile").read_text()
+    assert (
+        _torches.unfit(torch.__version__) == ""
+        and f"torch {oldest}.{low} to {newest}.{high}" in (ROOT / "README.md").read_text()
+    )
 
 
 # ---- where what is compiled is kept ----------------------------------------------------------------------------------

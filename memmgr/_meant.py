@@ -1,0 +1,17 @@
+"""What somebody meant who wrote a word that is almost one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean 'budget'?`, to go behind an error; nothing where no word is near. Case does not matter.
+
+    Args:
+        cutoff: how like it a word has to be, from 0 to 1 (difflib's ratio): more, where all have a beginning in common.
+    """
+    names = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""

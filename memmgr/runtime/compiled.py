@@ -1,0 +1,66 @@
+"""Errors of compiled graphs: what inductor makes allocates outside of ops, where C++ raises no error of ours."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from memmgr._errors import BudgetError
+from memmgr.readers.patches import Patches
+
+_SPENT = "memmgr: the budget of "
+
+
+class CompiledGraphs:
+    """Which compiled graph a thread is in, and its errors, of one budget."""
+
+    def __init__(self, spent: Callable[[str], BudgetError]) -> None:
+        self._spent = spent
+        self._patches = Patches()
+        self._local = threading.local()
+
+    def install(self) -> None:
+        """Puts the patch in place, now or when inductor is imported."""
+        self._patches.when_imported("torch._inductor.output_code", self._patch)
+
+    def remove(self) -> None:
+        """Undoes it."""
+        self._patches.undo()
+
+    def running(self) -> str:
+        """The compiled model that the calling thread is in the graph of, by its class; empty: it is in none."""
+        if not getattr(self._local, "depth", 0):
+            return ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
+                model = getattr(frame.f_locals["self"], "__dict__", {}).get("_modules", {}).get("_orig_mod")
+                if model is not None:
+                    return type(model).__name__
+            frame = frame.f_back
+        return "graph"  # a compiled function's, or a backward
+
+    def _patch(self, module: ModuleType) -> None:
+        self._patches.wrap(module.CompiledFxGraph, "__call__", self._explained)
+
+    def _explained(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(graph: Any, inputs: Any) -> Any:
+            self._local.depth = getattr(self._local, "depth", 0) + 1
+            try:
+                return original(graph, inputs)
+            except torch.OutOfMemoryError as error:
+                if isinstance(error, BudgetError) or _SPENT not in str(error):
+                    raise
+                spent = self._spent(str(error))
+            finally:
+                self._local.depth -= 1
+            raise spent
+
+        return call

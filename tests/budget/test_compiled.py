@@ -1,0 +1,60 @@
+"""A budget that is too small for a compiled model: one BudgetError, which names the model, and a budget that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import memmgr
+
+# What inductor imports: torch's own.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.blocks = torch.nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@pytest.fixture(scope="module")
+def step() -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = torch.compile(Stack(), dynamic=False)  # by inductor, whose graphs allocate outside of ops
+    x = torch.randn(2048, 64)
+
+    def once() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    once()  # compiling is none of a budget's business
+    return once
+
+
+@pytest.mark.parametrize("limit", ["3MB", "12MB"])
+def test_it_names_the_model_and_a_budget_that_works(limit: str, step: Callable[[], None]) -> None:
+    with pytest.raises(memmgr.BudgetError, match="inside a compiled Stack") as caught, memmgr.budget(limit, quiet=True):
+        for _ in range(3):
+            step()
+    error = caught.value
+    assert f"the budget of {limit.replace('MB', ' MB')} is spent" in str(error) and "bytes is spent" not in str(error)
+    assert error.__cause__ is None and error.__context__ is None, "a chain of two tracebacks"
+    with memmgr.budget(error.enough_bytes, quiet=True) as mm:
+        for _ in range(3):
+            step()
+    assert error.enough_bytes <= 1.5 * mm.stats()["floor_bytes"]
+
+
+def test_outside_of_its_graph_it_is_not_named(step: Callable[[], None]) -> None:
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget("30MB", quiet=True):
+        step()
+        torch.empty(10**8)
+    assert "compiled" not in str(caught.value)
