@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CALL = torch.nn.Module._call_impl.__code__
-_CONVOLVES = 1.75  # what a convolution takes over its tensors: it brings them into layouts of its own
+# What a kernel takes over its tensors, on the CPU: a convolution brings them into layouts of its own, and a recurrent layer
+# keeps a workspace of all gates for its backward.
+_TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
 _PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
 _busy = threading.Lock()
 _MAKES = (torch.ops.aten.lift_fresh.default,)  # what torch.tensor() has made of numbers
@@ -183,7 +185,7 @@ class _Watch(TorchDispatchMode):
             raise RuntimeError("nobody waits any more, or it would read or write what is the program's")
         out = func(*args, **(kwargs or {}))
         sizes = _storages((*tree_leaves((args, kwargs)), *tree_leaves(out)))
-        times = _CONVOLVES if "convolution" in func.__name__ else 1.0
+        times = next((times for name, times in _TAKES.items() if name in func.__name__), 1.0)
         self.most = max(self.most, int(times * sum(sizes.values())))
         rest = sum(size for key, size in sizes.items() if key not in self._states)
         self.most_activations = max(self.most_activations, int(times * rest))

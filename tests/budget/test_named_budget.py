@@ -61,6 +61,23 @@ def heavy() -> models.Training:
     return models.Training(model, lambda: model(x).square().mean())
 
 
+def recurrent() -> models.Training:
+    """Most of what it needs is a kernel's workspace, which tensors without bytes do not show."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(64, 128, 2, batch_first=True), torch.randn(32, 40, 64)
+    return models.Training(model, lambda: model(x)[0].square().mean())
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.95])
+def test_where_a_kernel_takes_most_for_itself(share: float) -> None:
+    there = bytes_already_there()
+    floor = _floor(recurrent, there)
+    gc.collect()
+    tried = tries(recurrent, there + int(share * floor))
+    assert len(tried) == 2, tried
+    assert tried[1] - there <= 2 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
+
+
 TRAININGS: dict[str, Callable[[], models.Training]] = {
     **{name: models.MODELS[name] for name in ("mlp", "convnet", "unet", "densenet")},
     "gpt": gpt,
