@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from memmgr.tools import cli
+from memmgr.tools._wrong import Wrong
 from memmgr.tools.bench import rows, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
@@ -124,6 +128,41 @@ def test_a_cell_that_is_killed_does_not_end_the_table() -> None:
     assert [row.error for row in told] == ["", "its process was ended by SIGKILL"]
     assert told[0].bits == "yes" and len(told[0].seconds_of_turns) == 3
     assert "SIGKILL" in list(cells(told))[1][-1]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "not within a minute"
+        time.sleep(0.02)
+
+
+def test_a_bench_that_is_killed_leaves_nothing_behind() -> None:
+    """Cells are stopped while they wait: nothing else would end them."""
+    script = f"""
+from memmgr.tools.bench.turns import Nursery
+with Nursery("cpu") as children:
+    children.start({SPEC | {"key": "k", "system": "unmanaged", "reference": True}!r})
+    assert "error" not in children.ask("k", send=False)
+    print(children._cells["k"][1], flush=True)
+    import time
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            cell = psutil.Process(int(parent.stdout.readline()))
+            until(lambda: cell.status() == psutil.STATUS_STOPPED)
+        finally:
+            parent.kill()
+    until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_parent_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Nursery("cpu") as children, pytest.raises(Wrong, match="no torch today"):
+        children.start(SPEC | {"key": "k", "system": "unmanaged", "reference": True})
 
 
 def test_an_unmanaged_cell_has_no_memmgr(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,13 @@ from torch import Tensor
 from .models import Training, make
 from .systems import SYSTEMS, NotHere, System, budget_of
 
-WARM_STEPS, MOST_WARM_STEPS = 2, 10
-"""Before the first turn: without memmgr, and until memmgr follows a plan."""
+WARM_STEPS, MOST_WARM_STEPS = 2, 16
+"""Before the first turn: without memmgr, and until memmgr follows a plan and makes no other."""
+
+PLANNED_STEPS, QUIET_STEPS = 2, 3
+"""So many passes have followed a plan, and in so many no new one has come: making one takes a processor."""
+
+MOST_WARM_STEPS_OF_A_TRY = 6
 
 METERED_STEPS = 2
 
@@ -91,22 +95,21 @@ class Steps:
         return {"parameters": digest_of(model.parameters()), "buffers": digest_of(model.buffers())}
 
 
-def settled(steps: Steps, mm: Any, system: System) -> None:
-    """Warms up; under a budget until a plan is followed, where there are plans."""
-    planned = 0
-    for taken in range(MOST_WARM_STEPS):
-        if taken >= WARM_STEPS and (mm is None or planned >= 2 or _nothing_to_plan(system, mm, taken)):
-            return
+def settled(steps: Steps, mm: Any, system: System, most: int = MOST_WARM_STEPS) -> None:
+    """Warms up; under a budget until a plan is followed and no other has come for some steps, where there are plans."""
+    plans, since = 0, 0
+    for taken in range(most):
+        if mm is None:
+            if taken >= WARM_STEPS:
+                return
+        else:
+            stats = mm.stats()
+            since = since + 1 if stats["plans"] == plans else 0
+            plans = stats["plans"]
+            followed = stats["planned_passes"] >= PLANNED_STEPS and since >= QUIET_STEPS
+            if taken >= 2 * WARM_STEPS and (followed or not system.planned or not stats["reclaims"]):
+                return
         steps.take()
-        planned = mm.stats()["planned_passes"] if mm is not None else 0
-
-
-def _nothing_to_plan(system: System, mm: Any, taken: int) -> bool:
-    from memmgr.policies import parse_policy
-
-    if not (system.plan and parse_policy(system.policy).planner):
-        return taken >= 2 * WARM_STEPS
-    return taken >= 2 * WARM_STEPS and mm.stats()["plans"] == 0 and mm.stats()["reclaims"] == 0
 
 
 def metered(steps: Steps, device: str) -> int:
@@ -161,6 +164,7 @@ def _turns(spec: dict[str, Any], system: System, pipe: Connection) -> None:
     with budget_of(system, spec["budget_bytes"], spec["device"]) as mm:
         steps = Steps(spec, system)
         settled(steps, mm, system)
+        before = mm.stats() if mm is not None else {}
         pipe.send(_state(steps, spec))
         for _ in iter(pipe.recv, None):
             took = steps.take()
@@ -168,7 +172,7 @@ def _turns(spec: dict[str, Any], system: System, pipe: Connection) -> None:
         told: dict[str, Any] = {"outside_bytes": max(0, memory_of("VmHWM") - base)}
         told |= {"losses": steps.losses[:], **steps.digests()}
         if mm is not None:
-            told |= _of_memmgr(mm.stats())
+            told |= _of_memmgr(before, mm.stats())
     if mm is None:
         told["inside_bytes"] = metered(steps, spec["device"])
     pipe.send(told)
@@ -180,32 +184,23 @@ def _state(steps: Steps, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 _KEYS = (
-    "planned_passes",
-    "plans",
-    "recompute_seconds",
-    "stall_seconds",
-    "offload_bytes",
-    "reload_bytes",
+    "planned_passes", "plans", "plan_seconds", "recompute_seconds", "stall_seconds", "offload_bytes", "reload_bytes",
     "evicted_bytes",
-)
+)  # fmt: skip
 
 
-def _of_memmgr(stats: Any) -> dict[str, Any]:
-    return {"inside_bytes": stats["resident_bytes.peak"], **{key: stats[key] for key in _KEYS}}
+def _of_memmgr(before: Any, now: Any) -> dict[str, Any]:
+    """Counters are those of the turns."""
+    return {"inside_bytes": now["resident_bytes.peak"], **{key: now[key] - before[key] for key in _KEYS}}
 
 
 def _attempt(spec: dict[str, Any], system: System, pipe: Connection) -> None:
     """Trains some steps in `budget_bytes`, or says why it cannot: the seconds of the last ones."""
     with budget_of(system, spec["budget_bytes"], spec["device"]) as mm:
         steps = Steps(spec, system)
-        settled(steps, mm, system)
-        took = [steps.take()["seconds"] for _ in range(spec["turns"])]
+        settled(steps, mm, system, MOST_WARM_STEPS_OF_A_TRY)
+        took = [steps.take() for _ in range(spec["turns"])]
         peak = mm.stats()["resident_bytes.peak"] if mm is not None else 0
     if mm is None:
         peak = metered(steps, spec["device"])
-    pipe.send({"peak_bytes": peak, "seconds": took, "finite": all(map(math.isfinite, _numbers(steps.losses)))})
-
-
-def _numbers(losses: Iterable[str]) -> Iterator[float]:
-    for words in losses:
-        yield from map(float.fromhex, words.split())
+    pipe.send({"peak_bytes": peak, **{key: [t[key] for t in took] for key in ("seconds", "processor")}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,10 +16,11 @@ MOST = 1 << 14
 
 @dataclass(frozen=True)
 class Try:
-    """One batch: the seconds of a step, the peak, and why it does not do."""
+    """One batch: the seconds of a step, by the clock and of the processor, the peak, and why it does not do."""
 
     batch: int
     seconds: float = 0.0
+    processor: float = 0.0
     peak_bytes: int = 0
     error: str = ""
 
@@ -35,13 +36,11 @@ def attempt(children: Nursery, spec: Spec, memory_bytes: int, slowest_seconds: f
     if cell.error:
         return Try(spec["batch"], error=cell.error)
     seconds, peak = median(cell.told["seconds"]), cell.told["peak_bytes"]
-    done = Try(spec["batch"], seconds, peak)
+    done = Try(spec["batch"], seconds, median(cell.told["processor"]), peak)
     if peak > memory_bytes:
-        return Try(spec["batch"], seconds, peak, error=f"needs {peak / 1e6:,.0f} MB")
-    if slowest_seconds is not None and seconds / spec["batch"] > slowest_seconds:
-        return Try(
-            spec["batch"], seconds, peak, error=f"{seconds / spec['batch'] / slowest_seconds:.2f} of the time allowed"
-        )
+        return replace(done, error=f"needs {peak / 1e6:,.0f} MB")
+    if slowest_seconds is not None and seconds / done.batch > slowest_seconds:
+        return replace(done, error=f"{seconds / done.batch / slowest_seconds:.2f} of the time allowed")
     return done
 
 
@@ -76,15 +75,6 @@ def largest(
         tries.append(attempt(children, spec | {"batch": batch}, memory_bytes, slowest_seconds))
         return tries[-1]
 
-    first_try = tried(first)
-    if first_try.error and not first_try.seconds and not first_try.error.startswith("needs"):
-        return {"batch": 0, "seconds": 0.0, "peak_bytes": 0, "error": first_try.error, "tries": 1}
-    tries.clear()
-    good, bad = bisect(lambda batch: first_try if batch == first else tried(batch), first)
-    ended_by = bad.error if bad else ""
-    if good is None:
-        return {"batch": 0, "seconds": 0.0, "peak_bytes": 0, "error": ended_by, "tries": len(tries) + 1}
-    return {
-        "batch": good.batch, "seconds": good.seconds, "peak_bytes": good.peak_bytes, "error": "", "ended_by": ended_by,
-        "tries": len(tries) + 1,
-    }  # fmt: skip
+    good, bad = bisect(tried, first)
+    found = asdict(good or Try(0, error=tries[-1].error))
+    return found | {"ended_by": bad.error if bad else "", "tries": len(tries)}

@@ -30,7 +30,7 @@ class System:
         line: what it is.
         apply: changes a training before its first step; raises `NotHere`.
         policy: memmgr's, under a budget; empty: without memmgr.
-        plan: memmgr makes plans of measured passes.
+        plan: memmgr may make plans of measured passes.
         why_not: why it cannot run anywhere.
     """
 
@@ -39,6 +39,15 @@ class System:
     policy: str = ""
     plan: bool = True
     why_not: str = ""
+
+    @property
+    def planned(self) -> bool:
+        """memmgr makes plans."""
+        if not (self.policy and self.plan):
+            return False
+        from memmgr.policies import parse_policy
+
+        return bool(parse_policy(self.policy).planner)
 
 
 def _wrap(training: Training, **options: Any) -> None:

@@ -11,7 +11,19 @@ from .record import Record
 from .rows import Row
 from .systems import SYSTEMS, UNMANAGED
 
-HEAD = ("model", "memory", "system", "peak", "of need", "resident", "step", "of unmanaged", "quartiles", "same bits")
+HEAD = (
+    "model",
+    "memory",
+    "system",
+    "peak",
+    "of need",
+    "resident",
+    "step",
+    "of unmanaged",
+    "quartiles",
+    "processor",
+    "same bits",
+)
 _BITS = {"yes": "yes", "no": "NO", "parameters": "yes, buffers differ"}
 
 
@@ -28,15 +40,15 @@ def cells(rows: Iterable[Row], longest: int = 400) -> Iterator[list[str]]:
         head = [row.model, row.budget or "its own", title(row)]
         if row.error:
             why = row.error if len(row.error) <= longest else row.error[: longest - 3] + "..."
-            yield [*head, *[""] * 6, why]
+            yield [*head, *[""] * 7, why]
             continue
         low, middle, high = row.ratios
         share = f"{row.inside_bytes / row.need_bytes:.0%}"
         figures = [megabytes(row.inside_bytes), share, megabytes(row.outside_bytes), f"{row.seconds * 1e3:,.0f} ms"]
-        yield [*head, *figures, f"{middle:.2f}x", f"{low:.2f} to {high:.2f}", _BITS[row.bits]]
+        yield [*head, *figures, f"{middle:.2f}x", f"{low:.2f} to {high:.2f}", f"{row.processor:.2f}x", _BITS[row.bits]]
 
 
-LARGEST_HEAD = ("model", "memory", "system", "batch", "of unmanaged", "a sample", "of unmanaged's", "peak")
+LARGEST_HEAD = ("model", "memory", "system", "batch", "of unmanaged", "a sample", "of unmanaged's", "processor", "peak")
 
 
 def largest_cells(record: Record) -> Iterator[list[str]]:
@@ -47,14 +59,15 @@ def largest_cells(record: Record) -> Iterator[list[str]]:
             name = f"memmgr {system}" if SYSTEMS[system].policy else system
             head = [model, megabytes(found["memory_bytes"]), name]
             if one.get("error") or not one["batch"]:
-                yield [*head, "-", one.get("error") or "not even one sample", "", "", ""]
+                yield [*head, "-", one.get("error") or "not even one sample", "", "", "", ""]
                 continue
             much = f"{one['batch'] / first['batch']:.2f}x" if first.get("batch") else ""
             sample = one["seconds"] / one["batch"]
             slower = f"{sample / (first['seconds'] / first['batch']):.2f}x" if first.get("batch") else ""
-            yield [
-                *head, f"{one['batch']}", much, f"{sample * 1e3:,.2f} ms", slower, megabytes(one["peak_bytes"])
-            ]  # fmt: skip
+            busy = one["processor"] / one["batch"]
+            busier = f"{busy / (first['processor'] / first['batch']):.2f}x" if first.get("batch") else ""
+            figures = [f"{one['batch']}", much, f"{sample * 1e3:,.2f} ms", slower, busier]
+            yield [*head, *figures, megabytes(one["peak_bytes"])]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from memmgr.tools._wrong import Wrong
+
 from .systems import SYSTEMS
 
 Spec = dict[str, Any]
@@ -71,13 +73,15 @@ class Nursery:
                 str(self._listener.address),
                 what,
             ]
-            self._parents[what] = made = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                env=self._environment,
-            )  # fmt: skip
+            said = Path(self._folder.name) / what
+            with said.open("w") as errors:
+                self._parents[what] = made = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                    env=self._environment,
+                )  # fmt: skip
             assert made.stdout is not None
             if made.stdout.readline() != "ready\n":
-                raise RuntimeError("the process that starts the cells has ended")
+                raise Wrong(f"no cell can be started: {said.read_text().strip().rpartition(chr(10))[2]}")
         return self._parents[what]
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +120,8 @@ class Nursery:
                 return {"error": f"took longer than {self._limit:.0f} s"}
             answer: dict[str, Any] = pipe.recv()
             if "error" not in answer:
-                os.kill(pid, signal.SIGSTOP)
+                with contextlib.suppress(ProcessLookupError):  # after its last answer it ends by itself
+                    os.kill(pid, signal.SIGSTOP)
             return answer
         except (EOFError, OSError):
             return {"error": "its process has ended"}
