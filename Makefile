@@ -50,7 +50,7 @@ endif
 
 # The editable install finds Python sources where they lie, by a table: the native half has to be built again, and the table
 # made again when a folder comes.
-$(VENV)/.installed: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
+$(VENV)/.installed: $(VENV)/.requirements $(wildcard policies/*/__init__.py memmgr/*/__init__.py tools/*/__init__.py allocator/CMakeLists.txt allocator/*/*.cpp allocator/*/*.h allocator/*/*/*.h)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test,demo,dev]"
 	@touch $@
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memmgr.tools._convnet import ConvNet
 from memmgr.tools.gpt import GPT, GPTConfig
 
 
@@ -33,19 +32,6 @@ class Run:
 
 def run_of(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
     return Run(model, loss, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-def demo_gpt(quick: bool, checkpointed: bool = False) -> Run:
-    """The demo's GPT; `checkpointed` recomputes each block, which is full activation checkpointing."""
-    torch.manual_seed(0)
-    config = GPTConfig(layers=2, heads=4, width=128, context=64) if quick else GPTConfig()
-    model = GPT(config)
-    if checkpointed:
-        for block in model.blocks:
-            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
-    batch = 8 if quick else 16
-    tokens, targets = (torch.randint(256, (batch, config.context)) for _ in range(2))
-    return run_of(model, lambda: model(tokens, targets))
 
 
 def recomputed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -89,18 +75,7 @@ def small_ops(quick: bool) -> Run:
     return run_of(model, lambda: model(tokens, targets))
 
 
-def convnet(quick: bool) -> Run:
-    """A residual convnet with batch norm and dropout."""
-    torch.manual_seed(0)
-    width, batch, height = (8, 8, 16) if quick else (48, 64, 32)
-    model = ConvNet(width=width, stages=2, blocks=2 if quick else 4)
-    images, labels = torch.randn(batch, 3, height, height), torch.randint(10, (batch,))
-    return run_of(model, lambda: model(images, labels))
-
-
 MODELS = {"100 us ops": heavy, "10 us ops": small_ops, "launch-bound": launch_bound}
-TIGHT = {"the demo's GPT": demo_gpt, "a convnet": convnet}
-"""Those that are trained in less than they need."""
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

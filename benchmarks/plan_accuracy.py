@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import platform
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -24,16 +23,14 @@ from statistics import median
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
-
-from _planned_models import MODELS
-
 import memmgr
 from memmgr.tools import _measure
 from memmgr.tools._fake_step import record
 from memmgr.tools._rates import Rates
+from memmgr.tools.bench.models import make
 
 STEPS = 4
+MODELS = ("GPT", "Llama", "BERT", "ResNet", "U-Net", "LSTM")
 
 
 def compared(name: str, rounds: int) -> dict[str, float]:
@@ -41,10 +38,10 @@ def compared(name: str, rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     _measure.clock = time.process_time
     begun = time.perf_counter()
-    step = record(MODELS[name], accelerator=False)
+    step = record(lambda: make(name).step, accelerator=False)
     traced = time.perf_counter() - begun
     with memmgr.budget(None, device="cpu", quiet=True) as mm:
-        live_step = MODELS[name]()
+        live_step = make(name).step
         for _ in range(3):
             live_step()
     peak = mm.stats()["unmanaged_peak_bytes"]
@@ -54,7 +51,7 @@ def compared(name: str, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         tables.append(_measure.measure(tempfile.gettempdir(), step, size=64 << 20))
         with memmgr.budget(None, device="cpu", quiet=True):
-            live_step = MODELS[name]()
+            live_step = make(name).step
             live_step()
             for _ in range(STEPS):
                 begun = time.process_time()

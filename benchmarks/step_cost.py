@@ -1,16 +1,15 @@
-"""What memmgr costs: op by op, a step at 100 % of what it needs, and steps in less, as ratios of plain torch.
+"""What memmgr costs where nothing has to leave: op by op, and a step at 100 % of what it needs, as ratios of plain torch.
 
-    python benchmarks/step_cost.py [--quick] [--json FILE] [--only ops,full,tight] [--steps 20] [--threads N]
+    python benchmarks/step_cost.py [--quick] [--json FILE] [--only ops,full] [--steps 20] [--threads N]
 
 Sections:
   ops    microseconds an op over plain torch, where nothing has to leave. Plain and managed blocks take turns in one process.
   full   a step at 100 % of what it needs: models whose ops take 100 us and more, about 10 us, and 1 to 2 us.
-  tight  the demo's GPT and a convnet in 75, 50 and 35 % of what they need, and the GPT at the peak that full activation
-         checkpointing reaches, with checkpointing beside it.
 
-In `full` and `tight` every system trains in a process of its own, from the same beginning. They take turns, one step at a time,
-while the others wait, so a minute in which the machine is slow falls on all of them. Each is warmed up first, until its plan is
-followed. A ratio is of the same turn; the median over turns is shown, with the quartiles. Parameters are compared bit by bit.
+Steps in less than they need are `memmgr bench`'s. In `full` every system trains in a process of its own, from the same
+beginning. They take turns, one step at a time, while the others wait, so a minute in which the machine is slow falls on all of
+them. Each is warmed up first, until its plan is followed. A ratio is of the same turn; the median over turns is shown, with the
+quartiles. Parameters are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -36,14 +35,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 
-from _training import MODELS, TIGHT, Run, demo_gpt
+from _training import MODELS
 
 import memmgr
 from memmgr import _budget
 
 WARM_STEPS = 8
-SHARES = (0.75, 0.5, 0.35)
-POLICIES = ("auto", "evict", "offload")
 ROUNDS = 15
 
 
@@ -99,22 +96,14 @@ class System:
     name: str
     model: str
     limit: int | None = None
-    policy: str = "auto"
-    checkpointed: bool = False
-
-
-def _build(system: System, quick: bool) -> Run:
-    if system.checkpointed:
-        return demo_gpt(quick, checkpointed=True)
-    return {**MODELS, **TIGHT}[system.model](quick)
 
 
 def _train(system: System, quick: bool, threads: int, pipe: Connection) -> None:
     """A child: a step for each message until there is none, and what was seen at the end."""
     torch.set_num_threads(threads)
-    managed = memmgr.budget(f"{system.limit}B", policy=system.policy, quiet=True) if system.limit else None
+    managed = memmgr.budget(f"{system.limit}B", quiet=True) if system.limit else None
     with managed or contextlib.nullcontext():
-        run = _build(system, quick)
+        run = MODELS[system.model](quick)
         for _ in range(WARM_STEPS):
             run.step()
         before = memmgr.stats()
@@ -182,16 +171,16 @@ def turns(systems: list[System], quick: bool, threads: int, steps: int) -> dict[
     }
 
 
-def needs(model: str, quick: bool, checkpointed: bool = False) -> int:
-    """Most bytes that plain torch has resident; checkpointed: with full activation checkpointing."""
+def needs(model: str, quick: bool) -> int:
+    """Most bytes that plain torch has resident."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply(_needs, (model, quick, checkpointed))
+        return pool.apply(_needs, (model, quick))
 
 
-def _needs(model: str, quick: bool, checkpointed: bool) -> int:
+def _needs(model: str, quick: bool) -> int:
     with memmgr.budget(None, policy="keep", quiet=True) as mm:
-        run = _build(System("", model, checkpointed=checkpointed), quick)
+        run = MODELS[model](quick)
         for _ in range(3):
             run.step()
     return int(mm.stats()["unmanaged_peak_bytes"])
@@ -214,7 +203,7 @@ def _show(title: str, found: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="ops,full,tight")
+    parser.add_argument("--only", default="ops,full")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
@@ -237,18 +226,6 @@ def main() -> int:
         for model in MODELS:
             limit = needs(model, args.quick)
             compare(f"{model}, 100 %", [System("plain", model), System("memmgr", model, int(limit * 1.01))])
-    if "tight" in wanted:
-        for model in TIGHT:
-            need = needs(model, args.quick)
-            for share in SHARES:
-                limit = int(need * share)
-                rows = [System(policy, model, limit, policy) for policy in POLICIES]
-                compare(f"{model}, {share:.0%} of {need / 1e6:,.0f} MB", [System("plain", model), *rows])
-        gpt = next(iter(TIGHT))
-        peak = needs(gpt, args.quick, checkpointed=True)
-        rows = [System(policy, gpt, peak, policy) for policy in POLICIES]
-        other = System("checkpointing", gpt, checkpointed=True)
-        compare(f"{gpt}, at checkpointing's peak of {peak / 1e6:,.0f} MB", [System("plain", gpt), other, *rows])
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))
     return 0

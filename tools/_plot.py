@@ -12,7 +12,7 @@ from memmgr.tools._runs import RunResult
 if TYPE_CHECKING:
     from memmgr.tools._outlook import Level
 
-_COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
+COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
 
 _HIGHEST = 2.5
 """Where a picture of slowdowns ends: a system that takes five times as long would flatten all others."""
@@ -53,7 +53,7 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    many = len(rows[0]) > len(_COLOURS)
+    many = len(rows[0]) > len(COLOURS)
     figure = Figure(figsize=(10.5, 6.5) if many else (7.5, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -66,9 +66,9 @@ def slowdown(rows: Sequence[Sequence[Point]], path: Path, title: str) -> None:
         axes.plot(
             [result.ratio for result in fits],
             [result.overhead or 1.0 for result in fits],
-            color=_COLOURS[(index + 1) % len(_COLOURS)],
-            linestyle=("-", "--", ":")[index // len(_COLOURS) % 3],
-            marker="o^sD"[index // len(_COLOURS) % 4],
+            color=COLOURS[(index + 1) % len(COLOURS)],
+            linestyle=("-", "--", ":")[index // len(COLOURS) % 3],
+            marker="o^sD"[index // len(COLOURS) % 4],
             markersize=4,
             linewidth=2.5 if same[0].label == "plan" else 1.3,
             label=same[0].label,
@@ -124,7 +124,7 @@ def memory_over_time(results: Sequence[RunResult], path: Path, title: str) -> No
     highest = max([1, *(rss for result in results for _, rss, _ in result.timeline)])
     highest = max([highest, *(result.spec.budget_bytes or 0 for result in results)])
     for index, (strip, result) in enumerate(zip(strips, results, strict=True)):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         seconds = [point[0] for point in result.timeline]
         rss = [point[1] / 1e6 for point in result.timeline]
         held = [resident / 1e6 if resident >= 0 else float("nan") for _, _, resident in result.timeline]
@@ -184,11 +184,11 @@ def memory_of_step(
     there = [i for i, sizes in enumerate(by_kind) if any(sizes)]
     axes.stackplot(
         [level.seconds for level in drawn], [by_kind[i] for i in there], labels=[KINDS[i] for i in there],
-        colors=[_COLOURS[i + 1] for i in there], step="post", linewidth=0, alpha=0.75,
+        colors=[COLOURS[i + 1] for i in there], step="post", linewidth=0, alpha=0.75,
     )  # fmt: skip
     axes.step(
         [level.seconds for level in unmanaged], [sum(level.resident) / 1e9 for level in unmanaged], where="post",
-        color=_COLOURS[0], linewidth=0.9, label="without a budget",
+        color=COLOURS[0], linewidth=0.9, label="without a budget",
     )  # fmt: skip
     axes.axhline(budget_bytes / 1e9, color="#c0202a", linewidth=1.1, linestyle=(0, (5, 3)), label="budget")
     axes.set_ylim(bottom=0)

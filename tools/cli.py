@@ -21,6 +21,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
     ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("plan", "memmgr.tools.plan", "what a budget would do to a step on a device, before anything is trained"),
+    ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
     ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
     ("completion", "memmgr.tools.completion", "complete all of this by TAB in bash, zsh or fish"),
 )

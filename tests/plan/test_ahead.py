@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from _planned_models import MODELS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -21,6 +20,7 @@ from memmgr.tools import _measure
 from memmgr.tools._fake_step import StepError, record
 from memmgr.tools._outlook import KINDS, half_overhead, kind_of, least_bytes, levels, outlook
 from memmgr.tools._rates import DEVICES, Rates, Work
+from memmgr.tools.bench.models import make
 
 BARE = Rates("bare", {"float32": 1e12}, 1e11, 2**34, DEVICES["rtx4090"].link, "made up", accelerator=False)
 
@@ -40,9 +40,13 @@ def mlp(
     return step
 
 
-def live_peak(make: Callable[[], Callable[[], object]]) -> int:
+def step_of(name: str) -> Callable[[], Callable[[], object]]:
+    return lambda: make(name).step
+
+
+def live_peak(made: Callable[[], Callable[[], object]]) -> int:
     with memmgr.budget(None, device="cpu", quiet=True) as mm:
-        step = make()
+        step = made()
         for _ in range(3):
             step()
     return int(mm.stats()["unmanaged_peak_bytes"])
@@ -50,18 +54,18 @@ def live_peak(make: Callable[[], Callable[[], object]]) -> int:
 
 @pytest.mark.parametrize("name", ["GPT", "Llama", "BERT", "U-Net"])
 def test_the_peak_is_the_live_one(name: str) -> None:
-    predicted = record(MODELS[name], accelerator=False).trace(BARE).unmanaged_peak[0]
-    assert predicted == pytest.approx(live_peak(MODELS[name]), rel=0.002)
+    predicted = record(step_of(name), accelerator=False).trace(BARE).unmanaged_peak[0]
+    assert predicted == pytest.approx(live_peak(step_of(name)), rel=0.002)
 
 
 @pytest.mark.parametrize("name", ["ResNet", "LSTM"])
 def test_the_peak_is_the_live_one_where_kernels_need_room(name: str) -> None:
     """Convolutions and recurrent layers: what they need for themselves is in a measured table."""
-    step = record(MODELS[name], accelerator=False)
+    step = record(step_of(name), accelerator=False)
     with torch.no_grad():
         scratch = {s: (0.0, _measure.scratch_bytes(call)) for s, call in step.samples.items()}
     predicted = step.trace(replace(BARE, calls=scratch)).unmanaged_peak[0]
-    assert step.trace(BARE).unmanaged_peak[0] < predicted == pytest.approx(live_peak(MODELS[name]), rel=0.01)
+    assert step.trace(BARE).unmanaged_peak[0] < predicted == pytest.approx(live_peak(step_of(name)), rel=0.01)
 
 
 def test_what_lives_on_is_told_by_kind() -> None:

@@ -1,0 +1,105 @@
+"""The file that a bench writes after every group and goes on from: settings, machine, versions, rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from memmgr.tools._wrong import Wrong
+
+from .rows import Row
+
+_PACKAGES = ("memmgr", "torch", "transformers", "trl", "torchtune")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Hardware and versions."""
+    from memmgr.tools._measure import processor
+
+    found = {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device == "cuda":
+        import torch
+
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found | {"python": platform.python_version(), "system": platform.platform(), **_versions()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass
+class Record:
+    """What was measured so far.
+
+    Attributes:
+        settings: what has to be the same for rows to stand in one table.
+        needs: of each model, by system: peak, states and seconds.
+        rows: by key.
+        largest: what `--max-batch` found, by model and system.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    largest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.to_json(), indent=1))
+        beside.replace(self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        rows = {"rows": [row.to_json() for row in self.rows.values()]}
+        return {
+            "settings": self.settings,
+            "machine": self.machine,
+            "needs": self.needs,
+            **rows,
+            "largest": self.largest,
+        }
+
+
+def opened(path: Path, settings: dict[str, Any], here: dict[str, Any]) -> Record:
+    """The record in that file, to go on from, or a new one.
+
+    Raises:
+        Wrong: the file is none, or is of other settings, another machine or other versions.
+    """
+    if not path.exists():
+        return Record(path, settings, here)
+    try:
+        data = json.loads(path.read_text())
+        found = Record(path, data["settings"], data["machine"], data["needs"], {}, data["largest"])
+        found.rows = {row.key: row for row in map(Row.from_json, data["rows"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise Wrong(f"{path} is no bench of this version; name another folder with --out") from None
+    for what, theirs, ours in (("settings", found.settings, settings), ("machine", found.machine, here)):
+        differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+        if differs:
+            key = differs[0]
+            raise Wrong(
+                f"{path} has another {what}: {key} was {theirs.get(key)}, is {ours.get(key)}; name another folder with --out"
+            )
+    return found
