@@ -19,6 +19,7 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
+from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
@@ -117,6 +118,7 @@ class budget:
         ValueError: a size, policy or folder that is not one.
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
+        RankError: on leaving, where another rank of a distributed job is in trouble and this one waited for it.
         RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
             library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
             not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
@@ -212,7 +214,15 @@ class budget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        instead = self._failed(error) if error is not None else None
         self._close(failed=kind is not None)
+        if instead is not None:
+            raise instead from error
+
+    def _failed(self, error: BaseException) -> RankError | None:
+        """The other ranks are told of an exception; or what to raise in its place, where one of them is its cause."""
+        manager = self._manager
+        return manager.job.failed(error) if manager is not None and manager is _current else None
 
     def _close(self, *, failed: bool, report: bool = True) -> None:
         """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
