@@ -19,6 +19,7 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
+from ._conf import local_ranks
 from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
@@ -91,18 +92,19 @@ class budget:
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's), bytes as an int; `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that
-            share of what the run needs, which its first passes measure, three or so of one backward each; until then only
-            what does not fit the device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget
-            at which a planned pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ...
-            per cent of the need.
+            machine's, or of a rank's equal part of that), bytes as an int; `None` or `"none"` for no limit, which only
+            measures. `"need*60%"` or `"need*0.6"`: that share of what the run needs, which its first passes measure, three or
+            so of one backward each; until then only what does not fit the device leaves, and a line on stderr says what the
+            budget became. `"auto"`: the smallest budget at which a planned pass is predicted to take at most 1.1 times as
+            long as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once; default half of what is free,
             at most twice the limit. On the CPU device: memory beside the budget that the machine has to spare, as page cache
             of the first so many bytes of the disk tier, which the system takes back when it needs it; default none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
-            folder. The file has mode 0600 and is unlinked as soon as it is open.
+            folder. The file has mode 0600 and is unlinked as soon as it is open. Ranks that a launcher has started on one host
+            (`LOCAL_WORLD_SIZE`) share `size`, and `host`, in equal parts.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
             `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
@@ -151,7 +153,7 @@ class budget:
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = int(psutil.virtual_memory().total) if cpu else None
+        whole = _device.machine_bytes() if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
             parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
@@ -160,9 +162,9 @@ class budget:
         self._config = Config(
             limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
             device=self._device,
-            host_bytes=None if host is None else parse_size(host, what="host"),
+            host_bytes=None if host is None else max(1, parse_size(host, what="host") // local_ranks()),
             folder=folder,
-            disk_bytes=disk_bytes,
+            disk_bytes=-(-disk_bytes // local_ranks()),
             policy=policy if isinstance(policy, Policy) else parse_policy(policy),
             verify=verify,
             quiet=quiet,

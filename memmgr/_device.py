@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from . import _cuda
+from ._conf import local_ranks
 from ._sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
@@ -71,17 +72,24 @@ def total_bytes(device: torch.device) -> int | None:
     return None if info is None else int(info(device.index)[1])
 
 
+def machine_bytes() -> int:
+    """This rank's part of the machine's memory: that is the device of a budget on the CPU."""
+    return int(psutil.virtual_memory().total) // local_ranks()
+
+
 def room_bytes(device: torch.device) -> int:
     """What a run may have there without a limit of its own."""
     if device.type != "cpu":
         return total_bytes(device) or UNLIMITED
-    memory = psutil.virtual_memory()  # what this process has already is the budget's, too
-    return min(int(memory.total), int(memory.available) + int(psutil.Process().memory_info().rss))
+    free = int(psutil.virtual_memory().available) // local_ranks()
+    return min(
+        machine_bytes(), free + int(psutil.Process().memory_info().rss)
+    )  # what it has already is the budget's, too
 
 
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
     """Of host memory for what leaves an accelerator, for who did not say."""
-    free = int(psutil.virtual_memory().available) // 2
+    free = int(psutil.virtual_memory().available) // (2 * local_ranks())
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)
     return min(free, total_bytes(device) or free)

@@ -139,12 +139,13 @@ class Member:
             return None if self.state(0) != "none 0 0" else [figures]
         found, deadline = {0: figures}, time.monotonic() + FIGURES_SECONDS
         while True:
+            # First: who leaves has handed in.
+            are_open = {rank for rank in range(self.world) if self.state(rank).startswith("open")}
             for rank in range(self.world):
                 key = f"figures/{self.budgets}/{rank}"
                 if rank not in found and self._store.check([key]):
                     found[rank] = json.loads(self._store.get(key))
-            late = [r for r in range(self.world) if r not in found and self.state(r).startswith("open")]
-            if not late or time.monotonic() > deadline:
+            if found.keys() >= are_open or time.monotonic() > deadline:
                 return list(found.values())
             time.sleep(0.02)
 
