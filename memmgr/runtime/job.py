@@ -155,13 +155,15 @@ class Job:
 
     Args:
         figures: of this rank, for the summary.
+        quiet: there will be none.
 
     Known limitations: a host that is lost as a whole is not named; neither is a rank that has no budget. Where nobody can be
     reached any more (rank 0 had the store, and is gone) the backend's own error stays as it is.
     """
 
-    def __init__(self, figures: Callable[[], Figures]) -> None:
+    def __init__(self, figures: Callable[[], Figures], *, quiet: bool) -> None:
         self._figures = figures
+        self._quiet = quiet
         self._patches = Patches()
         self._member: Member | None = None
         self._thread: threading.Thread | None = None
@@ -247,7 +249,7 @@ class Job:
         if self._thread is not None:
             self._thread.join(2 * LOOK_SECONDS)
         with contextlib.suppress(Exception):
-            if not failed:
+            if not failed and not self._quiet:
                 self.all_figures = member.hand_in(self._figures())
             member.leaves()
 

@@ -84,7 +84,7 @@ class PagerRuntime:
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened)
-        self.job = Job(self.stats)
+        self.job = Job(self.stats, quiet=config.quiet)
         self._stock: Stock | None = None
         self._open = False
         self._final: dict[str, Any] | None = None
