@@ -34,3 +34,7 @@ def test_the_same_bits_on_two_ranks(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_the_same_bits_on_four_ranks(name: str, tmp_path: Path) -> None:
     _run(4, [name], tmp_path)
+
+
+def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
+    ranks.finish_all(ranks.begin("job.holders", world=2, folder=tmp_path, timeout=60), 60)
