@@ -67,9 +67,9 @@ test: setup ## the test suite (a fixed share of the operator database included)
 test-ops: setup ## all of PyTorch's operator database
 	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)
 
-soak: setup ## a thousand steps, and an hour of random threads that allocate, seed, train and fork (SOAK_SECONDS=600)
+soak: setup ## a thousand steps, an hour of random threads that allocate, seed, train and fork, an hour of random ranks (SOAK_SECONDS=600)
 	MEMMGR_SOAK_SECONDS=$(or $(SOAK_SECONDS),3600) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/exactness/test_long_run.py \
-	  tests/exactness/test_threads.py -k "test_soak or thousand_steps" -s $(PYTEST_ARGS)
+	  tests/exactness/test_threads.py tests/job/test_chance.py -k "test_soak or thousand_steps" -s $(PYTEST_ARGS)
 
 check-headers: setup ## compile what faces torch against the headers of other releases (TORCHES="2.11.0 2.13.0")
 	$(PY) allocator/cuda/check_headers.py $(or $(TORCHES),installed)

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._budget import budget, stats
-    from ._errors import BudgetError, RecomputeError
+    from ._errors import BudgetError, RankError, RecomputeError
     from ._managed import ManagedTensor, manage
     from ._pin import pin
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetError", "ManagedTensor", "RecomputeError", "__version__", "budget", "manage", "pin", "stats"]
+__all__ = [
+    "BudgetError",
+    "ManagedTensor",
+    "RankError",
+    "RecomputeError",
+    "__version__",
+    "budget",
+    "manage",
+    "pin",
+    "stats",
+]
 
 # `import torch` imports this package for its entry point (`_environ`), in every process of the environment: what the rest
 # costs to load is paid by those who ask for it.
@@ -21,6 +31,7 @@ _HOMES = {
     "budget": "_budget",
     "stats": "_budget",
     "BudgetError": "_errors",
+    "RankError": "_errors",
     "RecomputeError": "_errors",
     "ManagedTensor": "_managed",
     "manage": "_managed",

@@ -106,6 +106,11 @@ class _Armed:
         is_open = self._budget._manager is not None and self._budget._manager is current()
         return self._budget if is_open or not self._fired else None
 
+    def caused_elsewhere(self, error: BaseException) -> BaseException | None:
+        """An exception ends the script: what is to be shown in its place, where another rank is the cause."""
+        opened = self.counting()
+        return opened._failed(error) if opened is not None else None
+
     def _hook(self) -> None:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._first, self._back)
         hooks.__enter__()
@@ -185,12 +190,17 @@ class _Armed:
             self._budget.__exit__(SystemExit, None, None)
 
 
-def _say_it_in_one_line() -> None:
-    """A budget that cannot be opened has nothing to do with the line of the script where it shows."""
+def _say_what_it_was() -> None:
+    """A budget that cannot be opened has nothing to do with the line of the script where it shows; and where another rank is in
+    trouble, that is the error. The other ranks hear of one of ours now, since the process may live on for long."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, NotOpenedError):
+        instead = _armed.caused_elsewhere(error) if _armed is not None else None
+        if instead is not None:
+            instead.__cause__ = error
+            shown(type(instead), instead, trace)
+        elif isinstance(error, NotOpenedError):
             print(f"memmgr: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         else:
             shown(kind, error, trace)
@@ -224,7 +234,6 @@ def arm() -> None:
             give_up(error if str(error).startswith("MEMMGR_") else ValueError(f"MEMMGR_CONF: {error}"))
             return
         opened = error
-    if strict:
-        _say_it_in_one_line()
+    _say_what_it_was()
     _armed = _Armed(opened, strict)
     _armed.arm()

@@ -20,7 +20,8 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
-from ._machine import memory_bytes
+from ._conf import local_ranks
+from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
@@ -100,11 +101,11 @@ class budget:
 
     Args:
         limit: `"12GB"` (10^9 bytes each, in any case), `"12GiB"` (2^30), `"80%"` of the device's memory (on the CPU: of the
-            machine's, or of what its container or job may use), bytes as an int; `None` or `"none"` for no limit, which only
-            measures. `"need*60%"` or `"need*0.6"`: that share of what the run needs, which its first passes measure, three or
-            so of one backward each; until then only what does not fit the device leaves, and a line on stderr says what the
-            budget became. `"auto"`: the smallest budget at which a planned pass is predicted to take at most 1.1 times as long
-            as one without a limit, of 95, 90, 85 ... per cent of the need.
+            machine's, or of what its container or job may use, in equal parts for the ranks of a host), bytes as an int;
+            `None` or `"none"` for no limit, which only measures. `"need*60%"` or `"need*0.6"`: that share of what the run
+            needs, which its first passes measure, three or so of one backward each; until then only what does not fit the
+            device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget at which a planned
+            pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
@@ -113,7 +114,8 @@ class budget:
             default none.
         disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open. From an accelerator it is a second step, below
-            `host`, and there is none by default: what has lain in host memory longest goes on to the file.
+            `host`, and there is none by default: what has lain in host memory longest goes on to the file. Ranks that a launcher
+            has started on one host (`LOCAL_WORLD_SIZE`) share `size`, and `host`, in equal parts.
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
             `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
@@ -129,6 +131,7 @@ class budget:
         ValueError: a size, policy or folder that is not one.
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
+        RankError: on leaving, where another rank of a distributed job is in trouble and this one waited for it.
         RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
             library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
             not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
@@ -161,7 +164,7 @@ class budget:
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = memory_bytes() if cpu else None
+        whole = _device.machine_bytes() if cpu else None
         if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
             parse_budget(limit, whole=1 << 40)  # refuses now what is no share
             self._share, limit = limit, None
@@ -171,9 +174,9 @@ class budget:
         self._config = Config(
             limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
             device=self._device,
-            host_bytes=None if host is None else parse_size(host, what="host"),
+            host_bytes=None if host is None else max(1, parse_size(host, what="host") // local_ranks()),
             folder=folder,
-            disk_bytes=disk_bytes,
+            disk_bytes=-(-disk_bytes // local_ranks()),
             policy=policy if isinstance(policy, Policy) else parse_policy(policy),
             verify=verify,
             quiet=quiet,
@@ -229,7 +232,15 @@ class budget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        instead = self._failed(error) if error is not None else None
         self._close(failed=kind is not None)
+        if instead is not None:
+            raise instead from error
+
+    def _failed(self, error: BaseException) -> RankError | None:
+        """The other ranks are told of an exception; or what to raise in its place, where one of them is its cause."""
+        manager = self._manager
+        return manager.job.failed(error) if manager is not None and manager is _current else None
 
     def _close(self, *, failed: bool, report: bool = True) -> None:
         """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
@@ -323,7 +334,7 @@ class budget:
 
 def _warn_if_nothing_will_leave(config: Config) -> None:
     cpu = config.device.type == "cpu"
-    there = memory_bytes() if cpu else _device.total_bytes(config.device)
+    there = _device.machine_bytes() if cpu else _device.total_bytes(config.device)
     if there is not None and there < config.limit_bytes < UNLIMITED:
         whose = "this machine" if cpu else str(config.device)
         warnings.warn(

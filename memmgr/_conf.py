@@ -107,6 +107,12 @@ def parse_conf(text: str) -> dict[str, Any]:
     return found
 
 
+def local_ranks() -> int:
+    """How many ranks of this job a launcher has started on this host, this one included."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 def is_strict(text: str) -> bool:
     """Whether `MEMMGR_CONF` asks for errors, as it does by default; whatever else is wrong with it, `strict:off` counts."""
     if text.lstrip().startswith("{"):

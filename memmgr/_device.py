@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from . import _cuda
+from ._conf import local_ranks
 from ._machine import memory_bytes
 from ._meant import meant
 from ._sizes import UNLIMITED
@@ -83,17 +84,23 @@ def total_bytes(device: torch.device) -> int | None:
     return None if info is None else int(info(device.index)[1])
 
 
+def machine_bytes() -> int:
+    """This rank's part of the machine's memory: that is the device of a budget on the CPU."""
+    return memory_bytes() // local_ranks()
+
+
 def room_bytes(device: torch.device) -> int:
     """What a run may have there without a limit of its own."""
     if device.type != "cpu":
         return total_bytes(device) or UNLIMITED
     # What this process has already is the budget's, too.
-    return min(memory_bytes(), int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss))
+    free = int(psutil.virtual_memory().available) // local_ranks()
+    return min(machine_bytes(), free + int(psutil.Process().memory_info().rss))
 
 
 def host_bytes(device: torch.device, limit_bytes: int) -> int:
     """Of host memory for what leaves an accelerator, for who did not say."""
-    free = int(psutil.virtual_memory().available) // 2
+    free = int(psutil.virtual_memory().available) // (2 * local_ranks())
     if limit_bytes < UNLIMITED:
         return min(free, HOST_TIER_BUDGETS * limit_bytes)
     return min(free, total_bytes(device) or free)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import OutOfMemoryError
 
@@ -46,6 +47,48 @@ class BudgetError(OutOfMemoryError):
 
 class RecomputeError(RuntimeError):
     """Bytes came back other than they left, made again or read back: raised instead of a wrong gradient."""
+
+
+class RankError(RuntimeError):
+    """Another rank of this distributed job is in trouble, and this one would have waited for it.
+
+    Raised where an error of the backend ("connection closed by peer") leaves the budget; that one is its `__cause__`.
+
+    Attributes:
+        rank: the rank in trouble.
+        budget_bytes: its budget, in bytes, where a `BudgetError` is its trouble; else 0, as the next two.
+        floor_bytes: the smallest budget that would have worked there so far, in bytes.
+        enough_bytes: the budget that its error names, in bytes.
+    """
+
+    rank: int = -1
+    budget_bytes: int = 0
+    floor_bytes: int = 0
+    enough_bytes: int = 0
+
+
+def rank_error(trouble: dict[str, Any], here: int) -> RankError:
+    """The error of the ranks that are well.
+
+    Args:
+        trouble: `rank`; of its exception `error` (the type; empty: its process is gone), `text`, the sizes of a BudgetError.
+        here: the rank that raises it.
+    """
+    rank, kind = int(trouble["rank"]), trouble["error"]
+    floor, enough = int(trouble.get("floor_bytes", 0)), int(trouble.get("enough_bytes", 0))
+    limit = int(trouble.get("budget_bytes", 0))
+    if floor:
+        what = (
+            f"has ended with {kind}: its budget of {show_size(limit)} is spent. Its floor is {show_size(floor)}, and a budget of "
+            f"{show_size(enough)} ({enough} bytes) should do there."
+        )
+    elif kind:
+        what = f"has ended with {kind}: {trouble['text']}" if trouble["text"] else f"has ended with {kind}."
+    else:
+        what = "is gone: its process ended inside its budget and left no error (killed, perhaps for want of memory)."
+    error = RankError(f"memmgr: rank {rank} {what}\nRank {here} would have waited for it.")
+    error.rank, error.floor_bytes, error.enough_bytes, error.budget_bytes = rank, floor, enough, limit
+    return error
 
 
 @dataclass(frozen=True)

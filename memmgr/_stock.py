@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -156,6 +157,24 @@ def model_states(
                         yield "optimizer state", optimizer, value
 
 
+def _gathered(native: Any) -> list[tuple[torch.Tensor | None, list[torch.Tensor]]]:
+    """Of each parameter of FSDP2: this rank's shard, and what it has gathered and not let go of."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kind = getattr(module, "FSDPParam", None)
+    if kind is None:
+        return []
+    found = native.objects_of((kind,))
+    return [(getattr(one, "_sharded_param_data", None), list(getattr(one, "all_gather_outputs", ()))) for one in found]
+
+
+def _bucket_storages(native: Any, module: Any) -> list[int]:
+    """Addresses; of gradients, too, which others have taken by then."""
+    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return []
+    reducer = getattr(module, "reducer", None)
+    return native.reducer_storages(reducer) if reducer is not None else []
+
+
 def holders(
     native: Any,
     device: torch.device | str,
@@ -169,7 +188,7 @@ def holders(
 
     Returns:
         ({kind: bytes}, [(module class, bytes)] largest first). Kinds: parameters, gradients, optimizer state, buffers,
-        saved for backward, other tensors.
+        gathered parameters (FSDP2's), gradient buckets (DDP's), saved for backward, other tensors.
     """
     kinds: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
@@ -186,7 +205,14 @@ def holders(
         kinds[kind] += info[1]
         return int(info[1])
 
-    for kind, module, tensor in model_states(native.objects_of((torch.nn.Module,))):
+    everything = native.objects_of((torch.nn.Module,))
+    for shard, gathered in _gathered(
+        native
+    ):  # what is gathered is the modules' parameters meanwhile, and the shards are not
+        take(shard, "parameters")
+        for tensor in gathered:
+            take(tensor, "gathered parameters")
+    for kind, module, tensor in model_states(everything):
         modules[type(module).__name__] += take(tensor, kind)
     for kind, _, tensor in model_states((), native.objects_of((torch.optim.Optimizer,))):
         take(tensor, kind)
@@ -195,6 +221,9 @@ def holders(
             take(_gradient(thing), "gradients")
     for tensor in live_tensors(native.objects_of((torch.Tensor,)), device):
         take(tensor, "other tensors")
+    buckets = {key for module in everything for key in _bucket_storages(native, module)}
+    kinds["gradient buckets"] += sum(size for key, size in rest if key in buckets - seen)
+    seen |= buckets
     kinds["saved for backward"] += sum(size for key, size in rest if key not in seen)
     kinds = {kind: size for kind, size in kinds.items() if size}
     ranked = sorted(((name, size) for name, size in modules.items() if size), key=lambda item: -item[1])

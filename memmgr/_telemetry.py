@@ -23,6 +23,7 @@ from . import _modules as modules_
 from . import _stream
 from ._consumers import Consumer, Log, Reader, dumps, log_path
 from ._modules import Modules
+from .observe.ranks import where_in_job
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
 """Of the run's time, at most that much is processor time of the telemetry's thread. What takes longer is done less often."""
@@ -59,6 +60,7 @@ class Native(modules_.Native, Protocol):
     def drain_events(self) -> tuple[list[tuple[int, str | None, int, int, int, float]], int]: ...
     def watch_cells(self, limit: int) -> tuple[list[tuple[Any, ...]], dict[int, tuple[int, int, int]]]: ...
     def memory_map(self, columns: int) -> tuple[int, list[tuple[int, ...]]]: ...
+    def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
 
 _open: set[Telemetry] = set()
@@ -348,7 +350,6 @@ class Telemetry:
     # -- lines --
 
     def _hello(self) -> dict[str, Any]:
-        rank = os.environ.get("RANK")
         return {
             "type": "hello",
             "protocol": _stream.PROTOCOL,
@@ -356,7 +357,7 @@ class Telemetry:
             "torch": str(torch.__version__),
             "python": sys.version.split()[0],
             "pid": self._pid,
-            "rank": int(rank) if rank is not None and rank.isdecimal() else None,
+            **where_in_job(self._native.objects_of),
             "command": list(getattr(sys, "orig_argv", sys.argv)),
             "time": time.time(),
             "seconds": self._now(),

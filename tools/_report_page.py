@@ -12,6 +12,7 @@ from memmgr._sizes import show_seconds, show_size
 from memmgr.observe.summary import figures
 from memmgr.policies.trace import Trace
 from memmgr.tools._charts import bars, over_time
+from memmgr.tools._job import jobs, table
 from memmgr.tools._period import section
 from memmgr.tools._top_text import state_of
 from memmgr.tools._watched import LAYERS, Watched, clean, name_of
@@ -53,6 +54,9 @@ def page(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Tr
         "<title>memmgr report</title>",
         f"<style>{_CSS}</style></head><body><h1>memmgr report</h1>",
     ]
+    for ranks in jobs(session for _, session in sessions):
+        if len(ranks) > 1:
+            parts += _job(ranks)
     for name, session in sessions[:MOST_SESSIONS]:
         parts += _session(name, session)
     if len(sessions) > MOST_SESSIONS:
@@ -61,6 +65,14 @@ def page(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Tr
         )
     parts += [section(name, trace) for name, trace in passes]
     return "\n".join([*parts, "</body></html>\n"])
+
+
+def _job(ranks: Sequence[Watched]) -> Iterator[str]:
+    head, *rows = table(ranks)
+    yield f"<h2>{len(ranks)} of {int(ranks[0].hello['world_size'])} ranks</h2><div class=box><table>"
+    for row, cell in ((head, "th"), *((row, "td") for row in rows)):
+        yield "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>"
+    yield "</table></div>"
 
 
 def _session(name: str, watched: Watched) -> Iterator[str]:

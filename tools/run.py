@@ -6,13 +6,13 @@
     memmgr run --budget 12GB -m torch.distributed.run --nproc-per-node 2 train.py
     torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
 
-The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its exit
-code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves, on the
-device of that training, and what the script starts as further Python processes has it too (data loader workers train
-nothing and have none). Where it cannot be opened the script ends there, instead of training without: in one line with
-code 2, or, where what is on the device already is more than the budget, with a BudgetError. With several ranks each has
-the whole budget and a log of its own. (Inside torchrun write --write-log: it takes --log for one of its own options,
-wherever it stands.)
+The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its
+exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves, on
+the device of that training, and what the script starts as further Python processes has it too (data loader workers
+train nothing and have none). Where it cannot be opened the script ends there, instead of training without: in one line
+with code 2, or, where what is on the device already is more than the budget, with a BudgetError. With several ranks
+each has the whole budget and a log of its own, those on one host share --disk-size and --host, and rank 0 says how it
+went. (Inside torchrun write --write-log: it takes --log for one of its own options, wherever it stands.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._conf import Refused
+from memmgr._conf import Refused, local_ranks
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools._wrong import Wrong
@@ -251,6 +251,8 @@ class _Closing:
         stats = module.stats() if module is not None else {}
         lines = summary_lines(stats, self._args, type(self).error)
         rank = os.environ.get("RANK")
+        if rank not in (None, "0") and type(self).error is None:
+            return  # rank 0 speaks for all
         before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
         print("".join(f"{before}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
@@ -280,7 +282,10 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
     floor, enough = getattr(error, "floor_bytes", 0), getattr(error, "enough_bytes", 0)
     below = getattr(error, "tier_bytes", 0)
     if below and args.disk_size is not None:
-        return ["the disk tier was full. Next:", "  " + command(args, disk_size=_round_up(below, above=25))]
+        return [
+            "the disk tier was full. Next:",
+            "  " + command(args, disk_size=_round_up(below * local_ranks(), above=25)),
+        ]
     if below:
         return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
     if floor:

@@ -2,6 +2,7 @@
 
     memmgr top              all processes of this user that have an open budget
     memmgr top 12345        one of them
+    memmgr top --job        the ranks of a distributed job on this machine side by side, and which the others wait for
     memmgr top --once       one screen as text, for a log or a pipe
     memmgr top --json       the stream itself, a JSON object a line; with --once what it says now
     memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
@@ -33,6 +34,7 @@ from typing import Any
 from memmgr import _stream
 from memmgr.tools import _top_text as text
 from memmgr.tools._attach import ANSWER_SECONDS, Attached, wait
+from memmgr.tools._job import as_text, jobs
 from memmgr.tools._wrong import Wrong
 
 WANTS = ("cells", "map", "holders")
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("pid", nargs="?", type=_pid, metavar="PID", help="default: all that there are")
     parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument("--job", action="store_true", help="the ranks of a job side by side, as text")
     parser.add_argument("--json", action="store_true", help="lines of JSON instead of a screen")
     parser.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS", help="default %(default)s")
     parser.add_argument("--ascii", action="store_true", help="the plain screen, in ASCII")
@@ -85,6 +88,8 @@ def _interval(word: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Watches; 0 when the user or the processes end it."""
+    if args.job and (args.serve is not None or args.picture is not None or args.json or args.pid is not None):
+        raise Wrong("--job is a table of all ranks here: it goes with --once and --interval only")
     if args.picture is not None:
         _check_picture(args.picture)
     if args.serve is not None:
@@ -93,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         _end_with_the_server()
     try:
         with _attached(args) as attached:
-            if args.json:
+            if args.job:
+                _side_by_side(attached, args)
+            elif args.json:
                 _as_json(attached, args)
             elif args.once:
                 _say(_screen(_first_words(attached, detail=True), args))
@@ -185,6 +192,22 @@ def _screen(attached: list[Attached], args: argparse.Namespace) -> str:
     height = max(16, rows // max(1, len(attached)))
     glyphs = _glyphs(args)
     return "\n\n".join(text.plain(text.once(one.watched, max(40, columns), height, glyphs)) for one in attached)
+
+
+def _side_by_side(attached: list[Attached], args: argparse.Namespace) -> None:
+    """One job under the other, once or again and again."""
+    shown = _first_words(attached, detail=False)
+    home = "\x1b[H\x1b[2J" if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb") else ""
+    while True:
+        found = jobs(one.watched for one in shown)
+        if not found:
+            raise Wrong("no process here is a rank of a distributed job: memmgr top without --job shows what there is")
+        _say(("" if args.once else home) + "\n\n".join(as_text(ranks) for ranks in found))
+        if args.once or all(one.over for one in shown):
+            return
+        time.sleep(args.interval)
+        for one in shown:
+            one.receive()
 
 
 def _as_json(attached: list[Attached], args: argparse.Namespace) -> None:

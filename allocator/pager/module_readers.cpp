@@ -166,6 +166,16 @@ PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), false, false, false);
 }
 
+// reducer_storages(reducer) -> [storage's address]: its buckets, and the gradients of its parameters.
+PyObject* py_reducer_storages(PyObject*, PyObject* reducer) {
+  const std::vector<StoragePtr> storages = storages_of_reducer(reducer, true);
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(storages.size()));
+  if (!found) return nullptr;
+  for (size_t i = 0; i < storages.size(); ++i)
+    PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), PyLong_FromVoidPtr(storages[i].get()));
+  return found;
+}
+
 // call_foreign(function, args, kwargs) -> what it returns: C++ that is not torch's, called by other ways than
 // pybind11's.
 PyObject* py_call_foreign(PyObject*, PyObject* arguments) {
@@ -242,6 +252,7 @@ PyMethodDef reader_methods[] = {
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
+    {"reducer_storages", py_reducer_storages, METH_O, "addresses of the storages of DDP's buckets and gradients"},
     {"call_foreign", py_call_foreign, METH_VARARGS, "call_foreign(function, args, kwargs): C++ that is not torch's"},
     {"note_profiler", py_note_profiler, METH_O, "a profiler asks for addresses from here on (True), or not any more"},
     {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},

@@ -77,9 +77,28 @@ def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def report(s: dict[str, Any]) -> None:
-    """Prints it, and what else is worth saying."""
-    lines = states.line(s) + own_checkpointing(s)
+def spread(ranks: list[dict[str, Any]]) -> list[str]:
+    """How far the ranks of a job are apart, in one line; none where there is one.
+
+    Args:
+        ranks: `memmgr.stats()` of each.
+    """
+    if len(ranks) < 2:
+        return []
+    peaks = [s["resident_bytes.peak"] for s in ranks]
+    factors = [factor for factor in map(slowdown, ranks) if factor is not None]
+    slower = f"; {min(factors):.2f}x to {max(factors):.2f}x of an unlimited run" if factors else ""
+    return [f"of {len(ranks)} ranks: peak {show_size(min(peaks))} to {show_size(max(peaks))}{slower}"]
+
+
+def report(s: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Prints it, and what else is worth saying.
+
+    Args:
+        s: `memmgr.stats()`.
+        ranks: the same of all ranks, where this is one of several and speaks for them.
+    """
+    lines = spread(ranks) + states.line(s) + own_checkpointing(s)
     print(summary(s), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)
 
 

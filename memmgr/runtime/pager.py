@@ -28,6 +28,7 @@ from memmgr.readers.captures import is_capturing
 
 from .compiled import CompiledGraphs
 from .config import Config
+from .job import Job
 from .periods import Periods, TraceFile
 from .plans import Plans
 from .ranking import Ranker, order_of
@@ -85,6 +86,7 @@ class PagerRuntime:
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._graphs = CompiledGraphs(lambda text: self._explain.spent(text))
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
+        self.job = Job(self.stats, quiet=config.quiet)
         self._stock: Stock | None = None
         self._open = False
         self._final: dict[str, Any] | None = None
@@ -101,6 +103,7 @@ class PagerRuntime:
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         on_cpu = config.device.type == "cpu"
+        self.job.open()
         pager.set_errors(self._explain.spent, RecomputeError)
         pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
@@ -139,7 +142,8 @@ class PagerRuntime:
             if self._sizing is not None:
                 self._sizing.start()
             self._open = True
-        except BaseException:
+        except BaseException as error:
+            self.job.failed(error)
             self.close(failed=True)
             raise
 
@@ -204,11 +208,12 @@ class PagerRuntime:
             self.native.close()
         finally:
             self._readers.remove()  # last: other threads may have read meanwhile what was away
+            self.job.close(failed=failed and not self.ended_well)
             self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
             if self._stock is not None:  # the next budget of the process counts it again
                 self.native.add_outside(-self._stock.close())
-        if report and self._open and not self.config.quiet:
-            report_end(self._final)
+        if report and self._open and not self.config.quiet and self.job.all_figures is not None:
+            report_end(self._final, self.job.all_figures)
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),

@@ -1,0 +1,330 @@
+"""The ranks of a distributed job: one that is in trouble says so, and the others stop waiting for it.
+
+Through the default process group's store. While a budget is open a thread looks there twice a second, and at the processes of
+this host's ranks. A rank that leaves its budget by an exception writes what it was; one whose process ends inside its budget
+is written down by its neighbours. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it waits for is aborted:
+process groups by torch's own `abort`, and connections between ranks, since gloo has no abort.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from memmgr._errors import RankError, rank_error
+from memmgr.readers.patches import Patches
+
+LOOK_SECONDS = 0.5
+GRACE_SECONDS = 2.0
+NAMING_SECONDS = 5.0  # a backend may say that a connection is closed before anybody knows whose
+FIGURES_SECONDS = 2.0
+_OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
+
+Figures = dict[str, Any]
+
+
+class Member:
+    """This process as a rank of one process group: what it knows of the others. Budgets come and go meanwhile."""
+
+    def __init__(self) -> None:
+        c10d: Any = dist.distributed_c10d
+        self.group = dist.group.WORLD
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        store = c10d._get_default_store()
+        self._ports = {int(port) for port in (os.environ.get("MASTER_PORT", ""), _port(store)) if str(port).isdecimal()}
+        # A client of its own: another one's `get` may hold its lock for minutes.
+        self._store = c10d.PrefixStore("memmgr", store.clone())
+        self._store.set_timeout(datetime.timedelta(seconds=2))
+        self._place = _place()
+        self._neighbours: dict[int, int] = {}  # rank: pidfd
+        self._entries = 0
+        self.seen = 0  # troubles
+        self.budgets = 0
+        me = self._store.add(f"place/{self._place}", 1)
+        self._store.set(f"place/{self._place}/{me}", f"{self.rank} {os.getpid()}")
+
+    def opens(self) -> None:
+        """A budget opens: what was told before is over where its rank has a budget again."""
+        while (trouble := self.next_trouble()) is not None:
+            state = self.state(trouble["rank"]).split()
+            if trouble["rank"] != self.rank and not (state[0] == "open" and int(state[1]) >= self.seen):
+                self.seen -= 1  # it is in trouble still: the thread hears of it
+                break
+        self.budgets += 1
+        self._store.set(f"state/{self.rank}", f"open {self.seen} {self.budgets}")
+
+    def leaves(self) -> None:
+        """The budget has closed."""
+        self._store.set(f"state/{self.rank}", f"left {self.seen} {self.budgets}")
+
+    def state(self, rank: int) -> str:
+        """`open` or `left`, the troubles that it knew when it opened, which of its budgets it is."""
+        key = f"state/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else "none 0 0"
+
+    def tell(self, **trouble: Any) -> None:
+        """Tells all ranks."""
+        number = self._store.add("troubles", 1)
+        self._store.set(f"trouble/{number}", json.dumps(trouble))
+
+    def next_trouble(self) -> dict[str, Any] | None:
+        """What has been told and not been heard."""
+        key = f"trouble/{self.seen + 1}"
+        if not self._store.check([key]):
+            return None
+        self.seen += 1
+        return dict(json.loads(self._store.get(key)))
+
+    def ended(self) -> list[int]:
+        """The ranks of this host whose processes are gone."""
+        while self._store.check([key := f"place/{self._place}/{self._entries + 1}"]):
+            self._entries += 1
+            rank, pid = (int(word) for word in self._store.get(key).split())
+            if rank != self.rank:
+                with contextlib.suppress(OSError):
+                    self._neighbours[rank] = _pidfd(pid)
+        poll = select.poll()
+        for fd in self._neighbours.values():
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        gone = {fd for fd, _ in poll.poll(0)}
+        return [rank for rank, fd in self._neighbours.items() if fd < 0 or fd in gone]
+
+    # -- what others wait for --
+
+    def show_connections(self) -> None:
+        """Says which connections are this rank's, so that who has the other end knows that it leads here."""
+        mine = [f"{c.laddr.ip}:{c.laddr.port}" for c in self._connections()]
+        self._store.set(f"ends/{self.rank}", json.dumps(mine))
+
+    def cut_connections(self) -> None:
+        """Shuts those to other ranks: what waits there for bytes gets an error of its backend."""
+        theirs: set[str] = set()
+        for rank in range(self.world):
+            key = f"ends/{rank}"
+            if rank != self.rank and self._store.check([key]):
+                theirs.update(json.loads(self._store.get(key)))
+        for c in self._connections():
+            if f"{c.raddr.ip}:{c.raddr.port}" in theirs:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(c.fd)) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _connections(self) -> Iterator[Any]:
+        for c in psutil.Process().net_connections("tcp"):
+            # Without the store's own.
+            if c.status == psutil.CONN_ESTABLISHED and not {c.laddr.port, c.raddr.port} & self._ports:
+                yield c
+
+    # -- figures --
+
+    def hand_in(self, figures: Figures) -> list[Figures] | None:
+        """Rank 0 gets those of all ranks that have a budget; None: this is another rank."""
+        self._store.set(f"figures/{self.budgets}/{self.rank}", json.dumps(figures))
+        if self.rank != 0:
+            return None if self.state(0) != "none 0 0" else [figures]
+        found, deadline = {0: figures}, time.monotonic() + FIGURES_SECONDS
+        while True:
+            # First: who leaves has handed in.
+            are_open = {rank for rank in range(self.world) if self.state(rank).startswith("open")}
+            for rank in range(self.world):
+                key = f"figures/{self.budgets}/{rank}"
+                if rank not in found and self._store.check([key]):
+                    found[rank] = json.loads(self._store.get(key))
+            if found.keys() >= are_open or time.monotonic() > deadline:
+                return list(found.values())
+            time.sleep(0.02)
+
+
+class Job:
+    """The job of one open budget. Does nothing where torch.distributed is not initialised.
+
+    Args:
+        figures: of this rank, for the summary.
+        quiet: there will be none.
+
+    Known limitations: a host that is lost as a whole is not named; neither is a rank that has no budget. Where nobody can be
+    reached any more (rank 0 had the store, and is gone) the backend's own error stays as it is.
+    """
+
+    def __init__(self, figures: Callable[[], Figures], *, quiet: bool) -> None:
+        self._figures = figures
+        self._quiet = quiet
+        self._patches = Patches()
+        self._member: Member | None = None
+        self._thread: threading.Thread | None = None
+        self._leaving = threading.Event()
+        self._heard = threading.Event()
+        self._trouble: dict[str, Any] | None = None  # another rank's
+        self.all_figures: list[Figures] | None = []  # of the ranks; empty: this process is alone; None: rank 0 has them
+
+    def open(self) -> None:
+        """Begins to watch, now or when torch.distributed is initialised."""
+        if not dist.is_available():
+            return
+        for module in (dist, dist.distributed_c10d):
+            self._patches.wrap(module, "init_process_group", self._begins)
+            self._patches.wrap(module, "destroy_process_group", self._ends)
+        if dist.is_initialized():
+            self._join()
+
+    def close(self, *, failed: bool) -> None:
+        """The budget closes, in order or because of what `failed` was told."""
+        self._patches.undo()
+        self._leave(failed)
+
+    def failed(self, error: BaseException) -> RankError | None:
+        """An exception leaves the budget: the other ranks are told, unless it came from one of them.
+
+        Returns:
+            What to raise in its place: another rank is the cause.
+        """
+        member = self._member
+        if member is None or (isinstance(error, SystemExit) and not error.code):
+            return None
+        with contextlib.suppress(Exception):  # the store may be gone: then this error is all there is
+            if _is_of_a_backend(error):
+                self._heard.wait(NAMING_SECONDS)
+                if self._trouble is not None:
+                    return rank_error(self._trouble, member.rank)
+            member.show_connections()
+            member.tell(rank=member.rank, **_described(error))
+        return None
+
+    # -- membership --
+
+    def _begins(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self._join()
+
+        return init_process_group
+
+    def _ends(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if group is None or group is dist.group.WORLD:
+                self._leave()
+            original(group)
+
+        return destroy_process_group
+
+    def _join(self) -> None:
+        global _member
+        if self._member is not None or dist.get_world_size() < 2:
+            return
+        try:
+            if _member is None or _member.group is not dist.group.WORLD:
+                _member = Member()
+            _member.opens()
+        except Exception:  # a store that cannot do this: the run goes on without
+            return
+        self._member = _member
+        self._leaving.clear()
+        self._heard.clear()
+        self._trouble = None
+        self._thread = threading.Thread(target=self._watch, args=(_member,), name="memmgr-job", daemon=True)
+        self._thread.start()
+
+    def _leave(self, failed: bool = False) -> None:
+        member, self._member = self._member, None
+        if member is None:
+            return
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(2 * LOOK_SECONDS)
+        with contextlib.suppress(Exception):
+            if not failed and not self._quiet:
+                self.all_figures = member.hand_in(self._figures())
+            member.leaves()
+
+    # -- the thread --
+
+    def _watch(self, member: Member) -> None:
+        with contextlib.suppress(Exception):  # without the store nobody knows whether a rank has ended in order
+            while not self._leaving.is_set():
+                trouble = member.next_trouble()
+                if trouble is None:
+                    for rank in member.ended():
+                        if member.state(rank).startswith("open"):
+                            trouble = {"rank": rank, "error": "", "text": ""}
+                            member.tell(**trouble)
+                            break
+                if trouble is not None and trouble["rank"] != member.rank:
+                    self._trouble = trouble
+                    self._heard.set()
+                    self._abort(member)
+                    return
+                self._leaving.wait(LOOK_SECONDS)
+
+    def _abort(self, member: Member) -> None:
+        with contextlib.suppress(Exception):
+            member.show_connections()
+        if self._leaving.wait(GRACE_SECONDS):
+            return
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(Exception):  # not all backends have it
+                group.abort()
+        while not self._leaving.wait(LOOK_SECONDS):  # others may show theirs later
+            with contextlib.suppress(Exception):
+                member.cut_connections()
+
+
+_member: Member | None = None
+
+
+def _is_of_a_backend(error: BaseException | None) -> bool:
+    """Could it be the end of a wait for another rank?"""
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
+        ours = isinstance(error, torch.OutOfMemoryError)
+        if isinstance(error, RuntimeError) and not ours and _OF_A_BACKEND.search(str(error)):
+            return True
+        if isinstance(error, dist.DistError):
+            return True
+        met.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    text = str(error).strip().splitlines()
+    sizes = {name: int(getattr(error, name, 0)) for name in ("budget_bytes", "floor_bytes", "enough_bytes")}
+    return {"error": type(error).__name__, "text": text[0][:500] if text else "", **sizes}
+
+
+def _place() -> str:
+    """Where a process id means the same process: this boot of this machine, this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    where = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    space = Path("/proc/self/ns/pid")
+    return f"{where}/{os.stat(space).st_ino if space.exists() else 0}"
+
+
+def _pidfd(pid: int) -> int:
+    """-1: the process is gone already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _port(store: Any) -> int | str:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", "")

@@ -1,0 +1,62 @@
+"""Starts the ranks of a job in processes of their own, and says what each of them wrote."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exactness import children
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def begin(module: str, *words: str, world: int, folder: Path, timeout: float) -> list[subprocess.Popen[str]]:
+    """`python -m MODULE RANK WORLD FOLDER WORDS` for each rank."""
+    return [
+        children.start(module, str(rank), str(world), str(folder), *words, timeout=timeout, env=ENVIRONMENT)
+        for rank in range(world)
+    ]
+
+
+def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
+    """What each has printed; an assertion that shows all that failed."""
+    failures, outputs = [], []
+    for rank, process in enumerate(ranks):
+        try:
+            outputs.append(children.finish(process, timeout))
+        except AssertionError as error:
+            failures.append(f"rank {rank}: {error}")
+    assert not failures, "\n".join(failures)
+    return outputs
+
+
+def join(rank: int, world: int, folder: Path, seconds: float) -> None:
+    """In a rank: the process group, over a store that is a file, so that ports need not be found."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+
+
+def write(folder: Path, rank: int, **found: Any) -> None:
+    """For `read`."""
+    place = folder / f"rank{rank}.json"
+    part = place.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    os.replace(part, place)
+
+
+def read(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What that rank has written; None: nothing."""
+    place = folder / f"rank{rank}.json"
+    return dict(json.loads(place.read_text())) if place.exists() else None

@@ -1,0 +1,124 @@
+"""Issue 19, point 1: unmodified scripts under their launchers; what the ranks of one host share; one summary."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from memmgr import budget
+from memmgr.observe.summary import spread
+
+from .ranks import ENVIRONMENT
+
+TRAIN = """
+import hashlib, os, sys, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo", **({"init_method": "file://" + os.path.abspath("store"), "rank": int(os.environ["RANK"]), "world_size": 2} if sys.argv[1:] else {}))
+torch.manual_seed(0)
+blocks = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*blocks))
+opt = torch.optim.AdamW(model.parameters())
+x = torch.randn(1024, 64)
+for step in range(4):
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    if step == 2 and sys.argv[1:] and dist.get_rank() == 1:
+        torch.ones(10_000_000)
+print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest() + "\\n", end="")
+dist.destroy_process_group()
+"""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_ip", "127.0.0.1"]
+RUN = [sys.executable, "-m", "memmgr.tools.cli", "run", "--budget", "12MB"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def _launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **ENVIRONMENT, "ACCELERATE_LOG_LEVEL": "ERROR", **variables}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def _bits(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"bits ([0-9a-f]{64})", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        pytest.param("torchrun --no-python memmgr run", marks=pytest.mark.slow),
+        pytest.param("accelerate launch", marks=pytest.mark.slow),
+    ],
+)
+def test_an_unmodified_script(folder: Path, launcher: str) -> None:
+    words = ["-m", *(ACCELERATE if launcher == "accelerate launch" else TORCHRUN)]
+    plain = _bits(_launch(folder, *words, "train.py"))
+    if "no-python" in launcher:
+        done = _launch(folder, *words, "--no-python", *RUN, "train.py")
+    else:
+        done = _launch(folder, *words, "train.py", MEMMGR_BUDGET="12MB")
+    assert _bits(done) == plain and len(set(plain)) == 1 and len(plain) == 2
+    # Once, by rank 0, with how far they are apart.
+    assert len(re.findall("^memmgr: peak .* of 12 MB", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert len(re.findall("^memmgr: of 2 ranks: peak .* to .*x of an unlimited run", done.stderr, re.MULTILINE)) == 1
+    assert "memmgr[1]" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_last_traceback_names_the_rank_in_trouble(folder: Path) -> None:
+    """Without a launcher that ends all ranks as soon as one has ended."""
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, **ENVIRONMENT, "RANK": str(rank), "MEMMGR_BUDGET": "12MB"}
+        words = [sys.executable, "train.py", "trouble"]
+        ranks.append(subprocess.Popen(words, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE))
+    well, ill = (process.communicate(timeout=60)[1] for process in ranks)
+    assert all(process.returncode == 1 for process in ranks)
+    assert "BudgetError" in ill and "RankError" not in ill
+    said = re.findall(r"A budget of .* \((\d+) bytes\) should do for a whole step", ill)
+    assert len(said) == 1
+    assert "RankError: memmgr: rank 1 has ended with BudgetError: its budget of 12 MB is spent." in well
+    assert f"({said[0]} bytes) should do there." in well
+
+
+def test_ranks_of_one_host_share_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config = budget("80%", disk=(tmp_path, "1GB"), host="2GB")._config
+    assert config.limit_bytes == int(psutil.virtual_memory().total // 4 * 0.8)
+    assert (config.disk_bytes, config.host_bytes) == (250_000_000, 500_000_000)
+    assert budget("1GB", disk=tmp_path)._config.disk_bytes == 0  # no limit stays none
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
+    assert budget("1GB", disk=(tmp_path, "1GB"))._config.disk_bytes == 1_000_000_000
+
+
+def _figures(peak: int, lost: float) -> dict[str, float]:
+    return {
+        "resident_bytes.peak": peak,
+        "wall_seconds": 10.0,
+        "recompute_seconds": lost,
+        "stall_seconds": 0.0,
+        "budget_bytes": 20_000_000,
+    }
+
+
+def test_the_spread_is_one_line() -> None:
+    ranks = [_figures(11_000_000, 1.0), _figures(9_000_000, 0.0), _figures(10_000_000, 5.0)]
+    assert spread(ranks) == ["of 3 ranks: peak 9 MB to 11 MB; 1.00x to 2.00x of an unlimited run"]
+    assert spread(ranks[:1]) == [] == spread([])

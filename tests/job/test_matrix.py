@@ -1,0 +1,40 @@
+"""Issue 19, truth 1: the same bits as the unmanaged job, for every way to be parallel that gloo runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import matrix, ranks
+
+ALL = [name for name in matrix.CASES if name != "fsdp2_with_tp"]
+FOUR = ["fsdp2_with_tp", "ddp", "fsdp2_reshard", "pp_gpipe", "pp_interleaved", "ring_attention", "expert_parallel"]
+QUICK = ["tp_sequence", "pp_interleaved", "expert_parallel"]
+"""In `make test`; the plain ones of each kind are in tests/pager and tests/exactness."""
+
+
+def _run(world: int, names: list[str], folder: Path) -> None:
+    timeout = 30 + 15 * world * len(names)
+    outputs = ranks.finish_all(ranks.begin("job.matrix", *names, world=world, folder=folder, timeout=timeout), timeout)
+    print(*outputs, sep="\n")
+
+
+def test_the_same_bits_quick(tmp_path: Path) -> None:
+    _run(2, QUICK, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALL if name not in QUICK])
+def test_the_same_bits_on_two_ranks(name: str, tmp_path: Path) -> None:
+    _run(2, [name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_the_same_bits_on_four_ranks(name: str, tmp_path: Path) -> None:
+    _run(4, [name], tmp_path)
+
+
+def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
+    ranks.finish_all(ranks.begin("job.holders", world=2, folder=tmp_path, timeout=60), 60)
