@@ -301,7 +301,8 @@ def test_writes_that_fail(name: str, after: int, code: int) -> None:
     stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
     assert error is None, f"auto could have evicted: {error}"
     if not stats["tier_errors"]:
-        assert stats["offloads"] + stats["write_backs"] <= after, "the injected error went unnoticed"
+        # Of a write ahead of need that was taken back, because the tensor was written to or ended, nobody hears.
+        assert stats["offloads"] <= after or stats["write_backs"] > 0, "the injected error went unnoticed"
 
 
 def test_writes_that_fail_with_nothing_else() -> None:
