@@ -5,6 +5,7 @@
 
 #include "budget.h"
 #include "hold.h"
+#include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 
@@ -53,7 +54,7 @@ void end_write_locked(Cell* c, int result, Trash* trash) {
 
 // The bytes are there; or the read has failed, or brought other bytes than left: then the cell is as absent as it was,
 // and whoever touches it reads again and is told why.
-void end_read(Read r, int result) {
+void end_read(Read r, int result, uint64_t waited_ns = 0) {
   if (result < 0) note_tier_error(-result);
   const mm_stream filled_on = r.cell->pool->home(r.bytes.get());
   const bool good = result >= 0 && sum_agrees(r.cell, r.bytes.get());
@@ -63,6 +64,9 @@ void end_read(Read r, int result) {
     std::lock_guard<std::mutex> lock(graph_lock());
     resident_cell_bytes -= r.cell->nbytes;
     if (good) note_moved_locked(r.cell, false);
+    if (good || waited_ns)
+      note_event(good ? Event::kReload : Event::kStall, r.cell->version ? r.cell->version->recipe : nullptr,
+                 good ? r.cell->nbytes : 0, waited_ns);
     last = good ? come_back_locked(r.cell, std::move(r.bytes), filled_on, &trash) : end_move_locked(r.cell, true);
   }
   if (last) last_user_is_gone(r.cell);
@@ -193,7 +197,7 @@ bool finish_read(Cell* c) {
   const uint64_t waited = wait.end();
   counters.stall_ns += waited;
   if (waited > 20000) counters.late_reads++;
-  end_read(std::move(*mine), result);
+  end_read(std::move(*mine), result, waited);
   return true;
 }
 

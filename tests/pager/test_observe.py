@@ -13,6 +13,7 @@ from budget.in_backward import in_backward
 from budget.there import bytes_already_there
 
 import memmgr
+from memmgr.native import pager
 
 MB = 1_000_000
 
@@ -148,3 +149,23 @@ def test_escapes_are_flat_and_named(tmp_path: Path) -> None:
     assert all(type(value) in (int, float) for value in mm.stats().values())
     end = json.loads(log.read_text().splitlines()[-1])
     assert end["type"] == "end" and end["stats"] == mm.stats()
+
+
+def test_a_read_ahead_is_told_with_the_time_that_it_was_waited_for(tmp_path: Path) -> None:
+    native = pager.load()
+    with memmgr.budget("64MB", policy="offload", quiet=True, log=tmp_path / "run.jsonl", _throttle=100 * MB) as mm:
+        x = torch.rand(2 * MB)
+        assert native.take_away(x, 1) > 0
+        assert native.read_ahead(x)
+        x.add_(1)  # 80 ms later, or a little less
+    assert mm.stats()["reads_ahead"] == mm.stats()["late_reads"] == 1
+    events = [
+        item
+        for line in map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+        if line["type"] == "events"
+        for item in line["items"]
+        if item["what"] in ("reload", "stall")
+    ]
+    assert sum(i["bytes"] for i in events if i["what"] == "reload") >= x.nbytes
+    assert sum(i["seconds"] for i in events) == pytest.approx(mm.stats()["stall_seconds"], abs=1e-6)
+    assert mm.stats()["stall_seconds"] > 0.01

@@ -204,7 +204,7 @@ def test_the_knee_of_a_policy(file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--ratio", "0.5", "--link", "-3"], "--link"),
         (["--ratio", "0.5", "--solver-seconds", "-3"], "--solver-seconds"),
         (["--ratio", "0.5", "--policy", "all", "--schedule-out", "x"], "--schedule-out"),
-        (["--ratio", "0.5", "--schedule-out", "/nonexistent/x"], "/nonexistent/x"),
+        (["--ratio", "0.5", "--schedule-out", "/dev/null/x"], "/dev/null/x"),
         (["--ratio", "0.5", "--format", "trace"], "not a trace file"),
     ],
 )
