@@ -1,3 +1,4 @@
+// Longer than most files here: one state machine under one lock, and a tier below calls into it.
 #include "host_tier.h"
 
 #include <errno.h>
