@@ -135,11 +135,12 @@ bool LadderTier::MakeRoom(Hold* hold) {
       in_file = entry.file;
       break;
     }
-    if (in_host < 0 && entry.host >= 0 && host_->Poll(entry.host) == 0) in_host = entry.host;
+    const bool helps = entry.where == Where::kBoth || (entry.where == Where::kHost && file_error_ == 0);
+    if (in_host < 0 && helps && host_->Poll(entry.host) == 0) in_host = entry.host;
   }
   if (in_file < 0)
     if (const Entry* entry = SinkOldest()) in_file = entry->file;
-  if (in_file < 0 && (in_host < 0 || file_error_ != 0)) return false;
+  if (in_file < 0 && in_host < 0) return false;
   hold->unlock();
   if (in_file >= 0)
     file_->Wait(in_file);
