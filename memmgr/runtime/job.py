@@ -105,6 +105,13 @@ class Member:
         gone = {fd for fd, _ in poll.poll(0)}
         return [rank for rank, fd in self._neighbours.items() if fd < 0 or fd in gone]
 
+    def forget(self) -> None:
+        """Its process group is gone, and another one takes its place."""
+        for fd in self._neighbours.values():
+            if fd >= 0:
+                os.close(fd)
+        self._neighbours.clear()
+
     # -- what others wait for --
 
     def show_connections(self) -> None:
@@ -230,6 +237,8 @@ class Job:
             return
         try:
             if _member is None or _member.group is not dist.group.WORLD:
+                if _member is not None:
+                    _member.forget()
                 _member = Member()
             _member.opens()
         except Exception:  # a store that cannot do this: the run goes on without

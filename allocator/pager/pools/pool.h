@@ -53,7 +53,7 @@ class Pool {
   virtual void scribble(void* p, uint64_t nbytes) = 0;  // other bytes; in torture
   virtual void settle() {}                              // all that was queued has run
 
-  // Page-locked memory of so many bytes; with a folder, and a file there below it.
+  // Page-locked memory of so many bytes; with a folder also a file there, below it.
   virtual mm_tier* open_host_tier(uint64_t, const char*, uint64_t, uint64_t, char*, size_t) { return nullptr; }
   virtual void set_budget(uint64_t bytes) { mm_arena_set_budget(arena, bytes); }
   virtual void install() = 0;
