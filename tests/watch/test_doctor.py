@@ -135,7 +135,7 @@ def test_a_torch_that_is_newer_than_ours(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.__version__", "3.0.0a0+git")
     found = _only(doctor._versions)["torch"]
     assert (
-        found.mark == "NO" and "torch 2.11 to 2.13, not for 3.0.0a0+git: pip install 'torch>=2.11,<2.14'" in found.text
+        found.mark == "NO" and "torch 2.11 to 2.15, not for 3.0.0a0+git: pip install 'torch>=2.11,<2.16'" in found.text
     )
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert "AUTOLOAD=0" in _only(doctor._versions)["MEMMGR_BUDGET"].text
