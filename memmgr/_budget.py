@@ -107,7 +107,11 @@ class budget:
             device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget at which a planned
             pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
-            On CUDA, `import memmgr` comes first: torch's allocator cannot change later. None of this has run on a GPU yet.
+            None of this has run on a GPU yet.
+        allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
+            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. It stays what
+            it is: expandable segments, MemPool, graph trees, every statistic. What it caches in pieces counts, too, so the
+            floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
             of what is free, at most twice the limit. On the CPU device: memory beside the budget that the machine has to
             spare, as page cache of the first so many bytes of the disk tier, which the system takes back when it needs it;
@@ -132,7 +136,7 @@ class budget:
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
         RankError: on leaving, where another rank of a distributed job is in trouble and this one waited for it.
-        RuntimeError: CUDA's allocator is not ours, as when CUDA was used before `import memmgr`. On entering: there is no
+        RuntimeError: another CUDA allocator than these is in place, or memmgr's is where `native` is asked for. On entering: there is no
             library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
             not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
             threads are managed with it.
@@ -148,6 +152,7 @@ class budget:
         limit: int | str | None,
         *,
         device: torch.device | str | None = None,
+        allocator: str = "auto",
         host: int | str | None = None,
         disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None = None,
         policy: str | Policy = "auto",
@@ -160,7 +165,7 @@ class budget:
         _placement: str = DEFAULT_PLACEMENT,
         _plan: bool = True,
     ) -> None:
-        self._device = _device.resolve(device)
+        self._device = _device.resolve(device, allocator)
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"

@@ -21,6 +21,7 @@ KEYS = (
     "disk_size",
     "host",
     "device",
+    "allocator",
     "log",
     "verify",
     "quiet",
@@ -87,7 +88,7 @@ def parse_conf(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     folder, size = None, None
     for key, value in _pairs(text):
-        if key in ("policy", "device", "host", "log", "trace"):
+        if key in ("policy", "device", "allocator", "host", "log", "trace"):
             found[key] = value
         elif key == "trace_pass":
             found[key] = _number(key, value)

@@ -1,8 +1,9 @@
 """CUDA's allocator: compiled once per installed torch, put in torch's place before CUDA is initialised.
 
 `import memmgr` does this where torch has CUDA and a device is there, so that a budget later finds every block in its own
-arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Nothing here initialises CUDA, or asks
-its runtime anything: a fork that follows stays possible.
+arena. Without a budget the allocator is unlimited. `MEMMGR_INSTALL=0` prevents it. Where CUDA was used before the import, or
+who asks for it (`allocator="native"`), torch's own caching allocator stays, and a budget is kept in that. Nothing here
+initialises CUDA, or asks its runtime anything: a fork that follows stays possible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import _cache
+from . import _cache, _conf
 from .native.build import NotBuiltError, compile_library, include_folder, load_core, package_sources
 
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
@@ -28,12 +29,19 @@ MEMORY_VARIABLE = "MEMMGR_CUDA_MEMORY"
 DRIVER_VARIABLE = "MEMMGR_DRIVER"
 MEMORIES = {"mapped": 0, "plain": 1}  # MM_MEMORY_*
 
+NATIVE = "native"  # torch's own name for its allocator
+ALLOCATORS = ("auto", NATIVE)
 TOO_LATE = (
     "CUDA was initialised before memmgr could put its allocator in place: `import memmgr` before anything uses the GPU, or "
     "start the script with MEMMGR_BUDGET set or by `memmgr run`"
 )
+LEFT = f"{INSTALL_VARIABLE}=0 or allocator:native has left torch's own allocator in place"
+NOT_NATIVE = (
+    "memmgr's CUDA allocator is in place already: MEMMGR_CONF=allocator:native or MEMMGR_INSTALL=0 leave torch's own there"
+)
 
 _library: ctypes.CDLL | None = None
+_torchs = 0  # the address of the table of torch's own allocator, once a budget may be kept in it
 _why: str | None = "memmgr has not looked yet"
 
 
@@ -42,6 +50,7 @@ class _Table(ctypes.Structure):
 
     _fields_ = (
         ("version", ctypes.c_int),
+        ("is_torchs", ctypes.c_int),
         ("device", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)),
         ("set_budget", ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint64)),
         ("set_hooks", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
@@ -52,6 +61,7 @@ class _Table(ctypes.Structure):
         ("release", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
         ("owns", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)),
         ("live", ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int)),
+        ("trim", ctypes.CFUNCTYPE(None, ctypes.c_int)),
     )
 
 
@@ -76,20 +86,28 @@ def _has_device() -> bool:
     return bool(count != 0)  # negative: NVML does not say
 
 
-def _reason() -> str | None:
-    """Why there is nothing to install, or None."""
+def _asked_for_torchs() -> bool:
+    """Does the environment say that torch's own allocator is to stay?"""
     if os.environ.get(INSTALL_VARIABLE) == "0":
-        return f"{INSTALL_VARIABLE}=0 has left torch's own allocator in place: unset it"
+        return True
+    try:
+        return bool(_conf.parse_conf(os.environ.get("MEMMGR_CONF", "")).get("allocator") == NATIVE)
+    except ValueError:  # said where the budget opens
+        return False
+
+
+def _reason() -> str | None:
+    """Why no budget can be kept on a GPU here, whoever allocates; or None."""
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getAllocatorBackend"):
         return "this torch has no CUDA; device='cpu' manages host memory"
     if _is_worker():
         return "this is a worker process"
-    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
-        return TOO_LATE
+    if torch.cuda._is_in_bad_fork():
+        return "a forked child cannot use CUDA"
     if os.environ.get(DRIVER_VARIABLE) is None and not _has_device():
         return "there is no GPU; device='cpu' manages host memory"
     backend = torch._C._cuda_getAllocatorBackend()
-    if backend != "native":
+    if backend != NATIVE:
         return f"torch's CUDA allocator is {backend!r} already; unset PYTORCH_CUDA_ALLOC_CONF's backend"
     return None
 
@@ -172,12 +190,17 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.mm_cuda_install.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
     library.mm_cuda_install.restype = library.mm_cuda_in_place.restype = ctypes.c_int
-    library.mm_cuda_plugin.restype = ctypes.c_void_p
+    library.mm_cuda_plugin.restype = library.mm_cuda_native.restype = ctypes.c_void_p
+    library.mm_cuda_native.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     return library
 
 
 def _put_in_place() -> str | None:
     global _library
+    if _asked_for_torchs():
+        return LEFT
+    if torch.cuda.is_initialized() or _torchs:
+        return TOO_LATE
     memory = os.environ.get(MEMORY_VARIABLE, "mapped").lower()
     if memory not in MEMORIES:
         return f"{MEMORY_VARIABLE}={memory!r} is none of {', '.join(MEMORIES)}"
@@ -213,12 +236,39 @@ def in_place() -> bool:
     return _library is not None and bool(_library.mm_cuda_in_place())
 
 
+def manage(allocator: str = "auto") -> str | None:
+    """Prepares for a budget: memmgr's allocator where it can be had, else (or where `native` is asked for) torch's own, which
+    stays what it is. None, or why no budget can be kept. Never raises."""
+    if allocator == NATIVE:
+        return NOT_NATIVE if in_place() else _use_torchs()
+    why = install()
+    return _use_torchs() if why in (LEFT, TOO_LATE) else why
+
+
+def _use_torchs() -> str | None:
+    global _torchs, _why
+    if _torchs:
+        return None
+    _why = _reason()
+    if _why is not None:
+        return _why
+    try:
+        error_text = ctypes.create_string_buffer(256)
+        driver = os.environ.get(DRIVER_VARIABLE)
+        named = driver.encode() if driver else None
+        _torchs = _load(build()).mm_cuda_native(named, error_text, len(error_text)) or 0
+        _why = None if _torchs else error_text.value.decode()
+    except Exception as error:
+        _why = str(error)
+    return _why
+
+
 # ---- the seam to the pager -------------------------------------------------------------------------------------------
 
 
 def address() -> int:
-    """Of `mm_plugin`; 0 when the allocator is not in place."""
-    return int(_library.mm_cuda_plugin()) if _library is not None else 0
+    """Of the `mm_plugin` that a budget on CUDA is kept by; 0: none yet."""
+    return int(_library.mm_cuda_plugin()) if _library is not None else _torchs
 
 
 def table() -> Any:

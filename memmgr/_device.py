@@ -22,15 +22,17 @@ DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
 HOST_TIER_BUDGETS = 2
 
 
-def resolve(device: torch.device | str | None) -> torch.device:
+def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch.device:
     """The device that `budget(device=...)` means; default the accelerator if there is one, else the CPU. CUDA's has no
     number yet (see `settle`).
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or no such allocator.
         NotImplementedError: a device that memmgr has no allocator for.
-        RuntimeError: CUDA's allocator is not in place.
+        RuntimeError: neither CUDA allocator can be had.
     """
+    if allocator not in _cuda.ALLOCATORS:
+        raise ValueError(f"allocator: {allocator!r} is none of {', '.join(_cuda.ALLOCATORS)}")
     if device is not None:
         chosen = _named(device)
     elif _cuda.in_place():
@@ -43,7 +45,7 @@ def resolve(device: torch.device | str | None) -> torch.device:
         return torch.device("cpu")
     # A budget that is not kept would be worse than none.
     if chosen.type == "cuda" and torch.version.hip is None:
-        why = _cuda.install()
+        why = _cuda.manage(allocator)
         if why is not None:
             raise RuntimeError(f"memmgr: a budget on 'cuda' cannot be kept: {why}")
         return chosen

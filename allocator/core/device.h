@@ -4,7 +4,7 @@
 // ones share one, and the last bit stands for work that we know nothing about.
 //
 // Locks, in the order in which they may be taken: the arena's for room, settling_, the arena's; streams_lock_,
-// events_lock_, pools_lock_ and that of the pages are leaves. No driver call is made under the arena's lock but those
+// events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. No driver call is made under the arena's lock but those
 // that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room and
 // settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
 // functions to call the driver, and an allocation may).
@@ -61,6 +61,11 @@ class Device final : private ForkAware, private Settler {
   // recorded (its owner destroyed it) the CPU waits instead.
   int WaitForTouched(CUstream waiter, const void* block);
   int WaitForTail(CUstream waiter, CUstream other);
+
+  // Blocks of another allocator on this device (mm_device_lend): the arena counts them, their streams are kept here.
+  void Lend(const void* block, uint64_t bytes, CUstream home);
+  void LentEnds(const void* block);
+  void ForgetLent();
 
   CUresult Copy(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult Fetch(void* to_host, const void* from, size_t bytes, CUstream stream);
@@ -131,6 +136,19 @@ class Device final : private ForkAware, private Settler {
 
   Lock events_lock_;
   std::vector<CUevent> events_;  // not in use
+
+  struct Lent {
+    uint64_t bytes;
+    CUstream home;
+    StreamMask touched;
+  };
+  // Of the block at this address, if it is one that was lent: what `f` makes of it.
+  template <typename F>
+  bool IfLent(const void* block, F f);
+
+  Lock lent_lock_;
+  std::unordered_map<const void*, Lent> lent_;
+  std::atomic<bool> lends_{false};
 
   Lock settling_;
 

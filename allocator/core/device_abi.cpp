@@ -75,6 +75,16 @@ int mm_device_synchronize(mm_device* device) {
   return Guarded(-1, [&] { return Of(device)->Synchronize(); });
 }
 
+void mm_device_lend(mm_device* device, const void* p, uint64_t bytes, mm_stream home) {
+  Guarded(0, [&] { return Of(device)->Lend(p, bytes, home), 0; });
+}
+
+void mm_device_lent_ends(mm_device* device, const void* p) {
+  Guarded(0, [&] { return Of(device)->LentEnds(p), 0; });
+}
+
+void mm_device_forget_lent(mm_device* device) { Of(device)->ForgetLent(); }
+
 uint64_t mm_device_trim(mm_device* device, uint64_t keep_bytes) { return Of(device)->Trim(keep_bytes); }
 
 int mm_device_copy(mm_device* device, void* to, const void* from, size_t bytes, mm_stream stream) {

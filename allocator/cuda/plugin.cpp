@@ -469,6 +469,7 @@ void Say(const char* text, char* err, size_t err_len) {
 
 const mm_plugin kPlugin = {
     MM_PLUGIN_VERSION,
+    0,
     [](int ordinal, char* err, size_t err_len) -> mm_device* {
       std::string wrong;
       Meter* meter = Ours().Open(ordinal, &wrong);
@@ -488,10 +489,15 @@ const mm_plugin kPlugin = {
       Meter* meter = Ours().Opened(ordinal);
       return meter ? mm_arena_resident(meter->arena()) : uint64_t{0};
     },
+    [](int) {},  // the arena obeys at once
 };
 
 }  // namespace
 }  // namespace memmgr
+
+// clang-format off
+#include "native.cpp"
+// clang-format on
 
 #define MEMMGR_VISIBLE extern "C" __attribute__((visibility("default")))
 
@@ -522,3 +528,22 @@ MEMMGR_VISIBLE int mm_cuda_in_place() {
 }
 
 MEMMGR_VISIBLE const mm_plugin* mm_cuda_plugin() { return &memmgr::kPlugin; }
+
+// Puts the door in front of torch's own allocator, whether CUDA is initialised or not: its table, or NULL with a text.
+MEMMGR_VISIBLE const mm_plugin* mm_cuda_native(const char* driver, char* err, size_t err_len) {
+  auto& current = c10::cuda::CUDACachingAllocator::allocator;
+  auto& native = memmgr::TheNative();
+  if (!native.torchs) {
+    memmgr::CUDAAllocator* now = current.load();
+    if (!now || now->name() != "native") {
+      memmgr::Say("torch's CUDA allocator is another one", err, err_len);
+      return nullptr;
+    }
+    static auto* door = new memmgr::Door;  // never destroyed: storages remember it
+    native.torchs = now;
+    native.Use(driver);
+    current.store(door);
+    c10::SetAllocator(c10::DeviceType::CUDA, door, 255);
+  }
+  return memmgr::NativePlugin();
+}

@@ -112,7 +112,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.torture = torture;
     o.verify = verify;
     o.order = static_cast<Order>(order);
-    o.search = search;
+    o.search = pool->places() ? search : -1;
     o.remap = remap;
     o.apart = apart;
     budget.options = o;
@@ -292,6 +292,7 @@ PyObject* py_settle(PyObject*, PyObject*) {
       beyond = now > limit ? now - limit : 0;
       if (!beyond || !reclaim_callback(budget.pool, beyond, beyond, i)) break;
     }
+    budget.pool->trim();
     Py_END_ALLOW_THREADS;
     mm_arena_reset_peak(budget.arena);  // what was there before the budget is none of its doing
     return PyLong_FromUnsignedLongLong(beyond);

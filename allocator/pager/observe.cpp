@@ -320,7 +320,7 @@ PyObject* py_storage_info(PyObject*, PyObject* o) {
   const Cell* c = cell_of(s);
   const bool absent = c && (c->state.load() & kAbsent);
   const void* p = pointer_of(s).get();
-  const bool counted = absent || (c && c->outside) || (budget.arena && p && mm_arena_owns(budget.arena, p));
+  const bool counted = absent || (c && c->outside) || (budget.pool && p && budget.pool->owns(p));
   const auto bytes = static_cast<unsigned long long>(s->nbytes());
   return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
                        bytes, PyBool_FromLong(counted));

@@ -40,7 +40,7 @@ void note_profiler(bool on) {
 
 void note_queued_home(Cell* c) {
   const void* p = c->bytes.get();
-  c->home = p && mm_arena_owns(c->pool->arena, p) ? c->pool->home(p) : kNobodys;
+  c->home = p && c->pool->owns(p) ? c->pool->home(p) : kNobodys;
 }
 
 void use_queued(Cell* c) {

@@ -217,6 +217,7 @@ def load() -> Pager:
     """
     global _loaded
     if _loaded is not None:
+        _loaded.use_plugin(_cuda.address())
         return _loaded
     sources = package_sources("pager", "pager.cpp")
     include = include_folder(sources)
@@ -248,8 +249,7 @@ def load() -> Pager:
             _loaded = _open(target)
         except ImportError as error:
             raise NotBuiltError(str(error)) from error
-    if _cuda.in_place():
-        _loaded.use_plugin(_cuda.address())
+    _loaded.use_plugin(_cuda.address())
     return _loaded
 
 

@@ -28,6 +28,7 @@ NAMES = (
     "close.all coalesce.touched fetch.done pool.touched reuse.touched split.touched synchronize.all trim.touched"
     " used.touched"
 ).split()
+LENT = "lent.touched"  # of blocks that are another allocator's
 
 OpenDevice = Callable[..., Device]
 
@@ -136,6 +137,65 @@ def test_what_was_declared_used_is_waited_for(open_device: OpenDevice, driver: F
     driver.drain()
     assert wrong.value == 0
     device.free(address)
+
+
+# ---- blocks of another allocator ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("omit", ["", LENT, "used.touched"])
+def test_who_gets_memory_that_was_lent_waits(open_device: OpenDevice, driver: FakeDriver, omit: str) -> None:
+    """Its owner hands it on in order of its home, at once; another stream still reads it."""
+    device = open_device(budget=32 * MIB)
+    one, other = driver.stream(), driver.stream()
+    address, wrong = driver.alloc(MIB), c.c_uint64()
+    device.core.mm_test_leave_out(omit.encode())
+    try:
+        device.core.mm_device_lend(device.handle, address, MIB, one)
+        assert device.home(address) == one
+        driver.fill(one, address, MIB, 1)
+        driver("cuStreamSynchronize", one)
+        device.used(address, other)
+        driver.check(other, address, MIB, 1, wrong)
+        device.core.mm_device_lent_ends(device.handle, address)
+    finally:
+        device.core.mm_test_leave_out(b"")
+    driver.fill(one, address, MIB, 2)
+    driver("cuStreamSynchronize", one)
+    driver.drain()
+    assert (wrong.value > 0) == bool(omit)
+    assert device.home(address) is None
+    driver("cuMemFree_v2", address)
+
+
+def test_who_asks_for_memory_that_is_lent_waits_for_its_home(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=32 * MIB)
+    one, other = driver.stream(), driver.stream()
+    address, wrong = driver.alloc(MIB), c.c_uint64()
+    device.core.mm_device_lend(device.handle, address, MIB, one)
+    driver.fill(one, address, MIB, 1)
+    assert device.core.mm_device_wait_block(device.handle, other, address) == 0
+    driver.check(other, address, MIB, 1, wrong)
+    driver("cuStreamSynchronize", other)
+    assert wrong.value == 0
+    device.core.mm_device_lent_ends(device.handle, address)
+    driver("cuMemFree_v2", address)
+
+
+def test_what_is_lent_counts(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=32 * MIB)
+    stream, lend, ends = driver.stream(), device.core.mm_device_lend, device.core.mm_device_lent_ends
+    block = device.alloc(4 * MIB, stream)
+    for address, size in ((64, MIB), (128, 2 * MIB), (64, 3 * MIB)):  # the first one's end was told nobody
+        lend(device.handle, address, size, stream)
+    assert device.arena_stats.outside_bytes == 5 * MIB
+    assert device.try_alloc(24 * MIB, stream) is None  # the budget is theirs, too
+    ends(device.handle, 128)
+    ends(device.handle, 128)
+    assert device.arena_stats.outside_bytes == 3 * MIB
+    device.core.mm_device_forget_lent(device.handle)
+    assert device.arena_stats.outside_bytes == 0
+    assert waits(device) == 0
+    device.free(block)
 
 
 def test_who_takes_several_neighbours_waits_for_all_of_their_streams(
@@ -301,7 +361,7 @@ def test_without_any_one_wait_they_do_not(fake_driver_path, name: str) -> None:
 def test_the_list_of_names_is_complete() -> None:
     sources = [build.CORE / name for name in ("device.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
-    assert found == set(NAMES)
+    assert found == {*NAMES, LENT}
 
 
 def test_no_wait_passes_by_the_names() -> None:
@@ -320,8 +380,10 @@ def test_no_wait_passes_by_the_names() -> None:
     calls = {
         "SynchronizeContext": 5,  # close.all, synchronize.all, its definition; what cannot be asked, in the two helpers
         "WaitForTail": 2,  # its definition, WaitFor
-        "WaitFor": 3,  # its definition, WaitForTouched (offload.touched, reload.target), reuse.touched
-        "SynchronizeAll": 2,  # its definition, trim.touched
+        # its definition, WaitForTouched (offload.touched, reload.target; one that is lent, one that is not), reuse.touched,
+        # lent.touched
+        "WaitFor": 5,
+        "SynchronizeAll": 3,  # its definition, trim.touched, lent.touched
     }
     found = {name: len(re.findall(rf"(?<![\w.]){name}\(", re.sub(r"//.*", "", source))) for name in calls}
     assert found == calls, found

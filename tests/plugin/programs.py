@@ -115,7 +115,8 @@ def environment() -> dict[str, Any]:
     for _ in range(4):
         _step(torch)
     stats = sys.modules["memmgr"].stats()
-    return {"initialised": initialised, "peak": torch.cuda.max_memory_allocated(), **_figures(stats)}
+    backend = torch.cuda.get_allocator_backend()
+    return {"backend": backend, "initialised": initialised, "peak": torch.cuda.max_memory_allocated(), **_figures(stats)}
 
 
 def workspace(library: str, limit: str) -> list[int]:
@@ -139,21 +140,51 @@ def workspace(library: str, limit: str) -> list[int]:
     return told
 
 
-def late() -> dict[str, Any]:
-    """CUDA is initialised before the import: torch's own allocator stays, and no budget can be opened."""
+def late(limit: str, policy: str = "auto") -> dict[str, Any]:
+    """CUDA is used before the import: torch's own allocator stays, and the budget is kept in that."""
     import torch
 
     torch.cuda.init()
-    _step(torch)
+    # What is made again has to find zeros where it is made: kernels do nothing.
+    value = 7 if policy == "offload" else 0
+    held = torch.full((4 * MIB,), float(value)).cuda()
+    for _ in range(2):
+        _step(torch)
+    need = torch.cuda.max_memory_allocated()
     import memmgr
 
-    error = ""
-    try:
-        with memmgr.budget("1GB", quiet=True):
-            pass
-    except RuntimeError as refused:
-        error = str(refused)
-    return {"backend": torch.cuda.get_allocator_backend(), "error": error}
+    torch.cuda.reset_peak_memory_stats()
+    with memmgr.budget(int(limit), policy=policy, quiet=True) as opened:
+        reserved_at_opening = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            _step(torch)
+        same = bool((held.cpu() == value).all())
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        try:
+            torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")
+            error = ""
+        except torch.OutOfMemoryError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        fraction = torch.cuda.get_per_process_memory_fraction()
+        stats = opened.stats()
+    torch.empty(2 * int(limit), dtype=torch.uint8, device="cuda")  # no budget any more
+    same = same and bool((held.cpu() == value).all())
+    fractions = fraction, torch.cuda.get_per_process_memory_fraction()
+    del held
+    torch.cuda.empty_cache()
+    return {
+        "backend": torch.cuda.get_allocator_backend(),
+        "need": need,
+        "same": same,
+        "peaks": peaks,
+        "error": error,
+        "fractions": fractions,
+        "reserved": [reserved_at_opening, torch.cuda.memory_reserved()],
+        "left": torch.cuda.memory_allocated(),
+        **_figures(stats),
+    }
 
 
 def graphs(limit: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """torch as it is on a machine with a GPU, before CUDA is initialised; nothing is built."""
     monkeypatch.setattr(_cuda, "_library", None)
     monkeypatch.setattr(_cuda, "_why", None)
+    monkeypatch.setattr(_cuda, "_torchs", 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -38,6 +39,11 @@ class Library:
     def __init__(self, refuses: bool = False) -> None:
         self.refuses, self.there, self.asked = refuses, False, []
         self.mm_cuda_in_place = lambda: int(self.there)
+        self.doors: list[Any] = []
+
+    def mm_cuda_native(self, driver: Any, *_: Any) -> int:
+        self.doors.append(driver)
+        return 4096
 
     def mm_cuda_install(self, *arguments: Any) -> int:
         self.asked.append(arguments[:2])
@@ -48,11 +54,9 @@ class Library:
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda m: m.setenv("MEMMGR_INSTALL", "0"), "MEMMGR_INSTALL=0"),
         (lambda m: m.setattr(torch.version, "cuda", None), "no CUDA"),
         (lambda m: m.delattr(torch._C, "_cuda_getAllocatorBackend"), "no CUDA"),
-        (lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True), "initialised before"),
-        (lambda m: m.setattr(torch.cuda, "_is_in_bad_fork", lambda: True), "initialised before"),
+        (lambda m: m.setattr(torch.cuda, "_is_in_bad_fork", lambda: True), "forked child"),
         (lambda m: m.setattr(_cuda, "_has_device", lambda: False), "no GPU"),
         (lambda m: m.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "cudaMallocAsync"), "cudaMallocAsync"),
         (lambda m: m.setattr(sys, "orig_argv", ["python", "/x/torch/_inductor/compile_worker/__main__.py"]), "worker"),
@@ -75,14 +79,37 @@ def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:
         assert type(refused.value) is RuntimeError
 
 
-def test_too_late_says_how_to_be_in_time(cuda: pytest.MonkeyPatch) -> None:
-    cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.setattr(torch.cuda, "is_initialized", lambda: True),
+        lambda m: m.setenv("MEMMGR_INSTALL", "0"),
+        lambda m: m.setenv("MEMMGR_CONF", "quiet:1,allocator:native"),
+    ],
+)
+def test_torchs_own_allocator_stays_and_serves(cuda: pytest.MonkeyPatch, change: Any) -> None:
+    """It came first, or is wanted: `import memmgr` builds nothing then; a budget puts a door in front of it."""
+    change(cuda)
     cuda.setattr(torch.accelerator, "is_available", lambda: True)
     cuda.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    with pytest.raises(
-        RuntimeError, match=r"`import memmgr` before anything uses the GPU, or.*MEMMGR_BUDGET.*memmgr run"
-    ):
-        memmgr.budget("1GB")
+    assert _cuda.install() in (_cuda.LEFT, _cuda.TOO_LATE)
+    library = Library()
+    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
+    cuda.setattr(_cuda, "_load", lambda path: library)
+    for allocator in ("auto", "native"):
+        assert memmgr.budget("1GB", allocator=allocator)._device == torch.device("cuda")
+    assert (library.asked, library.doors) == ([], [None])
+    assert _cuda.address() == 4096 and not _cuda.in_place()
+
+
+def test_torchs_own_allocator_cannot_come_back(cuda: pytest.MonkeyPatch) -> None:
+    cuda.setattr(_cuda, "build", lambda: Path("x.so"))
+    cuda.setattr(_cuda, "_load", lambda path: Library())
+    assert _cuda.install() is None
+    with pytest.raises(RuntimeError, match="in place already: MEMMGR_CONF=allocator:native"):
+        memmgr.budget("1GB", device="cuda", allocator="native")
+    with pytest.raises(ValueError, match="allocator: 'mine' is none of auto, native"):
+        memmgr.budget("1GB", allocator="mine")
 
 
 @pytest.mark.parametrize("memory, number", [(None, 0), ("mapped", 0), ("PLAIN", 1)])

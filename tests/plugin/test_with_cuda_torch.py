@@ -108,15 +108,31 @@ def test_how_full_it_is_picks_no_kernels() -> None:
     assert _run("workspace", str(library), "40000000") == [MEMORY] * 4
 
 
-def test_a_model_that_is_there_before_the_import() -> None:
-    """The third order is an error, not a budget that nobody keeps."""
-    found = _run("late")
-    assert found["backend"] == "native" and "`import memmgr` before anything uses the GPU" in found["error"]
+@pytest.mark.parametrize("mode", ["prompt", "random", "late"])
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_torchs_own_allocator_keeps_a_budget(policy: str, mode: str) -> None:
+    """CUDA was used before the import. What torch reserves, not only what it hands out, stays in the budget.
+
+    Not with expandable segments: torch's own calls of the driver end in the double, with memmgr or without.
+    """
+    limit = 80 * MIB
+    found = _run("late", str(limit), policy, FAKE_DRIVER_MODE=mode)
+    assert found["backend"] == "native"
+    assert found["need"] > limit * 1.3
+    assert found["peaks"][0] <= found["peaks"][1] <= limit
+    assert found["resident_bytes.peak"] <= limit
+    assert found["reserved"][0] <= limit and found["reserved"][1] == 0
+    assert found["offloads" if policy == "offload" else "evictions"] > 0
+    assert found["same"]
+    assert found["error"].startswith("BudgetError: CUDA out of memory. Tried to allocate ")
+    assert found["fractions"] == [0.5, 0.5]
+    assert found["left"] == 0
 
 
-def test_a_graph_inside_a_budget() -> None:
-    found = _run("graphs", "60000000")
-    assert found["backend"] == "memmgr"
+@pytest.mark.parametrize("allocator, limit", [("memmgr", 60_000_000), ("native", 120_000_000)])
+def test_a_graph_inside_a_budget(allocator: str, limit: int) -> None:
+    found = _run("graphs", str(limit), MEMMGR_CONF=f"allocator:{allocator}" if allocator == "native" else "")
+    assert found["backend"] == allocator
     assert found["violations"] == 0 and found["left in the capture"] == 0
     assert found["right"] == [True] * 6
     assert found["error"].startswith("CUDA out of memory. ")
@@ -131,4 +147,13 @@ def test_a_script_that_knows_nothing_is_managed(budget: str) -> None:
     assert not found["initialised"]
     assert found["budget_bytes"] == (40_000_000 if budget == "40MB" else int(MEMORY * 0.04))
     assert found["peak"] <= found["budget_bytes"]
+    assert found["evictions"] > 0
+
+
+@pytest.mark.parametrize("asks", [{"MEMMGR_CONF": "allocator:native,quiet:1"}, {"MEMMGR_INSTALL": "0"}])
+def test_a_script_may_keep_torchs_own_allocator(asks: dict[str, str]) -> None:
+    found = _run("environment", MEMMGR_BUDGET="80MB", **asks)
+    assert found["backend"] == "native"
+    assert not found["initialised"]
+    assert found["peak"] <= found["budget_bytes"] == 80_000_000
     assert found["evictions"] > 0

@@ -32,6 +32,10 @@ class DevicePool final : public Pool {
   DevicePool(c10::Device where, mm_device* memory) : Pool(where, mm_device_arena(memory)), memory_(memory) {}
 
   bool is_cuda() const { return device.type() == c10::kCUDA; }
+  // The blocks are those of torch's own allocator; the arena only counts.
+  bool is_torchs() const { return is_cuda() && torchs_; }
+  bool places() const override { return !is_torchs(); }
+  bool owns(const void* p) const override { return is_torchs() || Pool::owns(p); }
   mm_device* queue() const override { return memory_; }
   mm_stream stream() const override {
     const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
@@ -103,6 +107,9 @@ class DevicePool final : public Pool {
     for (uint64_t at = 0; at < nbytes; at += other->size())
       copy(static_cast<char*>(p) + at, other->data(), std::min<uint64_t>(other->size(), nbytes - at));
   }
+  void trim() override {
+    if (is_cuda()) plugin->trim(device.index());
+  }
   void settle() override { check(mm_device_synchronize(memory_), "waited for"); }
 
   mm_tier* open_host_tier(uint64_t capacity, const char* folder, uint64_t file_bytes, uint64_t throttle, char* why,
@@ -134,6 +141,7 @@ class DevicePool final : public Pool {
   }
 
   mm_device* const memory_;
+  const bool torchs_ = plugin && plugin->is_torchs;
   mm_stream main_ = nullptr;  // on which the budget was opened: what is read ahead is its
 };
 
@@ -181,7 +189,12 @@ void* take_for_cuda(size_t nbytes, mm_stream stream) { return cuda_open.load()->
 
 const mm_plugin_hooks* hooks_of(int ordinal) {
   static mm_plugin_hooks hooks[64];  // one a device: another thread may still be looking at the last budget's
-  hooks[ordinal] = {ordinal, &take_for_cuda, [](size_t n) { throw_out_of_memory(n); }, &note_scratch_given};
+  hooks[ordinal] = {ordinal,
+                    &take_for_cuda,
+                    [](uint64_t n) { return reclaim_callback(static_cast<Pool*>(cuda_open.load()), n, n, 0); },
+                    &note_scratch_taken,
+                    [](size_t n) { throw_out_of_memory(n); },
+                    &note_scratch_given};
   return &hooks[ordinal];
 }
 
@@ -210,7 +223,11 @@ void DevicePool::uninstall() {
     the_allocator_of_devices().open = nullptr;
     c10::SetAllocator(device.type(), the_allocator_of_devices().previous, 255);
   }
-  if (rule_holds(kRuleClosed)) mm_device_trim(memory_, 0);  // waits, too
+  if (!rule_holds(kRuleClosed)) return;
+  if (is_torchs())
+    settle();
+  else
+    mm_device_trim(memory_, 0);  // waits, too
 }
 
 void DevicePool::forget_in_child() {

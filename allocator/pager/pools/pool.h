@@ -55,6 +55,9 @@ class Pool {
 
   // Page-locked memory of so many bytes; with a folder also a file there, below it.
   virtual mm_tier* open_host_tier(uint64_t, const char*, uint64_t, uint64_t, char*, size_t) { return nullptr; }
+  virtual bool owns(const void* p) const { return mm_arena_owns(arena, p); }  // a block of its memory, in use
+  virtual bool places() const { return true; }                                // it knows where blocks lie
+  virtual void trim() {}  // what was let go beyond the budget is the device's again
   virtual void set_budget(uint64_t bytes) { mm_arena_set_budget(arena, bytes); }
   virtual void install() = 0;
   virtual void uninstall() = 0;
@@ -75,7 +78,7 @@ extern thread_local int tl_side;
 Pool* cpu_pool();
 // driver: a library with the driver's entry points, null for CUDA's. Throws where the memory cannot be had.
 Pool* device_pool(c10::Device where, const char* driver);
-// CUDA's allocator is ours, and this is its table.
+// CUDA's allocator is ours, or torch's own behind our door, and this is its table.
 void use_plugin(const mm_plugin* plugin);
 
 // ---- what a device queues ----
