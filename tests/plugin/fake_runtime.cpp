@@ -146,7 +146,12 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 // What torch's own allocators ask for.
 cudaError_t cudaMalloc(void **p, size_t bytes)
     IN_DRIVER("cuMemAlloc_v2", p, bytes);
-cudaError_t cudaFree(void *p) IN_DRIVER("cuMemFree_v2", p);
+// The runtime waits for all work before it gives memory back, and torch's own allocator relies on it.
+cudaError_t cudaFree(void *p) {
+  Begin();
+  Driver("cuCtxSynchronize");
+  return Driver("cuMemFree_v2", p);
+}
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags)
     IN_DRIVER("cuMemHostAlloc", p, bytes, flags);
 cudaError_t cudaFreeHost(void *p) IN_DRIVER("cuMemFreeHost", p);

@@ -187,6 +187,37 @@ def late(limit: str, policy: str = "auto") -> dict[str, Any]:
     }
 
 
+def threads(limit: str, first: str) -> dict[str, Any]:
+    """Four threads, each with a stream of its own."""
+    import threading
+
+    import torch
+
+    if first == "cuda":
+        torch.cuda.init()
+    import memmgr
+
+    errors: list[str] = []
+
+    def train() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(3):
+                    _step(torch)
+        except Exception as error:
+            errors.append(repr(error))
+
+    with memmgr.budget(int(limit), policy="offload", quiet=True) as opened:
+        all_of_them = [threading.Thread(target=train) for _ in range(4)]
+        for thread in all_of_them:
+            thread.start()
+        for thread in all_of_them:
+            thread.join()
+        stats = opened.stats()
+    reserved = torch.cuda.max_memory_reserved()
+    return {"backend": torch.cuda.get_allocator_backend(), "errors": errors, "reserved": reserved, **_figures(stats)}
+
+
 def graphs(limit: str) -> dict[str, Any]:
     """A graph of copies (kernels do nothing here), captured and replayed inside a budget that is under pressure."""
     import torch

@@ -100,6 +100,17 @@ def test_a_budget_is_kept(policy: str, limit: int, mode: str, memory: str) -> No
     assert found["left"] == 0
 
 
+@pytest.mark.parametrize("mode", ["random", "late"])
+@pytest.mark.parametrize("first, backend", [("memmgr", "memmgr"), ("cuda", "native")])
+def test_threads_with_streams_of_their_own(first: str, backend: str, mode: str) -> None:
+    limit = 200 * MIB
+    found = _run("threads", str(limit), first, FAKE_DRIVER_MODE=mode)
+    assert found["backend"] == backend
+    assert found["errors"] == []
+    assert found["offloads"] > 0
+    assert max(found["resident_bytes.peak"], found["reserved"]) <= limit
+
+
 def test_how_full_it_is_picks_no_kernels() -> None:
     include = Path(torch.__file__).parent / "include"
     folders = [part for folder in (include, *_cuda.find_headers()) for part in ("-isystem", str(folder))]
