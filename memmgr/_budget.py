@@ -136,10 +136,10 @@ class budget:
         NotImplementedError: a device that this version cannot manage.
         BudgetError: on entering, when what is there already passes the limit; later, when nothing more can be let go.
         RankError: on leaving, where another rank of a distributed job is in trouble and this one waited for it.
-        RuntimeError: another CUDA allocator than these is in place, or memmgr's is where `native` is asked for. On entering: there is no
-            library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest and are
-            not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning. All
-            threads are managed with it.
+        RuntimeError: another CUDA allocator than these is in place, or memmgr's is where `native` is asked for. On entering:
+            there is no library for this release of torch, and no compiler; or a budget is open already. Budgets do not nest
+            and are not concurrent: the limit belongs to the device, not to a block of code, so a second one has no meaning.
+            All threads are managed with it.
 
     Known limitations: a share of the need is of the passes that were measured: a longer batch later has no more than that.
     Without a backward (inference) the need stays unknown and nothing is limited; after a minute a line says so. On the CPU

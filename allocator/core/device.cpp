@@ -257,7 +257,8 @@ StreamMask Device::WaitFor(CUstream waiter, StreamMask touched) {
 
 int Device::WaitForTouched(CUstream waiter, const void* block) {
   StreamMask touched = 0;
-  if (IfLent(block, [&](const Lent& lent) { touched = lent.touched; })) return WaitFor(waiter, touched) == 0 ? 0 : -EBUSY;
+  if (IfLent(block, [&](const Lent& lent) { touched = lent.touched; }))
+    return WaitFor(waiter, touched) == 0 ? 0 : -EBUSY;
   return WaitFor(waiter, arena_->Touched(block)) == 0 ? 0 : -EBUSY;
 }
 
@@ -373,61 +374,6 @@ CUstream Device::Home(const void* block) {
 }
 
 uint64_t Device::Trim(uint64_t keep_bytes) { return arena_->Trim(keep_bytes); }
-
-// ---- lent blocks -----------------------------------------------------------------------------------------------
-
-template <typename F>
-bool Device::IfLent(const void* block, F f) {
-  if (!lends_.load(std::memory_order_relaxed)) return false;
-  std::lock_guard hold(lent_lock_);
-  const auto found = lent_.find(block);
-  if (found == lent_.end()) return false;
-  f(found->second);
-  return true;
-}
-
-void Device::Lend(const void* block, uint64_t bytes, CUstream home) {
-  const int number = Number(home);
-  int64_t more = static_cast<int64_t>(bytes);
-  {
-    std::lock_guard hold(lent_lock_);
-    lends_.store(true, std::memory_order_relaxed);
-    Lent& lent = lent_[block];
-    more -= static_cast<int64_t>(lent.bytes);  // an end that nobody told
-    lent = {bytes, home, number < 0 ? kAnything : Bit(number)};
-  }
-  arena_->AddOutside(more);
-}
-
-// Its owner hands the memory on in order of its home, and knows of no other stream that we let use it.
-void Device::LentEnds(const void* block) {
-  Lent lent;
-  {
-    std::lock_guard hold(lent_lock_);
-    const auto found = lent_.find(block);
-    if (found == lent_.end()) return;
-    lent = found->second;
-    lent_.erase(found);
-  }
-  arena_->AddOutside(-static_cast<int64_t>(lent.bytes));
-  const int number = Number(lent.home);
-  const StreamMask foreign = number < 0 ? kAnything : Foreign(lent.touched, number);
-  if (foreign == 0) return;
-  Order<"lent.touched">([&] {
-    const StreamMask failed = WaitFor(lent.home, foreign);
-    return failed == 0 ? 0 : SynchronizeAll(failed);  // a home that is being captured waits for nothing outside
-  });
-}
-
-void Device::ForgetLent() {
-  int64_t bytes = 0;
-  {
-    std::lock_guard hold(lent_lock_);
-    for (const auto& [block, lent] : lent_) bytes += static_cast<int64_t>(lent.bytes);
-    lent_.clear();
-  }
-  arena_->AddOutside(-bytes);
-}
 
 // ---- copies ----------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,16 @@
 // ones share one, and the last bit stands for work that we know nothing about.
 //
 // Locks, in the order in which they may be taken: the arena's for room, settling_, the arena's; streams_lock_,
-// events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. No driver call is made under the arena's lock but those
-// that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room and
-// settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
+// events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. No driver call is made under the arena's lock
+// but those that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room
+// and settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
 // functions to call the driver, and an allocation may).
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -160,5 +161,15 @@ class Device final : private ForkAware, private Settler {
 
   std::atomic<uint64_t> waits_{0}, cross_reuses_{0}, synchronizations_{0}, driver_errors_{0};
 };
+
+template <typename F>
+bool Device::IfLent(const void* block, F f) {
+  if (!lends_.load(std::memory_order_relaxed)) return false;
+  std::lock_guard hold(lent_lock_);
+  const auto found = lent_.find(block);
+  if (found == lent_.end()) return false;
+  f(found->second);
+  return true;
+}
 
 }  // namespace memmgr

@@ -89,7 +89,8 @@ def check(source: Path, include: Path, cuda: Path, extra: Sequence[str] = ()) ->
         if not (include / MACROS).is_file():
             (Path(stub) / MACROS).parent.mkdir(parents=True)
             (Path(stub) / MACROS).write_text(MACROS_TEXT)
-        outside = [include, include / "torch" / "csrc" / "api" / "include", Path(stub), cuda, Path(sysconfig.get_paths()["include"])]
+        api = include / "torch" / "csrc" / "api" / "include"  # c10d's headers want it
+        outside = [include, api, Path(stub), cuda, Path(sysconfig.get_paths()["include"])]
         command = [compiler() or "g++", f"-std={standard}", "-fsyntax-only", "-DNDEBUG", "-Wall", "-Wextra"]
         command += ["-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-invalid-offsetof", *extra]
         command += ["-I", str(ALLOCATOR / "include"), "-I", str(source.parent)]

@@ -24,7 +24,7 @@ class Native {
   struct Place {
     mm_device* memory = nullptr;
     std::atomic<uint64_t> reserved{0}, budget{MM_UNLIMITED}, told{0};
-    double users_fraction = 1;  // what the program has set
+    std::atomic<double> users_fraction{1};  // what the program has set
     uint64_t total = 0;
   };
   // What this thread asks torch's allocator for now.

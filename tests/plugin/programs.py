@@ -116,7 +116,12 @@ def environment() -> dict[str, Any]:
         _step(torch)
     stats = sys.modules["memmgr"].stats()
     backend = torch.cuda.get_allocator_backend()
-    return {"backend": backend, "initialised": initialised, "peak": torch.cuda.max_memory_allocated(), **_figures(stats)}
+    return {
+        "backend": backend,
+        "initialised": initialised,
+        "peak": torch.cuda.max_memory_allocated(),
+        **_figures(stats),
+    }
 
 
 def workspace(library: str, limit: str) -> list[int]:

@@ -74,9 +74,9 @@ int mm_device_synchronize(mm_device*);                     // the CPU waits for 
 uint64_t mm_device_trim(mm_device*, uint64_t keep_bytes);  // as mm_arena_trim; waits for the streams that touched it
 
 // Memory of this device that another allocator has and hands on in order of one stream. From mm_device_lend on the
-// arena counts such a block as outside, and it is a live block to mm_device_used, _home, _wait_block and to tiers. Where
-// it ends its home waits for the other streams that touched it: who gets the memory next does nothing more. Not for
-// blocks of the arena. An address that is lent again was given back without a word.
+// arena counts such a block as outside, and it is a live block to mm_device_used, _home, _wait_block and to tiers.
+// Where it ends its home waits for the other streams that touched it: who gets the memory next does nothing more. Not
+// for blocks of the arena. An address that is lent again was given back without a word.
 void mm_device_lend(mm_device*, const void* p, uint64_t bytes, mm_stream home);
 void mm_device_lent_ends(mm_device*, const void* p);  // unknown: nothing happens
 void mm_device_forget_lent(mm_device*);               // all of them, without a wait

@@ -32,8 +32,8 @@ typedef struct {
   void (*set_hooks)(const mm_plugin_hooks* hooks);
   // As mm_device_try_alloc, counted in torch's statistics.
   void* (*try_allocate)(int ordinal, size_t bytes, uint64_t keep_free, mm_stream home);
-  void (*release)(void* p);    // the deleter of all of its memory
-  int (*owns)(const void* p);  // any address; torch's own: never
+  void (*release)(void* p);       // the deleter of all of its memory
+  int (*owns)(const void* p);     // any address; torch's own: never
   uint64_t (*live)(int ordinal);  // bytes of live blocks; 0 for a device that is not open
   void (*trim)(int ordinal);      // what is cached beyond the budget goes back to the device
 } mm_plugin;
