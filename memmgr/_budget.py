@@ -25,11 +25,14 @@ from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
+from ._variables import refuse_unknown
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
 from .observe.summary import figures
 from .runtime.config import Config, default_folder
 from .runtime.pager import PagerRuntime
+
+refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from memmgr import _variables
 from memmgr.tools._wrong import Parser, Wrong
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = command.parse_args(words[:1]).verb
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
+    _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
     module = import_module({name: path for name, path, _ in VERBS}[verb])
     parser = Parser(
         prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -27,7 +27,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from memmgr._meant import meant
+from memmgr import _variables
 from memmgr._sizes import show_size
 from memmgr._torches import unfit
 from memmgr.tools._disk_speed import copy_speed, disk_speed
@@ -37,13 +37,6 @@ OK, WEAKER, NO = "ok", "weaker", "NO"
 SLOW_DISK = 400e6
 """In bytes a second. An op that makes a gigabyte takes tens of milliseconds: below this, reading back costs far more."""
 
-VARIABLES = frozenset(
-    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_TELEMETRY "
-    "MEMMGR_TIER_DIRECT".split()
-)
-"""Those that a user may set."""
-OF_TESTS = frozenset("MEMMGR_BENCH MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_PAGER_SMALL MEMMGR_SHARED".split())
-"""Those of our own tests and benchmarks: known, and never shown."""
 EXTRAS = (
     ("textual", "memmgr top on the full screen", "pip install 'memmgr[top]'"),
     ("textual_serve", "memmgr top in a browser", "pip install 'memmgr[serve]'"),
@@ -341,10 +334,8 @@ def _file_system(folder: str) -> str:
 
 
 def _environment() -> Iterator[Finding]:
-    for name in sorted(name for name in os.environ if name.startswith("MEMMGR_")):
-        if name not in VARIABLES | OF_TESTS:
-            text = f"{name}: nobody reads that{meant(name, VARIABLES, 0.8)}"
-            yield Finding("variables", WEAKER, text, f"those there are: {', '.join(sorted(VARIABLES))}")
+    for line in _variables.unknown():
+        yield Finding("variables", NO, line, "a training ends there; mend the name, or unset it")
     if os.environ.get("MEMMGR_TELEMETRY") == "0":
         yield Finding("telemetry", WEAKER, "MEMMGR_TELEMETRY=0: memmgr top sees nothing", "unset it")
         return
@@ -400,7 +391,8 @@ print(plain == managed, need, stats["resident_bytes.peak"], stats["evictions"] +
 
 
 def _training(folder: str) -> Iterator[Finding]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("MEMMGR_BUDGET", "MEMMGR_CONF")}
+    kept = (_variables.VARIABLES | _variables.OF_TESTS) - {"MEMMGR_BUDGET", "MEMMGR_CONF"}  # what is misspelt was said
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_") or key in kept}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-W", "ignore", "-c", _TRAINING, folder],

@@ -35,6 +35,7 @@ from typing import Any
 
 from memmgr._conf import Refused, local_ranks
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
+from memmgr._variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools._wrong import Wrong
 
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
+    refuse_unknown()
     _take_ratio(args)
     settings = _settings(args)
     if args.budget is not None and args.budget.strip().lower() == "none":

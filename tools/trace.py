@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr._conf import Refused
 from memmgr._sizes import show_size
 from memmgr.tools import run as run_verb
 from memmgr.tools._wrong import Wrong
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
     try:
         return run_verb.run(args)
-    except Wrong:
+    except (Wrong, Refused):
         atexit.unregister(_close)  # what there is to say is said
         raise
 
