@@ -10,21 +10,21 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from memmgr import _variables
-from memmgr.tools._wrong import Parser, Wrong
+from memmgr.tools.common.usage_error import Parser, Wrong
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
-    ("run", "memmgr.tools.run", "run a training script under a budget, unmodified"),
-    ("top", "memmgr.tools.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
-    ("report", "memmgr.tools.report", "one HTML page about a finished run, from its log"),
-    ("doctor", "memmgr.tools.doctor", "what will and will not work on this machine, and what to do about it"),
-    ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
-    ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
-    ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
-    ("plan", "memmgr.tools.plan", "what a budget would do to a step on a device, before anything is trained"),
+    ("run", "memmgr.tools.verbs.run", "run a training script under a budget, unmodified"),
+    ("top", "memmgr.tools.verbs.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
+    ("report", "memmgr.tools.verbs.report", "one HTML page about a finished run, from its log"),
+    ("doctor", "memmgr.tools.verbs.doctor", "what will and will not work on this machine, and what to do about it"),
+    ("demo", "memmgr.tools.verbs.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("trace", "memmgr.tools.verbs.trace", "record one pass of a training script, for simulate"),
+    ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: what would a budget cost?"),
+    ("plan", "memmgr.tools.verbs.plan", "what a budget would do to a step on a device, before anything is trained"),
     ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
-    ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
-    ("completion", "memmgr.tools.completion", "complete all of this by TAB in bash, zsh or fish"),
+    ("gpu-check", "memmgr.tools.verbs.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
+    ("completion", "memmgr.tools.verbs.completion", "complete all of this by TAB in bash, zsh or fish"),
 )
 
 

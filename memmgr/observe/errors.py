@@ -128,7 +128,9 @@ class Explainer:
         coming = missing_states(self._native, self._asked.device, gradients=False)
         if passes.count == 1:  # its backward was without the states that the first update makes
             made = held.kinds.get("optimizer state", 0)
-            return Ahead(0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming))))
+            return Ahead(
+                0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
+            )
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
     def _holdings(self) -> Holdings:

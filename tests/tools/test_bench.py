@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from memmgr.tools import cli
-from memmgr.tools._wrong import Wrong
 from memmgr.tools.bench import rows, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
@@ -23,6 +22,7 @@ from memmgr.tools.bench.rows import Row, rows_of
 from memmgr.tools.bench.systems import SYSTEMS
 from memmgr.tools.bench.table import cells
 from memmgr.tools.bench.turns import Cell, Nursery, together
+from memmgr.tools.common.usage_error import Wrong
 
 SPEC = {"model": "GPT", "group": "own", "budget": "", "budget_bytes": None, "batch": None, "tiny": True, "device": "cpu",
         "threads": 1, "turns": 2, "what": "turns"}  # fmt: skip

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memmgr.tools import _plot, _screen, cli, demo
-from memmgr.tools._runs import Event, RunResult, RunSpec
+from memmgr.tools import cli
+from memmgr.tools.bench.runs import Event, RunResult, RunSpec
+from memmgr.tools.common import console
+from memmgr.tools.verbs import demo
+from memmgr.tools.view import plot
 
 MB = 1_000_000
 
@@ -54,7 +57,7 @@ def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture
     assert "same bits: yes" in shown.out
     assert "75 %" in shown.out and "35 MB" in shown.out and "3 (4.0 MB)" in shown.out and "7 (0.2 s)" in shown.out
     assert "[40/40]" in shown.err
-    if _plot.available():
+    if plot.available():
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,8 +106,8 @@ def test_bad_options_are_refused(words: tuple[str, str], capsys: pytest.CaptureF
 def test_without_rich_and_matplotlib(
     fake: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_screen, "_rich", lambda: False)
-    monkeypatch.setattr(_plot, "available", lambda: False)
+    monkeypatch.setattr(console, "_rich", lambda: False)
+    monkeypatch.setattr(plot, "available", lambda: False)
     assert fake() == 0
     assert "pip install 'memmgr[demo]'" in capsys.readouterr().out
 
@@ -143,5 +146,5 @@ def test_for_real_with_a_small_model(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_picture_survives_a_failed_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     good = _fake(replace(demo.QUICK, budget_bytes=2 * MB), lambda event: None)
-    _plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
+    plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
     assert (tmp_path / "y.png").stat().st_size > 1000

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from memmgr.tools import _runs
-from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
+from memmgr.tools.bench import runs
+from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
 
-WORKER = Path(_runs.__file__).with_name("_worker.py")
+WORKER = Path(runs.__file__).with_name("worker.py")
 TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
 
 
@@ -51,7 +51,7 @@ def test_the_environment_cannot_put_an_unmanaged_run_under_a_budget(monkeypatch:
 
 
 def test_the_same_spec_gives_the_same_bits_and_another_seed_does_not() -> None:
-    events: list[_runs.Event] = []
+    events: list[runs.Event] = []
     first, second = run(TINY, events.append), run(TINY)
     other = run(replace(TINY, seed=7))
     assert not first.failure
@@ -83,7 +83,7 @@ def test_a_run_that_takes_too_long_is_stopped() -> None:
 
 def test_other_peoples_prints_are_not_events() -> None:
     result = RunResult(TINY)
-    _runs._take("hello\n", result, lambda event: pytest.fail("not an event"))
+    runs._take("hello\n", result, lambda event: pytest.fail("not an event"))
     assert result == RunResult(TINY)
 
 

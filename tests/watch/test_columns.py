@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memmgr.tools._columns import RESIDENT, UNMANAGED, columns, ends_of_passes, nice
-from memmgr.tools._watched import Watched
+from memmgr.tools.view.columns import RESIDENT, UNMANAGED, columns, ends_of_passes, nice
+from memmgr.tools.view.run_state import Watched
 from watch import lines
 
 

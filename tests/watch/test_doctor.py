@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from memmgr import _machine, _variables
-from memmgr.tools import _disk_speed, cli, doctor
+from memmgr.tools import cli
+from memmgr.tools.bench import disk_speed
+from memmgr.tools.verbs import doctor
 
 
 def _only(check: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
@@ -175,8 +177,8 @@ def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_speeds_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, read = _disk_speed.disk_speed(str(tmp_path), 16 << 20)
-    assert write > 0 and read > 0 and list(tmp_path.iterdir()) == [] and _disk_speed.copy_speed(1 << 20) > 0
+    write, read = disk_speed.disk_speed(str(tmp_path), 16 << 20)
+    assert write > 0 and read > 0 and list(tmp_path.iterdir()) == [] and disk_speed.copy_speed(1 << 20) > 0
     full = len(os.listdir("/proc/self/fd"))
 
     def fail(fd: int) -> None:
@@ -184,7 +186,7 @@ def test_speeds_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
-        _disk_speed.disk_speed(str(tmp_path), 16 << 20)
+        disk_speed.disk_speed(str(tmp_path), 16 << 20)
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == full
 
 
@@ -206,7 +208,13 @@ def test_a_misspelt_variable_and_telemetry(monkeypatch: pytest.MonkeyPatch, runt
 
 def test_every_variable_that_the_code_reads_is_known() -> None:
     root = Path(__file__).parents[2]
-    files = [*(path for room in ("memmgr", "tools", "tests", "benchmarks", "scripts") for path in root.glob(f"{room}/**/*.py"))]
+    files = [
+        *(
+            path
+            for room in ("memmgr", "tools", "tests", "benchmarks", "scripts")
+            for path in root.glob(f"{room}/**/*.py")
+        )
+    ]
     files += root.glob("allocator/**/*.cpp")
     done = "\n".join(path.read_text() for path in files)
 
@@ -257,6 +265,6 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_it_starts_without_torch() -> None:
     """The tools that only look are quick to start."""
-    names = "top, report, doctor, run, _watched, _top_text, _attach, _report_page"
-    code = f"import sys; from memmgr.tools import {names}; sys.exit('torch' in sys.modules)"
+    names = "from memmgr.tools.verbs import doctor, report, run, top; from memmgr.tools.view import attach, report_page, run_state, top_text"
+    code = f"import sys; {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0

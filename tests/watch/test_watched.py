@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from memmgr.tools import _top_text as text
-from memmgr.tools._watched import Watched, parse_line, read_log
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.view import top_text as text
+from memmgr.tools.view.run_state import Watched, parse_line, read_log
 from watch import lines
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import Wrong
 
 from .rows import Row
 
@@ -21,7 +21,7 @@ _PACKAGES = ("memmgr", "torch", "transformers", "trl", "torchtune")
 
 def machine(device: str) -> dict[str, Any]:
     """Hardware and versions."""
-    from memmgr.tools._measure import processor
+    from memmgr.tools.bench.measure import processor
 
     found = {
         "processor": processor(),

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import Wrong
 
 from .systems import SYSTEMS
 

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from memmgr._sizes import parse_size
-from memmgr.tools import _plot
-from memmgr.tools._screen import ProgressBar, table
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.console import ProgressBar, table
+from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.view import plot
 
 from .largest import largest
 from .models import MODELS
@@ -267,7 +267,7 @@ class _Bench:
         text += "\n" + markdown(LARGEST_HEAD, largest_told) if largest_told else ""
         (out / "bench.md").write_text(text)
         picture: Path | None = None
-        if _plot.available() and told:
+        if plot.available() and told:
             picture = out / "bench.png"
             draw(rows, picture, heading(self.record))
         if self.args.json:
