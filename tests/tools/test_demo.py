@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,15 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Runs the demo over made-up results; `change` may spoil those under a budget."""
 
     def call(*words: str, change: Callable[[RunResult], object] = lambda result: None) -> int:
-        def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
-            result = _fake(spec, on_event)
-            if spec.budget_bytes is not None:
-                change(result)
-            return result
+        def in_turns(specs: Sequence[RunSpec], on_event: Callable[[RunSpec, Event], None]) -> list[RunResult]:
+            results = [_fake(spec, partial(on_event, spec)) for spec in specs]
+            for result in results:
+                if result.spec.budget_bytes is not None:
+                    change(result)
+            return results
 
-        monkeypatch.setattr(demo, "run_worker", worker)
-        monkeypatch.setattr(demo, "run_unmanaged", worker)
+        monkeypatch.setattr(demo, "in_turns", in_turns)
+        monkeypatch.setattr(demo, "measured", lambda spec: _fake(spec, lambda event: None))
         return cli.main(["demo", "--out", str(tmp_path / "x.png"), *words])
 
     return call
@@ -121,11 +123,11 @@ def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: py
 def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
+    def measured(spec: RunSpec) -> RunResult:
         asked.append(spec)
         return RunResult(spec, failure="no")
 
-    monkeypatch.setattr(demo, "run_unmanaged", worker)
+    monkeypatch.setattr(demo, "measured", measured)
     assert cli.main(["demo", "--out", str(tmp_path / "x.png")]) == 1
     assert len(asked) == 1
 

@@ -7,13 +7,16 @@ imported here, since the worker loads this file too.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,33 +132,39 @@ def ignore(event: Event) -> None:
     """Does nothing with it."""
 
 
-def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
-    """Runs `spec` without memmgr, and learns what it needs.
+def measured(spec: RunSpec, timeout_seconds: float = 600) -> RunResult:
+    """Two steps on the CPU without memmgr, under an allocator that keeps nothing back: the resident set is the sum of the live
+    tensors, `need_bytes`, and the time means nothing."""
+    return run(replace(spec, measure_need=True, steps=2), timeout_seconds=timeout_seconds)
 
-    On the CPU that takes a second process: two steps under an allocator that keeps nothing back, whose resident set is
-    the sum of the live tensors but whose time means nothing. Their losses are checked to be the same.
+
+def with_need(result: RunResult, need: RunResult) -> RunResult:
+    """An unmanaged run with what it needs, `measured` in another; their losses have to be the same.
+
+    Its timeline is the timed run's; behind it stand the two measured steps, whose resident set is also entered as the bytes held.
+    """
+    result.need_bytes = need.need_bytes
+    if not result.failure and result.losses[:2] != need.losses[: len(result.losses)]:
+        result.failure = "two unmanaged runs gave different losses: the machine or its torch is not reproducible"
+    end = result.timeline[-1][0] if result.timeline else 0.0
+    result.timeline += [(end + second, rss, rss) for second, rss, _ in need.timeline]
+    return result
+
+
+def unmanaged(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
+    """Runs `spec` without memmgr, and learns what it needs: on the CPU in a second process.
 
     Args:
         spec: what to run; `budget_bytes` None.
         on_event: as for `run`; the steps of the measuring process are not told.
         timeout_seconds: per process.
-
-    Returns:
-        The result, with `need_bytes`. Its timeline is the timed run's; behind it stand the two measured steps, whose
-        resident set is also entered as the bytes held.
     """
     if spec.device != "cpu":
         return run(replace(spec, measure_need=True), on_event, timeout_seconds)
-    measured = run(replace(spec, measure_need=True, steps=2), timeout_seconds=timeout_seconds)
-    if measured.failure:
-        return replace(measured, spec=spec)
-    result = run(spec, on_event, timeout_seconds)
-    result.need_bytes = measured.need_bytes
-    if not result.failure and result.losses[:2] != measured.losses[: len(result.losses)]:
-        result.failure = "two unmanaged runs gave different losses: the machine or its torch is not reproducible"
-    end = result.timeline[-1][0] if result.timeline else 0.0
-    result.timeline += [(end + second, rss, rss) for second, rss, _ in measured.timeline]
-    return result
+    need = measured(spec, timeout_seconds)
+    if need.failure:
+        return replace(need, spec=spec)
+    return with_need(run(spec, on_event, timeout_seconds), need)
 
 
 def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_seconds: float = 600) -> RunResult:
@@ -169,52 +178,119 @@ def run(spec: RunSpec, on_event: Callable[[Event], None] = ignore, timeout_secon
     Returns:
         The result; a crash, an error or a timeout is told in its `failure`, not raised.
     """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
-    # How memmgr is set up, not whether it is on.
-    kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
-    if spec.budget_bytes is None:
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
-    else:
-        environment |= {key: os.environ[key] for key in kept if key in os.environ}
-    if spec.deterministic:
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for before it promises the same bits
-    command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), json.dumps(asdict(spec))]
-    result = RunResult(spec)
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
-    ):
-        timed_out = threading.Event()
+    with _Process(spec, on_event, timeout_seconds) as process:
+        process.listen()
+    return process.result
+
+
+def in_turns(
+    specs: Sequence[RunSpec], on_event: Callable[[RunSpec, Event], None], timeout_seconds: float = 600
+) -> list[RunResult]:
+    """Runs each in a process of its own, a step at a time, one at work while the others are stopped: what else the machine does
+    meets all of them. In every round another one begins. `timeout_seconds` is for each step."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for spec in specs:
+            process = _Process(spec, functools.partial(on_event, spec), timeout_seconds, turns=True)
+            processes.append(stack.enter_context(process))
+            process.listen()
+        rounds = 0
+        while going := [process for process in processes if not process.ended]:
+            first = rounds % len(going)
+            for process in going[first:] + going[:first]:
+                process.take_turn()
+            rounds += 1
+    return [process.result for process in processes]
+
+
+class _Process:
+    """The process of one run, and what it has said so far. A context manager.
+
+    Args:
+        spec: what to run.
+        on_event: as for `run`.
+        timeout_seconds: it is killed when it says nothing more for that long, or does not end.
+        turns: it waits before every step.
+
+    Attributes:
+        result: what is known.
+        ended: it is gone.
+    """
+
+    def __init__(
+        self, spec: RunSpec, on_event: Callable[[Event], None], timeout_seconds: float, *, turns: bool = False
+    ) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
+        # How memmgr is set up, not whether it is on.
+        kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
+        if spec.budget_bytes is None:
+            environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
+        else:
+            environment |= {key: os.environ[key] for key in kept if key in os.environ}
+        if spec.deterministic:
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for before it promises the same bits
+        worker = str(Path(__file__).with_name("worker.py"))
+        self.result = RunResult(spec)
+        self.ended = False
+        self._on_event = on_event
+        self._timeout = timeout_seconds
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed at the end
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", worker, json.dumps(asdict(spec)), *(["turns"] if turns else [])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.ended:
+            self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.__exit__(None, None, None)
+        self._errors.close()
+
+    def take_turn(self) -> None:
+        """It goes on until it waits again, or ends; a planner of memmgr's, which works beside it, is stopped with it."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        self.listen()
+
+    def listen(self) -> None:
+        """Enters what it says until it waits for its turn, or has ended."""
+        late = threading.Event()
 
         def stop() -> None:
-            timed_out.set()
-            process.kill()
+            late.set()
+            self._process.kill()
 
-        timer = threading.Timer(timeout_seconds, stop)
+        timer = threading.Timer(self._timeout, stop)
         timer.start()
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                _take(line, result, on_event)
-            code = process.wait()
-        except BaseException:
-            process.kill()
-            raise
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                if _take(line, self.result, self._on_event) == "waits":
+                    self._process.send_signal(signal.SIGSTOP)
+                    return
+            code = self._process.wait()
         finally:
             timer.cancel()
-        errors.seek(0)
-        tail = [line for line in errors.read().splitlines() if line.strip()][-12:]
-    if timed_out.is_set():
-        result.failure = f"stopped after {timeout_seconds:.0f} s"
-    elif code != 0 or not result.digest:
-        result.failure = "\n".join(tail) or f"ended with code {code}"
-    return result
+        self.ended = True
+        self._errors.seek(0)
+        tail = [line for line in self._errors.read().splitlines() if line.strip()][-12:]
+        if late.is_set():
+            self.result.failure = f"stopped after {self._timeout:.0f} s"
+        elif code != 0 or not self.result.digest:
+            self.result.failure = "\n".join(tail) or f"ended with code {code}"
 
 
-def _take(line: str, result: RunResult, on_event: Callable[[Event], None]) -> None:
-    """Enters one line of the worker's output; what is not an event is somebody's print."""
+def _take(line: str, result: RunResult, on_event: Callable[[Event], None]) -> str:
+    """Enters one line of the worker's output, and says what event it is; what is none is somebody's print."""
     if not line.startswith("{"):
-        return
+        return ""
     event: Event = json.loads(line)
     if event["event"] == "step":
         result.losses.append(event["loss"])
@@ -224,3 +300,4 @@ def _take(line: str, result: RunResult, on_event: Callable[[Event], None]) -> No
             if name != "event":
                 setattr(result, name, [tuple(point) for point in value] if name == "timeline" else value)
     on_event(event)
+    return str(event["event"])

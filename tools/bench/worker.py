@@ -1,4 +1,5 @@
-"""The process of one run: `python worker.py '<RunSpec as JSON>'` trains and prints events, one JSON object a line.
+"""The process of one run: `python worker.py '<RunSpec as JSON>'` trains and prints events, one JSON object a line;
+with a second argument `turns` it waits for a line of standard input before every step.
 
 Started by `runs.run`, by its path. Siblings are loaded by their paths too: importing them as `memmgr.tools.x` would
 import memmgr, and an unmanaged run has to be a process in which memmgr does not exist.
@@ -98,6 +99,7 @@ class Sampler:
         self.resident: Callable[[], int] | None = None
         self.timeline: list[tuple[float, int, int]] = []
         self.nvml_peak = 0
+        self._waiting, self._waited = False, 0.0
         self._nvml = nvml
         self._nvml_start = nvml.used_bytes() if nvml else 0
         self._seconds = seconds
@@ -113,6 +115,18 @@ class Sampler:
         sampled = max((rss for _, rss, _ in self.timeline), default=0)
         return max(sampled, high_water_bytes() - self._start_rss if self._exact else 0)
 
+    def clock(self) -> float:
+        """Seconds of this run: it stands still while others have their turn."""
+        return time.perf_counter() - self._waited
+
+    def wait_for_turn(self) -> None:
+        """Until standard input has another line."""
+        before, self._waiting = time.perf_counter(), True
+        _say("waits")
+        sys.stdin.readline()
+        self._waited += time.perf_counter() - before
+        self._waiting = False
+
     def stop(self) -> None:
         """Ends the thread."""
         self._stop.set()
@@ -121,11 +135,13 @@ class Sampler:
     def _loop(self) -> None:
         next_resident, resident = 0.0, -1
         while not self._stop.wait(self._seconds):
-            now = time.perf_counter()
+            if self._waiting:
+                continue
+            now = self.clock()
             if self.resident is not None and now >= next_resident:
                 resident = self.resident()
                 # At most a hundredth of the run goes into asking, however long an answer takes.
-                next_resident = now + max(0.02, 100 * (time.perf_counter() - now))
+                next_resident = now + max(0.02, 100 * (self.clock() - now))
             self.timeline.append((now, rss_bytes() - self._start_rss, resident))
             if self._nvml is not None:
                 self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
@@ -312,8 +328,8 @@ def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
     return lines
 
 
-def work(spec: dict[str, Any]) -> dict[str, Any]:
-    """Trains as `spec` says.
+def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
+    """Trains as `spec` says; with `turns` each step waits for a line of standard input.
 
     Returns:
         The fields of a RunResult that are known at the end.
@@ -344,8 +360,10 @@ def work(spec: dict[str, Any]) -> dict[str, Any]:
     sampler = Sampler(spec["sample_seconds"], nvml)
     with _budget(spec, sampler, result):
         training = Training(spec)
-        began = time.perf_counter()
+        began = sampler.clock()
         for index in range(spec["steps"]):
+            if turns:
+                sampler.wait_for_turn()
             before = time.perf_counter()
             losses.append(training.step().hex())
             if on_gpu:
@@ -370,4 +388,7 @@ def _thin(points: list[tuple[float, int, int]], most: int = 3000) -> list[tuple[
 
 
 if __name__ == "__main__":
-    _say("result", **work(json.loads(sys.argv[1])))
+    in_turns = sys.argv[2:] == ["turns"]
+    if in_turns:
+        _load("child").end_with_parent()
+    _say("result", **work(json.loads(sys.argv[1]), turns=in_turns))

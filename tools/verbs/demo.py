@@ -1,8 +1,9 @@
 """Train a GPT unmanaged, then in 75, 50 and 35 % of the memory that it needed, and compare the bits.
 
 The model is a byte-level GPT of 10.9 M parameters, with dropout and AdamW; it learns the source files of this Python's
-standard library. Every run is a process of its own, starts from the same seed and takes the same steps. A run's bits
-are the SHA-256 over its parameters, optimizer state, RNG streams and losses.
+standard library. Every run is a process of its own, starts from the same seed and takes the same steps. The processes
+take turns, a step each, the others stopped meanwhile: what else the machine does meets all of them. A run's bits are
+the SHA-256 over its parameters, optimizer state, RNG streams and losses.
 
 What "it needed" means: the unmanaged run executes without memmgr, with torch's own allocator. Its time per step and its
 resident set are those of that run as it is. Its *need*, of which the budgets are shares, comes from two steps of the
@@ -22,9 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memmgr.tools.bench.runs import Event, RunResult, RunSpec
-from memmgr.tools.bench.runs import run as run_worker
-from memmgr.tools.bench.runs import unmanaged as run_unmanaged
+from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.view import plot
 
@@ -105,23 +104,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResult]:
-    """The unmanaged run, then one per share of its need; only the first if it failed."""
+    """The unmanaged run and one per share of its need, in turns; only the first if what it needs cannot be measured."""
     with ProgressBar((1 + len(shares)) * base.steps) as bar:
 
-        def show(label: str, event: Event) -> None:
+        def show(spec: RunSpec, event: Event) -> None:
             if event["event"] == "step":
                 loss, seconds = float.fromhex(event["loss"]), event["seconds"]
-                bar.say(f"{label}: step {event['index'] + 1}, loss {loss:.3f}, {seconds:.2f} s", advance=1)
+                bar.say(f"{spec.label}: step {event['index'] + 1}, loss {loss:.3f}, {seconds:.2f} s", advance=1)
 
         bar.say("unmanaged: measuring what it needs")
-        first = run_unmanaged(base, lambda event: show("unmanaged", event))
-        results = [first]
-        for share in shares if not first.failure else ():
-            label = f"{100 * share:g} %"
-            bar.say(f"{label}: starting")
-            spec = replace(base, label=label, budget_bytes=int(share * first.need_bytes), policy=policy)
-            results.append(run_worker(spec, lambda event, label=label: show(label, event)))  # type: ignore[misc]
-    return results
+        need = measured(base)
+        if need.failure:
+            return [replace(need, spec=base)]
+        bar.say("starting")
+        managed = [
+            replace(base, label=f"{100 * share:g} %", budget_bytes=int(share * need.need_bytes), policy=policy)
+            for share in shares
+        ]
+        first, *others = in_turns([base, *managed], show)
+        return [with_need(first, need), *others]
 
 
 def _judge(result: RunResult, unmanaged: RunResult) -> Verdict:

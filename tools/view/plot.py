@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memmgr.tools.bench.runs import RunResult
-
 if TYPE_CHECKING:
+    from memmgr.tools.bench.runs import RunResult
     from memmgr.tools.common.outlook import Level
 
 COLOURS = ("#5b6472", "#2a78b8", "#2a9d6f", "#d0802a", "#8a5fb0", "#b8434e")
