@@ -250,8 +250,8 @@ def budget_error(
         lines.append(f"A budget of {size(enough)} ({enough} bytes) should do for a whole step.")
     elif there_bytes:
         lines.append(
-            f"A budget of at least {size(enough)} ({enough} bytes): with that a forward can begin, and what its largest op "
-            "takes is not known before. `memmgr run` without --budget measures what the run needs."
+            f"A budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: what its "
+            "largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
         )
     else:
         lines.append(

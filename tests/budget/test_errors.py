@@ -227,14 +227,17 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
 # ---- the words -------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_a_whole_step_takes_once_there_is_an_optimizer() -> None:
+def test_before_a_forward_it_says_at_least_and_counts_what_an_optimizer_will_add() -> None:
     text = _opened_too_small(6 * MB, wide())
-    assert "should do for a whole step" not in text and "the rest of the run may need more" in text
+    assert "A budget of at least" in text and "the rest of the run may need more" in text
     assert "`memmgr run` without --budget" in text, "no way to know what it needs"
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
     text = _opened_too_small(6 * MB, model)
-    assert "should do for a whole step" in text and "Still to come: " in text
+    assert "A budget of at least" in text and "should do for a whole step" not in text, "no op has been seen"
+    assert "Still to come: " in text
+    (named,) = re.findall(r"\((\d+) bytes\)", text)
+    assert int(named) >= 4 * bytes_of(model), "gradients and two moments"
     del optimizer
 
 

@@ -141,6 +141,7 @@ def test_python_m_memmgr(tmp_path: Path) -> None:
         ("MemmgrCallback", "transformers", "trainer"),
         ("MemmgrCollector", "prometheus_client", "prometheus"),
         ("MemmgrLightningCallback", "lightning", "lightning"),
+        ("MemmgrTracker", "accelerate", "trainer"),
     ],
 )
 def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, extra: str) -> None:

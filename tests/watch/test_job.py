@@ -8,7 +8,7 @@ import pytest
 
 from memmgr.observe.ranks import where_in_job
 from memmgr.tools import cli
-from memmgr.tools.common.job import WAITED_FOR, jobs, table
+from memmgr.tools.view.job import WAITED_FOR, jobs, table
 from memmgr.tools.view.run_state import Watched
 from watch import lines
 

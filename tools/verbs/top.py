@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from memmgr import _stream
-from memmgr.tools.common.job import as_text, jobs
 from memmgr.tools.common.usage_error import Wrong
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import ANSWER_SECONDS, Attached, wait
+from memmgr.tools.view.job import as_text, jobs
 
 WANTS = ("cells", "map", "holders")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -11,8 +11,8 @@ from memmgr._advice import changes, no_change, own_checkpointing
 from memmgr._sizes import show_seconds, show_size
 from memmgr.observe.summary import figures
 from memmgr.policies.trace import Trace
-from memmgr.tools.common.job import jobs, table
 from memmgr.tools.view.charts import bars, over_time
+from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
 from memmgr.tools.view.run_state import LAYERS, Watched, clean, name_of
 from memmgr.tools.view.top_text import state_of
