@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 
-from ._meant import meant
-
 VARIABLES = frozenset(
     "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_TELEMETRY "
     "MEMMGR_TIER_DIRECT".split()
@@ -33,6 +31,8 @@ def unknown() -> list[str]:
 
 
 def _near(name: str) -> str:
+    from ._meant import meant  # which loads more than a start needs
+
     near = meant(name, VARIABLES, 0.8).replace("'", "").removeprefix(";")
     return ":" + near if near else "; those there are: " + ", ".join(sorted(VARIABLES))
 
