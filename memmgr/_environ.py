@@ -12,7 +12,7 @@ import sys
 
 
 def autoload() -> None:
-    """Arms memmgr if `MEMMGR_BUDGET` is set; puts CUDA's allocator in place if memmgr is wanted."""
+    """Starts memmgr if `MEMMGR_BUDGET` is set; puts CUDA's allocator in place if memmgr is wanted."""
     try:
         package = sys.modules[__package__]
         if any(name.startswith("MEMMGR_") for name in os.environ):
@@ -29,9 +29,9 @@ def autoload() -> None:
                     sys.modules.pop(name, None)
             return
         package._install()
-        from . import _armed  # nothing of ours is imported when the variable is unset
+        from . import _autostart  # nothing of ours is imported when the variable is unset
 
-        _armed.arm()
+        _autostart.autostart()
     except Exception as error:
         if "MEMMGR_BUDGET" in os.environ:
             from ._conf import give_up

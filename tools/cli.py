@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from memmgr import _variables
-from memmgr.tools.common.usage_error import Parser, Wrong
+from memmgr.tools.common.usage_error import Parser, UsageError
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words[1:])
     try:
         return int(module.run(args))
-    except Wrong as error:
+    except UsageError as error:
         print(f"memmgr {verb}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `memmgr ... | head`

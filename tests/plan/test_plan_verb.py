@@ -15,7 +15,7 @@ from memmgr.tools import cli
 from memmgr.tools.bench import measure
 from memmgr.tools.common import make_step
 from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
 
 MODEL = """
@@ -139,7 +139,7 @@ def test_a_table_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"memmgr_rates": 0}')
     (tmp_path / "other.json").write_text("[1]")
     for name, says in (("old", "another version"), ("other", "no table"), ("missing", "No such file")):
-        with pytest.raises(Wrong, match=says):
+        with pytest.raises(UsageError, match=says):
             read_rates(tmp_path / f"{name}.json")
 
 

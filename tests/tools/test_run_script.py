@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from memmgr._advice import advice, own_checkpointing
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as verb
 
 TRAIN = """
@@ -440,5 +440,5 @@ def test_the_scripts_own_checkpointing_is_seen() -> None:
 
 
 def test_a_wrong_is_an_error_of_its_own() -> None:
-    with pytest.raises(Wrong):
+    with pytest.raises(UsageError):
         verb._find("no.such.module")

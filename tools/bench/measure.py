@@ -27,7 +27,7 @@ from memmgr.tools.common.fake_step import StepError, record
 from memmgr.tools.common.fake_trace import Call, FakeStep, TensorSpec
 from memmgr.tools.common.make_step import from_file
 from memmgr.tools.common.rates import Rates, write_rates
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 clock = time.perf_counter
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 20, 0.03
@@ -84,9 +84,9 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         rates = measure(folder, step, size=size)
         write_rates(path, rates)
     except StepError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
     except OSError as error:
-        raise Wrong(f"{error.filename or path}: {error.strerror}") from None
+        raise UsageError(f"{error.filename or path}: {error.strerror}") from None
     print(
         f"{path}: {rates.name}, {rates.flops['float32'] / 1e9:,.0f} GFLOP/s, {rates.bytes_per_second / 1e9:.1f} GB/s, ",
         end="",

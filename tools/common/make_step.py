@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 Step = Callable[[], object]
 
@@ -32,7 +32,7 @@ def maker(args: argparse.Namespace) -> Callable[[], Step]:
         args: `what`, and of a folder `batch`, `sequence`, `optimizer`, `dtype`, `checkpointing`.
 
     Raises:
-        Wrong: there is no such function, file or folder.
+        UsageError: there is no such function, file or folder.
     """
     folder = Path(args.what)
     if (folder / "config.json").is_file():
@@ -44,14 +44,14 @@ def from_file(what: str) -> Callable[[], Step]:
     """The function that FILE.py:FUNCTION names; the file has run.
 
     Raises:
-        Wrong: there is no such file or function.
+        UsageError: there is no such file or function.
     """
     text, _, name = what.rpartition(":")
     path = Path(text)
     if path.suffix != ".py":
-        raise Wrong(f"{what!r} is neither FILE.py:FUNCTION nor a folder with a config.json")
+        raise UsageError(f"{what!r} is neither FILE.py:FUNCTION nor a folder with a config.json")
     if not path.is_file():
-        raise Wrong(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file")
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -60,7 +60,7 @@ def from_file(what: str) -> Callable[[], Step]:
     spec.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):
-        raise Wrong(f"{path} has no function {name!r}")
+        raise UsageError(f"{path} has no function {name!r}")
     made: Callable[[], Step] = make
     return made
 
@@ -69,7 +69,7 @@ def _language_model(folder: Path, args: argparse.Namespace) -> Step:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise Wrong("a folder with a config needs the package transformers: pip install transformers") from None
+        raise UsageError("a folder with a config needs the package transformers: pip install transformers") from None
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = False
     auto: Any = AutoModelForCausalLM

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from memmgr.policies.trace import TierLink
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 VERSION = 1
 GIB = 2**30
@@ -120,19 +120,19 @@ def read_rates(path: Path) -> Rates:
     """A table that `memmgr doctor --measure` wrote.
 
     Raises:
-        Wrong: it cannot be read, or is something else.
+        UsageError: it cannot be read, or is something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("memmgr_rates") != VERSION:
-            raise Wrong(f"{path}: a table of another version of memmgr; measure again")
+            raise UsageError(f"{path}: a table of another version of memmgr; measure again")
         link = TierLink(**found.pop("link")) if found.get("link") else found.pop("link")
         calls = {signature: (float(s), int(size)) for signature, (s, size) in found.pop("calls").items()}
         return Rates(**found, link=link, calls=calls)
     except OSError as error:
-        raise Wrong(f"{path}: {error.strerror or error}") from None
+        raise UsageError(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Wrong(f"{path} is no table of memmgr doctor --measure ({type(error).__name__}: {error})") from None
+        raise UsageError(f"{path} is no table of memmgr doctor --measure ({type(error).__name__}: {error})") from None
 
 
 def write_rates(path: Path, rates: Rates) -> None:
@@ -147,5 +147,5 @@ def write_rates(path: Path, rates: Rates) -> None:
 def with_tier(rates: Rates, tier: str, capacity_bytes: int) -> Rates:
     """The same device with another tier below, on its own link."""
     if rates.link is None:
-        raise Wrong(f"{rates.name} has no link to a tier; measure one with memmgr doctor --measure --disk FOLDER")
+        raise UsageError(f"{rates.name} has no link to a tier; measure one with memmgr doctor --measure --disk FOLDER")
     return replace(rates, link=replace(rates.link, tier=tier, capacity_bytes=capacity_bytes))

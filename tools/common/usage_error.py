@@ -10,7 +10,7 @@ from typing import NoReturn
 from memmgr._meant import meant
 
 
-class Wrong(Exception):
+class UsageError(Exception):
     """The text is the line."""
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:  # it is installed with memmgr, unless that was without dependencies
-        raise Wrong("completion needs the package shtab: pip install shtab") from None
+        raise UsageError("completion needs the package shtab: pip install shtab") from None
     print(shtab.complete(_whole(), args.shell))
     return 0
 

@@ -31,7 +31,7 @@ from memmgr import _variables
 from memmgr._sizes import show_size
 from memmgr._torches import unfit
 from memmgr.tools.bench.disk_speed import copy_speed, disk_speed
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 OK, WEAKER, NO = "ok", "weaker", "NO"
 SLOW_DISK = 400e6
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.disk or os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()
     if not os.path.isdir(folder):
-        raise Wrong(f"{folder!r} is not a folder; name one with --disk")
+        raise UsageError(f"{folder!r} is not a folder; name one with --disk")
     size = (64 if args.quick else 512) << 20
     if args.measure:
         from memmgr.tools.bench.measure import write

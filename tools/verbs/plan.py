@@ -31,7 +31,7 @@ from memmgr._meant import meant
 from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_size, show_seconds, show_size
 from memmgr.tools.common.console import table
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     if args.picture is not None:
         if args.picture.suffix not in (".png", ".svg"):
-            raise Wrong(f"--picture: {args.picture} ends in neither .png nor .svg")
+            raise UsageError(f"--picture: {args.picture} ends in neither .png nor .svg")
         if not plot.available():
-            raise Wrong("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+            raise UsageError("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
     names = args.device.split(",")
     if len(names) > 1 and not args.sweep:
-        raise Wrong("several devices are compared with --sweep")
+        raise UsageError("several devices are compared with --sweep")
     devices = [_tiered(_device(name), args.tier) for name in names]
     on = []
     steps: dict[bool, FakeStep] = {}
@@ -121,7 +121,7 @@ def _device(name: str) -> Rates:
         _say("measuring this machine (memmgr doctor --measure keeps it)")
         return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
     known = (*DEVICES, "cpu")
-    raise Wrong(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
+    raise UsageError(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
 
 
 def _tiered(rates: Rates, text: str | None) -> Rates:
@@ -129,11 +129,11 @@ def _tiered(rates: Rates, text: str | None) -> Rates:
         return rates
     tier, colon, size = text.partition(":")
     if not colon or tier not in ("host", "disk"):
-        raise Wrong(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor off")
+        raise UsageError(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor off")
     try:
         return with_tier(rates, tier, parse_size(size, what="--tier"))
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _recorded(args: argparse.Namespace, accelerator: bool) -> FakeStep:
@@ -144,7 +144,7 @@ def _recorded(args: argparse.Namespace, accelerator: bool) -> FakeStep:
     try:
         step = record(maker(args), accelerator=accelerator)
     except StepError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
     _say(f"traced {step.end - step.begin:,} calls of torch in {show_seconds(time.perf_counter() - begun)}")
     return step
 
@@ -158,7 +158,7 @@ def _budget(args: argparse.Namespace, on: _On) -> int:
     try:
         asked = parse_budget(args.budget or on.rates.memory_bytes, whole=on.rates.memory_bytes, what="--budget")
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
     if not isinstance(asked, Need):
         return peak if asked == UNLIMITED else asked
     if asked.share is not None:

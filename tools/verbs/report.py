@@ -22,12 +22,12 @@ from pathlib import Path
 
 from memmgr._trace_file import is_trace, read_trace
 from memmgr.policies.trace import Trace, TraceError
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
 from memmgr.tools.view.perfetto import trace
 from memmgr.tools.view.period import write_picture
 from memmgr.tools.view.report_page import page
-from memmgr.tools.view.run_state import Watched, read_log
+from memmgr.tools.view.run_state import RunState, read_log
 
 FORMATS = {"html": ".html", "perfetto": ".perfetto.json", "png": ".png", "svg": ".svg"}
 PICTURES = ("png", "svg")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page or the trace, and says where it is."""
-    sessions: list[tuple[str, Watched]] = []
+    sessions: list[tuple[str, RunState]] = []
     passes: list[tuple[str, Trace]] = []
     for path in args.logs:
         if is_trace(path):
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         sessions += [(path.name, session) for session in found]
     out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
     if out in args.logs:
-        raise Wrong(f"{out} is a log; name another file with --out")
+        raise UsageError(f"{out} is a log; name another file with --out")
     try:
         if args.format in PICTURES:
             return _picture(passes, sessions, out)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         text = page(sessions, passes) if html else json.dumps(trace(sessions, passes), separators=(",", ":"))
         out.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise Wrong(f"cannot write {out}: {error.strerror}") from None
+        raise UsageError(f"cannot write {out}: {error.strerror}") from None
     print(out)
     return 0
 
@@ -82,14 +82,14 @@ def _read(path: Path) -> Trace:
     try:
         return read_trace(path)
     except TraceError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
-def _picture(passes: list[tuple[str, Trace]], sessions: list[tuple[str, Watched]], out: Path) -> int:
+def _picture(passes: list[tuple[str, Trace]], sessions: list[tuple[str, RunState]], out: Path) -> int:
     if sessions or len(passes) != 1:
-        raise Wrong(f"{out}: a picture is of one pass that memmgr trace has recorded")
+        raise UsageError(f"{out}: a picture is of one pass that memmgr trace has recorded")
     if out.suffix == ".png" and not plot.available():
-        raise Wrong("a PNG needs the package matplotlib: pip install 'memmgr[demo]'")
+        raise UsageError("a PNG needs the package matplotlib: pip install 'memmgr[demo]'")
     write_picture(passes[0][1], out, passes[0][0])
     print(out)
     return 0

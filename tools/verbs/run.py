@@ -37,7 +37,7 @@ from memmgr._conf import Refused, local_ranks
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
 from memmgr._variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 POLICY_HELP = (
     f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
@@ -97,11 +97,11 @@ def _take_ratio(args: argparse.Namespace) -> None:
     if ratio is None:
         return
     if args.budget is not None:
-        raise Wrong("--budget and --ratio both say how much: leave one out")
+        raise UsageError("--budget and --ratio both say how much: leave one out")
     try:
         parse_share(ratio)
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
     args.budget = f"need*{ratio.strip()}"
 
 
@@ -117,12 +117,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
                 read = parse_limit if name == "disk_size" else parse_size
                 read(getattr(args, name), whole=1 << 60, what="--" + name.replace("_", "-"))
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
     disk = args.disk
     if disk is not None and disk.lower() not in ("off", "none", "0") and not os.path.isdir(disk):
-        raise Wrong(f"--disk: {disk!r} is not a folder")
+        raise UsageError(f"--disk: {disk!r} is not a folder")
     if args.log is not None and (os.path.isdir(args.log) or not os.path.isdir(os.path.dirname(args.log) or ".")):
-        raise Wrong(f"--log: {args.log!r} is not a file in a folder that exists")
+        raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
     wanted = {
         "policy": args.policy,
         "disk": disk,
@@ -169,7 +169,7 @@ def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
-        raise Wrong(f"cannot read {args.script}: {error.strerror}") from None
+        raise UsageError(f"cannot read {args.script}: {error.strerror}") from None
     except (SyntaxError, ValueError):
         traceback.print_exc(limit=0)
         raise SystemExit(1) from None
@@ -184,16 +184,16 @@ def _find(name: str) -> importlib.machinery.ModuleSpec:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(name + ".__main__")
     except (ImportError, ValueError) as error:
-        raise Wrong(f"no module named {name}: {error}") from None
+        raise UsageError(f"no module named {name}: {error}") from None
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise Wrong(f"no module named {name} that can be run")
+        raise UsageError(f"no module named {name} that can be run")
     return spec
 
 
 def _find_in(folder: str) -> importlib.machinery.ModuleSpec:
     spec = importlib.machinery.PathFinder.find_spec("__main__", [os.path.realpath(folder)])
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise Wrong(f"there is no __main__.py in {folder}")
+        raise UsageError(f"there is no __main__.py in {folder}")
     return spec
 
 
@@ -210,10 +210,10 @@ def _execute(code: CodeType, main: ModuleType) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        armed = sys.modules.get("memmgr._armed")
-        if armed is not None and isinstance(error, armed.NotOpenedError):
+        autostart = sys.modules.get("memmgr._autostart")
+        if autostart is not None and isinstance(error, autostart.NotOpenedError):
             _Closing.silent = True
-            raise Wrong(" ".join(str(error).split())) from None
+            raise UsageError(" ".join(str(error).split())) from None
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         _Closing.error = error

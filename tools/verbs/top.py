@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from memmgr import _stream
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import ANSWER_SECONDS, Attached, wait
 from memmgr.tools.view.job import as_text, jobs
@@ -89,7 +89,7 @@ def _interval(word: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Watches; 0 when the user or the processes end it."""
     if args.job and (args.serve is not None or args.picture is not None or args.json or args.pid is not None):
-        raise Wrong("--job is a table of all ranks here: it goes with --once and --interval only")
+        raise UsageError("--job is a table of all ranks here: it goes with --once and --interval only")
     if args.picture is not None:
         _check_picture(args.picture)
     if args.serve is not None:
@@ -126,7 +126,7 @@ def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
     """The process that is asked for, or all of them, until they are let go.
 
     Raises:
-        Wrong: it cannot be reached, or there is none.
+        UsageError: it cannot be reached, or there is none.
     """
     found: list[Attached] = []
     try:
@@ -134,10 +134,10 @@ def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
             found.append(Attached(args.pid, _request(args)))
         else:
             for pid in _stream.processes():
-                with suppress(Wrong):  # it ended meanwhile
+                with suppress(UsageError):  # it ended meanwhile
                     found.append(Attached(pid, _request(args)))
             if not found:
-                raise Wrong("no process of this user has an open memmgr budget")
+                raise UsageError("no process of this user has an open memmgr budget")
         yield found
     finally:
         for one in found:
@@ -167,15 +167,15 @@ def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
     """Waits for what a first screen shows; who did not answer at all is not in the list.
 
     Raises:
-        Wrong: nobody answered.
+        UsageError: nobody answered.
     """
     wait(attached, ANSWER_SECONDS, lambda one: bool(one.watched.sample))
     for one in attached:
         if one.watched.error and not one.watched.sample:
-            raise Wrong(f"process {one.watched.pid}: {one.watched.error}")
+            raise UsageError(f"process {one.watched.pid}: {one.watched.error}")
     answered = [one for one in attached if one.watched.sample]
     if not answered:
-        raise Wrong(f"process {attached[0].watched.pid} does not answer")
+        raise UsageError(f"process {attached[0].watched.pid} does not answer")
     if detail:
         wait(answered, DETAIL_SECONDS, lambda one: bool(one.watched.cells and one.watched.map))
     return answered
@@ -201,7 +201,9 @@ def _side_by_side(attached: list[Attached], args: argparse.Namespace) -> None:
     while True:
         found = jobs(one.watched for one in shown)
         if not found:
-            raise Wrong("no process here is a rank of a distributed job: memmgr top without --job shows what there is")
+            raise UsageError(
+                "no process here is a rank of a distributed job: memmgr top without --job shows what there is"
+            )
         _say(("" if args.once else home) + "\n\n".join(as_text(ranks) for ranks in found))
         if args.once or all(one.over for one in shown):
             return
@@ -249,9 +251,9 @@ def _end_with_the_server() -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     if args.once or args.json or args.ascii or args.picture is not None:
-        raise Wrong("--serve is the full screen: it goes with a PID and --interval only")
+        raise UsageError("--serve is the full screen: it goes with a PID and --interval only")
     if find_spec("textual_serve") is None:
-        raise Wrong("--serve needs the package textual-serve: pip install 'memmgr[serve]'")
+        raise UsageError("--serve needs the package textual-serve: pip install 'memmgr[serve]'")
     from memmgr.tools.view.top_served import serve
 
     with _attached(args):
@@ -263,9 +265,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _check_picture(path: Path) -> None:
     if find_spec("textual") is None:
-        raise Wrong("--picture needs the package textual: pip install 'memmgr[top]'")
+        raise UsageError("--picture needs the package textual: pip install 'memmgr[top]'")
     if not path.absolute().parent.is_dir():
-        raise Wrong(f"--picture: {path} is not in a folder that exists")
+        raise UsageError(f"--picture: {path} is not in a folder that exists")
 
 
 def _picture(attached: list[Attached], args: argparse.Namespace) -> None:

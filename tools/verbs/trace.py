@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from memmgr._conf import Refused
 from memmgr._sizes import show_size
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb
 
 if TYPE_CHECKING:
@@ -49,17 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     if args.number < 1:
-        raise Wrong(f"--pass: {args.number} is not the number of a pass; the first is 1")
+        raise UsageError(f"--pass: {args.number} is not the number of a pass; the first is 1")
     out = os.path.abspath(args.out)
     if os.path.isdir(out) or not os.path.isdir(os.path.dirname(out)):
-        raise Wrong(f"--out: {args.out!r} is not a file in a folder that exists")
+        raise UsageError(f"--out: {args.out!r} is not a file in a folder that exists")
     args.trace, args.trace_pass = out, args.number
     args.disk_size = args.host = args.log = None
     args.verify, args.quiet = False, True
     atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
     try:
         return run_verb.run(args)
-    except (Wrong, Refused):
+    except (UsageError, Refused):
         atexit.unregister(_close)  # what there is to say is said
         raise
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memmgr import _stream
-from memmgr.tools.common.usage_error import Wrong
-from memmgr.tools.view.run_state import Watched, parse_line
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view.run_state import RunState, parse_line
 
 ANSWER_SECONDS = 10.0
 """A process that says nothing for so long is taken for stuck: one op may hold the interpreter for a while."""
@@ -26,18 +26,18 @@ class Attached:
         request: what is asked of it: `interval_seconds`, `want`, `cells`, `columns`.
 
     Raises:
-        Wrong: there is nobody to talk to; the text says why.
+        UsageError: there is nobody to talk to; the text says why.
     """
 
     def __init__(self, pid: int, request: dict[str, Any]) -> None:
-        self.watched = Watched(pid)
+        self.watched = RunState(pid)
         self.over = False
         self._rest = b""
         self._heard = time.monotonic()
         try:
             self._socket: socket.socket = _stream.connect(pid)
         except _stream.Unreachable as error:
-            raise Wrong(str(error)) from None
+            raise UsageError(str(error)) from None
         self._socket.setblocking(False)
         self.ask(request)
 
@@ -50,7 +50,7 @@ class Attached:
         """The lines that have come; `over` is set at the end of the stream. Never waits.
 
         Raises:
-            Wrong: it does not speak our language.
+            UsageError: it does not speak our language.
         """
         lines = []
         while not self.over:
@@ -91,7 +91,7 @@ def wait(attached: Sequence[Attached], seconds: float, enough: Callable[[Attache
     """Receives until each has enough or is over, or the time is up.
 
     Raises:
-        Wrong: one does not speak our language.
+        UsageError: one does not speak our language.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -8,7 +8,7 @@ from html import escape
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, Watched
+from memmgr.tools.view.run_state import LAYERS, RunState
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 340, 76, 8, 46, 16
 MOST_COLUMNS, MOST_MARKS, MOST_NUMBERS = 480, 200, 10
@@ -23,7 +23,7 @@ def ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
         yield i * step
 
 
-def over_time(watched: Watched) -> str:
+def over_time(watched: RunState) -> str:
     """Memory over time: what was resident between its least and its most, what was elsewhere at its most, and the budget."""
     points = list(watched.points)
     found = columns(watched, points, MOST_COLUMNS)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from memmgr.tools.view.run_state import Point, Watched
+from memmgr.tools.view.run_state import Point, RunState
 
 FEW_SAMPLES = 8
 """A pass with fewer samples than this has no shape that they would show."""
@@ -32,7 +32,7 @@ class Column:
     most: Edges
 
 
-def columns(watched: Watched, points: Sequence[Point], most: int) -> list[Column]:
+def columns(watched: RunState, points: Sequence[Point], most: int) -> list[Column]:
     """At most so many columns over these samples; none without a sample, one without a stretch for one sample.
 
     Known limitation: the least is that of samples, so a dip between two of them is missed. Passes tell their peaks.
@@ -70,7 +70,7 @@ def _each(choose: Callable[[Iterable[int]], int], rows: Sequence[Edges]) -> Edge
     return tuple(choose(values) for values in zip(*rows, strict=True))
 
 
-def _raise_to_peaks(watched: Watched, times: Sequence[float], high: list[Edges]) -> None:
+def _raise_to_peaks(watched: RunState, times: Sequence[float], high: list[Edges]) -> None:
     """Each pass's peaks go to the stretch of it that was highest anyway: that is where they most likely were."""
     for one in watched.passes:
         if one.end <= times[0] or one.begin >= times[-1]:

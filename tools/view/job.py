@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr.observe.summary import slowdown
-from memmgr.tools.view.run_state import Watched, clean
+from memmgr.tools.view.run_state import RunState, clean
 
 HEAD = ("rank", "budget", "now", "peak", "floor", "unmanaged", "passes", "lost a pass", "slowdown", "")
 WAITED_FOR = "the others wait for it"
@@ -30,9 +30,9 @@ class Row:
     slowdown: float | None
 
 
-def jobs(all_watched: Iterable[Watched]) -> list[list[Watched]]:
+def jobs(all_watched: Iterable[RunState]) -> list[list[RunState]]:
     """Those of one job together, by rank; processes that are no ranks are in none. Of a rank's sessions the last one counts."""
-    found: dict[str, dict[int, Watched]] = {}
+    found: dict[str, dict[int, RunState]] = {}
     for watched in all_watched:
         rank, world = watched.hello.get("rank"), watched.hello.get("world_size")
         if isinstance(rank, int) and isinstance(world, int) and world > 1:
@@ -40,7 +40,7 @@ def jobs(all_watched: Iterable[Watched]) -> list[list[Watched]]:
     return [[ranks[rank] for rank in sorted(ranks)] for ranks in found.values()]
 
 
-def row_of(watched: Watched) -> Row:
+def row_of(watched: RunState) -> Row:
     """What is known of a rank now, or at its end."""
     stats = watched.stats
     passes = int(stats.get("passes", 0))
@@ -69,7 +69,7 @@ def waited_for(rows: Sequence[Row]) -> int | None:
     return by_loss[0].rank
 
 
-def table(ranks: Sequence[Watched]) -> list[tuple[str, ...]]:
+def table(ranks: Sequence[RunState]) -> list[tuple[str, ...]]:
     """`HEAD`, a row for each rank, the smallest and the largest of each column."""
     rows = [row_of(watched) for watched in ranks]
     slowest = waited_for(rows)
@@ -113,7 +113,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def as_text(ranks: Sequence[Watched]) -> str:
+def as_text(ranks: Sequence[RunState]) -> str:
     """Columns, the numbers to the right."""
     rows = table(ranks)
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]

@@ -14,14 +14,14 @@ from memmgr._sizes import UNLIMITED
 from memmgr.observe.states import KINDS
 from memmgr.policies.trace import Trace
 from memmgr.tools.view import period
-from memmgr.tools.view.run_state import LAYERS, Watched
+from memmgr.tools.view.run_state import LAYERS, RunState
 
 Event = dict[str, Any]
 _THREADS = {1: "passes", 2: "what left and came back", 3: "plans, errors"}
 _COSTS = ("recompute", "reload", "stall")
 
 
-def trace(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Trace]] = ()) -> dict[str, Any]:
+def trace(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> dict[str, Any]:
     """The whole file, of one or several sessions with the names of their logs, and of recorded passes.
 
     Known limitations: of recomputing and waiting the stream has sums over half a second and more, so they are marks and a share
@@ -43,7 +43,7 @@ def trace(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, T
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _session(name: str, watched: Watched) -> Iterator[Event]:
+def _session(name: str, watched: RunState) -> Iterator[Event]:
     """One budget's events, with times in seconds since it opened."""
     rank = watched.hello.get("rank")
     command = shlex.join(str(word) for word in watched.hello.get("command", []))
@@ -74,7 +74,7 @@ def _slice(name: str, begin: float, end: float, tid: int, args: dict[str, Any]) 
     return {"ph": "X", "name": name, "ts": begin, "dur": end, "tid": tid, "args": args}
 
 
-def _memory(watched: Watched) -> Iterator[Event]:
+def _memory(watched: RunState) -> Iterator[Event]:
     for point in watched.points:
         yield _counter("resident", point.seconds, bytes=point.resident_bytes)
         yield _counter("absent", point.seconds, bytes=point.absent_bytes)
@@ -88,7 +88,7 @@ def _memory(watched: Watched) -> Iterator[Event]:
             yield _counter("budget", point.seconds, bytes=point.budget_bytes)
 
 
-def _passes(watched: Watched) -> Iterator[Event]:
+def _passes(watched: RunState) -> Iterator[Event]:
     first, before = 1, 0.0
     for one in watched.passes:
         last = first + one.count - 1
@@ -102,7 +102,7 @@ def _passes(watched: Watched) -> Iterator[Event]:
         first, before = last + 1, one.end
 
 
-def _happened(watched: Watched) -> Iterator[Event]:
+def _happened(watched: RunState) -> Iterator[Event]:
     before = 0.0
     for seconds, sums in watched.happened:
         for what, found in sums.items():
@@ -115,7 +115,7 @@ def _happened(watched: Watched) -> Iterator[Event]:
     yield _counter("percent of the time", before, **dict.fromkeys(_COSTS, 0.0))
 
 
-def _rare(watched: Watched) -> Iterator[Event]:
+def _rare(watched: RunState) -> Iterator[Event]:
     for line in watched.rare:
         args = {key: value for key, value in line.items() if key not in ("type", "what", "seconds")}
         name, at = str(line["what"]).replace("_", " "), float(line["seconds"])

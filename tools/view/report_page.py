@@ -14,7 +14,7 @@ from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
 from memmgr.tools.view.job import jobs, table
 from memmgr.tools.view.period import section
-from memmgr.tools.view.run_state import LAYERS, Watched, clean, name_of
+from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of
 from memmgr.tools.view.top_text import state_of
 
 MOST_SESSIONS, MOST_ROWS = 20, 15
@@ -46,7 +46,7 @@ td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; } .b
 _COSTS = ("recompute", "reload", "stall")
 
 
-def page(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
+def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
     """The whole page, of one or several sessions with the names of their logs, and of recorded passes."""
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
@@ -67,7 +67,7 @@ def page(sessions: Sequence[tuple[str, Watched]], passes: Sequence[tuple[str, Tr
     return "\n".join([*parts, "</body></html>\n"])
 
 
-def _job(ranks: Sequence[Watched]) -> Iterator[str]:
+def _job(ranks: Sequence[RunState]) -> Iterator[str]:
     head, *rows = table(ranks)
     yield f"<h2>{len(ranks)} of {int(ranks[0].hello['world_size'])} ranks</h2><div class=box><table>"
     for row, cell in ((head, "th"), *((row, "td") for row in rows)):
@@ -75,7 +75,7 @@ def _job(ranks: Sequence[Watched]) -> Iterator[str]:
     yield "</table></div>"
 
 
-def _session(name: str, watched: Watched) -> Iterator[str]:
+def _session(name: str, watched: RunState) -> Iterator[str]:
     hello, stats = watched.hello, watched.stats
     command = shlex.join(clean(str(word)) for word in hello.get("command", []))
     begun = datetime.datetime.fromtimestamp(float(hello.get("time", 0.0)), datetime.UTC)
@@ -97,13 +97,13 @@ def _session(name: str, watched: Watched) -> Iterator[str]:
     yield from _plans(watched)
 
 
-def _ending(watched: Watched) -> str:
+def _ending(watched: RunState) -> str:
     if watched.end is None:
         return " <b>The log has no end:</b> the process was killed, or was still running."
     return " <b>It ended by an exception.</b>" if watched.end["failed"] else ""
 
 
-def _tiles(watched: Watched) -> str:
+def _tiles(watched: RunState) -> str:
     return (
         "<div class=tiles>"
         + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats))
@@ -111,7 +111,7 @@ def _tiles(watched: Watched) -> str:
     )
 
 
-def _faults(watched: Watched) -> list[str]:
+def _faults(watched: RunState) -> list[str]:
     lines = [
         f"at {show_seconds(seconds)}: {text}"
         for seconds, text in watched.log
@@ -129,7 +129,7 @@ def _key() -> str:
     )
 
 
-def _states(watched: Watched) -> Iterator[str]:
+def _states(watched: RunState) -> Iterator[str]:
     """Model states, where any have left."""
     found = watched.flows()
     if found is None or not found.states_moved_bytes:
@@ -146,7 +146,7 @@ def _states(watched: Watched) -> Iterator[str]:
     yield "</table></div>"
 
 
-def _time(watched: Watched) -> Iterator[str]:
+def _time(watched: RunState) -> Iterator[str]:
     for key, title in (("module", "Where recomputing and waiting went, by module"), ("op", "By op")):
         rows = [
             (name, [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
@@ -161,7 +161,7 @@ def _time(watched: Watched) -> Iterator[str]:
                 yield f'<p class="key soft">{items}</p>'
 
 
-def _gone(watched: Watched) -> Iterator[str]:
+def _gone(watched: RunState) -> Iterator[str]:
     found = []
     for name, sums in watched.by("module"):
         sizes = [sums[what].bytes if what in sums else 0 for what in ("evict", "offload", "recompute", "reload")]
@@ -181,7 +181,7 @@ def _gone(watched: Watched) -> Iterator[str]:
         yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
 
 
-def _largest(watched: Watched) -> Iterator[str]:
+def _largest(watched: RunState) -> Iterator[str]:
     """The cells of the highest moment that the log has."""
     rows = watched.cells.get("cells", [])[:MOST_ROWS]
     if not rows:
@@ -200,7 +200,7 @@ def _largest(watched: Watched) -> Iterator[str]:
     yield "</table></div>"
 
 
-def _plans(watched: Watched) -> Iterator[str]:
+def _plans(watched: RunState) -> Iterator[str]:
     if not watched.plans:
         return
     stats = watched.stats

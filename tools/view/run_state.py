@@ -15,7 +15,7 @@ from typing import Any
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr._stream import PROTOCOL
 from memmgr.observe.states import KINDS, Flows, flows
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
 """What a moment's memory is made of, from below: by the stream's word, what every picture calls it."""
@@ -91,7 +91,7 @@ class Sum:
         self.seconds += seconds
 
 
-class Watched:
+class RunState:
     """The state of one stream.
 
     Args:
@@ -139,22 +139,22 @@ class Watched:
         """Takes one line. Types that it does not know are passed over.
 
         Raises:
-            Wrong: another version of the format, or fields that are not what the format says.
+            UsageError: another version of the format, or fields that are not what the format says.
         """
         taken = getattr(self, f"_take_{line.get('type')}", None)
         if taken is None:
             return
         try:
             taken(line)
-        except Wrong:
+        except UsageError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Wrong(f"a line of type {line.get('type')!r} that is not of this format: {error!r}") from None
+            raise UsageError(f"a line of type {line.get('type')!r} that is not of this format: {error!r}") from None
 
     def _take_hello(self, line: dict[str, Any]) -> None:
         spoken = line.get("protocol")
         if spoken != PROTOCOL:
-            raise Wrong(
+            raise UsageError(
                 f"process {line.get('pid', '?')} writes telemetry version {spoken} (memmgr {line.get('memmgr', '?')}), and "
                 f"this memmgr reads version {PROTOCOL}: use the memmgr that the process has"
             )
@@ -347,24 +347,24 @@ def parse_line(data: bytes | str) -> dict[str, Any]:
     """One line of the stream.
 
     Raises:
-        Wrong: it is not a JSON object.
+        UsageError: it is not a JSON object.
     """
     try:
         line = json.loads(data)
     except (ValueError, RecursionError):
-        raise Wrong("it is not lines of JSON") from None
+        raise UsageError("it is not lines of JSON") from None
     if not isinstance(line, dict):
-        raise Wrong("it is not lines of JSON objects")
+        raise UsageError("it is not lines of JSON objects")
     return line
 
 
-def read_log(path: Path) -> tuple[list[Watched], str]:
+def read_log(path: Path) -> tuple[list[RunState], str]:
     """The sessions in a log, one for each budget that was opened, and what is missing (or nothing).
 
     Raises:
-        Wrong: it cannot be read, it is no telemetry log, or it holds no sample.
+        UsageError: it cannot be read, it is no telemetry log, or it holds no sample.
     """
-    sessions: list[Watched] = []
+    sessions: list[RunState] = []
     missing = ""
     try:
         with path.open("rb") as file:
@@ -373,26 +373,26 @@ def read_log(path: Path) -> tuple[list[Watched], str]:
                     continue
                 try:
                     found = parse_line(line)
-                except Wrong:
+                except UsageError:
                     if last and sessions:
                         missing = f"line {number} is cut off"
                         break
-                    raise Wrong(f"{path}: line {number} is no JSON object; is this a log of memmgr?") from None
+                    raise UsageError(f"{path}: line {number} is no JSON object; is this a log of memmgr?") from None
                 if found.get("type") == "hello":
-                    sessions.append(Watched(points=None))
+                    sessions.append(RunState(points=None))
                 elif not sessions:
-                    raise Wrong(f"{path}: it does not begin as a log of memmgr does")
+                    raise UsageError(f"{path}: it does not begin as a log of memmgr does")
                 try:
                     sessions[-1].feed(found)
-                except Wrong as error:
-                    raise Wrong(f"{path}: line {number}: {error}") from None
+                except UsageError as error:
+                    raise UsageError(f"{path}: line {number}: {error}") from None
     except OSError as error:
-        raise Wrong(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if not sessions:
-        raise Wrong(f"{path} is empty")
+        raise UsageError(f"{path} is empty")
     full = [session for session in sessions if session.points]
     if not full:
-        raise Wrong(f"{path}: nothing but its beginning is there; the run ended before the first sample")
+        raise UsageError(f"{path}: nothing but its beginning is there; the run ended before the first sample")
     if not missing and full[-1].end is None:
         missing = "it has no end: the process was killed, or is still running"
     return full, missing

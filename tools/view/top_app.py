@@ -16,10 +16,10 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from memmgr import _stream
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import Attached
-from memmgr.tools.view.run_state import Watched
+from memmgr.tools.view.run_state import RunState
 
 PANELS = ("cells", "modules", "states", "held", "events")
 SOURCES = {"cells": "cells", "modules": "cells", "held": "holders"}
@@ -126,7 +126,7 @@ class TopApp(App[None]):
         for one in self._attached:
             try:
                 news = bool(one.receive()) or news
-            except Wrong as error:
+            except UsageError as error:
                 one.watched.error = str(error)
                 one.close()
                 news = True
@@ -142,7 +142,7 @@ class TopApp(App[None]):
                 request = {"interval_seconds": self._interval, "want": ["cells", "map", "holders"], "cells": 200}
                 try:
                     self._attached.append(Attached(pid, {**request, "columns": 400}))
-                except Wrong:
+                except UsageError:
                     continue
 
     # -- the picture --
@@ -179,7 +179,7 @@ class TopApp(App[None]):
         """For the chart, where the screen is higher than 24 lines."""
         return max(0, (self.size.height - 24) // 3)
 
-    def _bar(self, watched: Watched) -> Text:
+    def _bar(self, watched: RunState) -> Text:
         bar = Text()
         for i, name in enumerate(PANELS):
             bar.append(f" {i + 1} {name} ", "reverse" if name == self._panel else "")
@@ -194,7 +194,7 @@ class TopApp(App[None]):
             bar.append("  paused", "bold yellow")
         return bar
 
-    def _fill(self, watched: Watched) -> None:
+    def _fill(self, watched: RunState) -> None:
         head: tuple[str, ...]
         widths: tuple[int, ...]
         rows: list[tuple[str, ...]]

@@ -27,7 +27,7 @@ from aiohttp.typedefs import Handler, Middleware
 from textual_serve.app_service import AppService
 from textual_serve.server import Server
 
-from memmgr.tools.common.usage_error import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 ADDRESS = "127.0.0.1"
 CLOSING_SECONDS = 1.0  # for a page's process to end by itself, once asked and once more
@@ -41,7 +41,7 @@ def serve(words: Sequence[str], port: int) -> None:
         port: 0 for any that is free.
 
     Raises:
-        Wrong: the port cannot be had.
+        UsageError: the port cannot be had.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +49,7 @@ def serve(words: Sequence[str], port: int) -> None:
             listening.bind((ADDRESS, port))
             listening.listen()  # before the address is said: who is quicker than the server waits for it
         except OSError as error:
-            raise Wrong(f"--serve: port {port}: {error.strerror}") from None
+            raise UsageError(f"--serve: port {port}: {error.strerror}") from None
         port = listening.getsockname()[1]
         token = secrets.token_urlsafe(32)
         print(f"http://{ADDRESS}:{port}/{token}/   (until Ctrl-C)", flush=True)

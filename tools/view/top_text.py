@@ -14,7 +14,7 @@ from typing import Any
 
 from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
-from memmgr.tools.view.run_state import LAYERS, Point, Watched, clean, name_of
+from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
 
 Segment = tuple[str, str]
 """Text, and its style as rich writes styles."""
@@ -86,7 +86,7 @@ def size_or(size: int) -> str:
 # -- above ----------------------------------------------------------------------------------------------------------
 
 
-def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
+def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
     """Who it is and what it does; `silent` is for how many seconds nothing came from it."""
     if watched.end is not None:
         state = "failed" if watched.end.get("failed") else "ended"
@@ -118,7 +118,7 @@ def title(watched: Watched, width: int, glyphs: Glyphs, place: str = "", silent:
     ]
 
 
-def figures(watched: Watched, width: int, glyphs: Glyphs) -> Line:
+def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     """The budget and what is in it."""
     stats = watched.stats
     budget = watched.budget_bytes
@@ -132,7 +132,7 @@ def figures(watched: Watched, width: int, glyphs: Glyphs) -> Line:
     return [(fit(text, width, glyphs), "")]
 
 
-def activity(watched: Watched, width: int, glyphs: Glyphs) -> Line:
+def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     """Where the time went in the last seconds (all of it, at the first look), and what left since the beginning."""
     stats = watched.stats
     recompute, stall = watched.shares()
@@ -157,7 +157,7 @@ def show_rate(passes_a_second: float) -> str:
     return f"{passes_a_second:.3g} passes/s"
 
 
-def age(watched: Watched, line: dict[str, Any]) -> str:
+def age(watched: RunState, line: dict[str, Any]) -> str:
     """How old a part of the picture is, where that is worth saying; else nothing."""
     if not line or watched.end is not None:
         return ""
@@ -168,7 +168,7 @@ def age(watched: Watched, line: dict[str, Any]) -> str:
 # -- memory over time -----------------------------------------------------------------------------------------------
 
 
-def chart(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     """The last samples, two and more a column: what is resident always and at times, above it what left, and the budget."""
     room = max(1, width - 10)
     if watched.error and not watched.points:
@@ -241,7 +241,7 @@ def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
     return line
 
 
-def tier(watched: Watched) -> str:
+def tier(watched: RunState) -> str:
     """What is below the device: disk, host, or unknown."""
     return clean(str(watched.hello.get("tier") or ""))
 
@@ -251,7 +251,7 @@ def tier(watched: Watched) -> str:
 _MAP_NAMES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")
 
 
-def strip(watched: Watched, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
     """The allocator's addresses from left to right and row to row, each column by what fills most of it."""
     names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
     columns = watched.map.get("columns", [])
@@ -296,7 +296,7 @@ CELL_HEAD = ("size", "state", "op", "module", "age", "cost")
 CELL_WIDTHS = (8, 9, 16, 22, 10, 8)
 
 
-def cell_rows(watched: Watched, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
+def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
     """The largest cells, which may leave unless they are held; `wanted` is looked for in every column."""
     try:
         cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
@@ -320,7 +320,7 @@ MODULE_HEAD = ("module", "present", "held", "gone", "recompute", "stall")
 MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
 
 
-def module_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
+def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     """What there is to leave, by the module that made it, and what its absence cost."""
     shares: dict[str, list[int]] = {}
     for share in watched.cells.get("modules", []):
@@ -348,7 +348,7 @@ STATE_WIDTHS = (40, 10, 10, 14)
 NO_STATES = ("none has left", "", "", "")
 
 
-def state_rows(watched: Watched) -> list[tuple[str, ...]]:
+def state_rows(watched: RunState) -> list[tuple[str, ...]]:
     """Where each kind is and what moved of it a pass, beside what the link moves meanwhile; nothing where no state has left."""
     found = watched.flows()
     if found is None or not (found.states_moved_bytes or found.states_below_bytes):
@@ -370,14 +370,14 @@ HOLDER_HEAD = ("what the program itself holds", "bytes")
 HOLDER_WIDTHS = (50, 12)
 
 
-def holder_rows(watched: Watched, wanted: str = "") -> list[tuple[str, ...]]:
+def holder_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     """Model states by kind, then by module."""
     found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
     found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
     return [(clean(name), show_size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
 
 
-def log_lines(watched: Watched, wanted: str = "") -> list[str]:
+def log_lines(watched: RunState, wanted: str = "") -> list[str]:
     """The event log, oldest first."""
     said = [f"{seconds:9.1f} s  {clean(text)}" for seconds, text in watched.log]
     return [line for line in said if wanted.lower() in line.lower()]
@@ -395,7 +395,7 @@ def table(head: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[st
     return lines
 
 
-def once(watched: Watched, width: int, height: int, glyphs: Glyphs) -> list[Line]:
+def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Line]:
     """One screen: what `--once` prints and a plain terminal repeats."""
     lines = [
         title(watched, width, glyphs),

@@ -74,7 +74,7 @@ def _when_the_op_is_over(act: Callable[[], None]) -> None:
     sys.setprofile(event)
 
 
-class _Armed:
+class _Autostart:
     """Waits for the first call of a module, and for the first saved tensor."""
 
     def __init__(self, opened: budget | Exception, strict: bool) -> None:
@@ -85,15 +85,15 @@ class _Armed:
         self._local = threading.local()
         self._bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-    def arm(self) -> None:
+    def wait(self) -> None:
         self._hook()
         self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._first_call)
-        armed = self
+        waiting = self
 
         def bootstrap(thread: threading.Thread) -> None:
-            if not armed._fired:
-                armed._hook()
-            armed._bootstrap(thread)
+            if not waiting._fired:
+                waiting._hook()
+            waiting._bootstrap(thread)
 
         threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
         os.register_at_fork(after_in_child=self._in_child)
@@ -103,7 +103,7 @@ class _Armed:
         """The budget, where it is open or still waits."""
         if isinstance(self._budget, Exception):
             return None
-        is_open = self._budget._manager is not None and self._budget._manager is current()
+        is_open = self._budget._runtime is not None and self._budget._runtime is current()
         return self._budget if is_open or not self._fired else None
 
     def caused_elsewhere(self, error: BaseException) -> BaseException | None:
@@ -183,10 +183,10 @@ class _Armed:
 
     def close(self) -> None:
         """At the end of the process."""
-        if isinstance(self._budget, budget) and self._budget._manager is not None:
+        if isinstance(self._budget, budget) and self._budget._runtime is not None:
             # As after an exception: what the graph of the last step still needs comes back only if it fits. But that is not
             # what the log shall say of a script that came to its end.
-            self._budget._manager.ended_well = getattr(sys, "last_value", None) is None
+            self._budget._runtime.ended_well = getattr(sys, "last_value", None) is None
             self._budget.__exit__(SystemExit, None, None)
 
 
@@ -196,7 +196,7 @@ def _say_what_it_was() -> None:
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        instead = _armed.caused_elsewhere(error) if _armed is not None else None
+        instead = _waiting.caused_elsewhere(error) if _waiting is not None else None
         if instead is not None:
             instead.__cause__ = error
             shown(type(instead), instead, trace)
@@ -208,19 +208,19 @@ def _say_what_it_was() -> None:
     sys.excepthook = hook
 
 
-_armed: _Armed | None = None
+_waiting: _Autostart | None = None
 
 
 def budget_of_the_script() -> budget | None:
     """The budget of `MEMMGR_BUDGET`, open or still waiting for the first module; None: there is none in this process."""
-    return _armed.counting() if _armed is not None else None
+    return _waiting.counting() if _waiting is not None else None
 
 
-def arm() -> None:
-    """Reads the environment and arms. What cannot be read ends the process here, before anything is trained; what only the
-    first call of a module, or the first saved tensor, can find out (whether there is such a device) is said there. With
-    `strict:off` either is a warning."""
-    global _armed
+def autostart() -> None:
+    """Reads the environment, and waits for the first module. What cannot be read ends the process here, before
+    anything is trained; what only the first call of a module, or the first saved tensor, can find out (whether there is such a
+    device) is said there. With `strict:off` either is a warning."""
+    global _waiting
     text = os.environ.get("MEMMGR_CONF", "")
     strict = is_strict(text)
     opened: budget | Exception
@@ -235,5 +235,5 @@ def arm() -> None:
             return
         opened = error
     _say_what_it_was()
-    _armed = _Armed(opened, strict)
-    _armed.arm()
+    _waiting = _Autostart(opened, strict)
+    _waiting.wait()
