@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memmgr.tools.gpt import GPT, GPTConfig
+from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 
 @dataclass

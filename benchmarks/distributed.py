@@ -41,7 +41,7 @@ from _training import digest_of
 from _turns import in_turns, take_turns
 
 import memmgr
-from memmgr.tools.gpt import GPT, GPTConfig
+from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 SIZES = {"tiny": (2, 128, 64), "small": (6, 512, 128), "large": (12, 640, 128)}  # layers, width, tokens a sequence
 SEQUENCES = 4

@@ -24,10 +24,10 @@ from statistics import median
 import torch
 
 import memmgr
-from memmgr.tools import _measure
-from memmgr.tools._fake_step import record
-from memmgr.tools._rates import Rates
+from memmgr.tools.bench import measure
 from memmgr.tools.bench.models import make
+from memmgr.tools.common.fake_step import record
+from memmgr.tools.common.rates import Rates
 
 STEPS = 4
 MODELS = ("GPT", "Llama", "BERT", "ResNet", "U-Net", "LSTM")
@@ -36,7 +36,7 @@ MODELS = ("GPT", "Llama", "BERT", "ResNet", "U-Net", "LSTM")
 def compared(name: str, rounds: int) -> dict[str, float]:
     """One model; bytes and seconds, predicted and live."""
     torch.set_num_threads(1)
-    _measure.clock = time.process_time
+    measure.clock = time.process_time
     begun = time.perf_counter()
     step = record(lambda: make(name).step, accelerator=False)
     traced = time.perf_counter() - begun
@@ -49,7 +49,7 @@ def compared(name: str, rounds: int) -> dict[str, float]:
     tables: list[Rates] = []
     live: list[float] = []
     for _ in range(rounds):
-        tables.append(_measure.measure(tempfile.gettempdir(), step, size=64 << 20))
+        tables.append(measure.measure(tempfile.gettempdir(), step, size=64 << 20))
         with memmgr.budget(None, device="cpu", quiet=True):
             live_step = make(name).step
             live_step()
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    print(f"{_measure.processor()}, one thread, torch {torch.__version__}, Python {platform.python_version()}\n")
+    print(f"{measure.processor()}, one thread, torch {torch.__version__}, Python {platform.python_version()}\n")
     print("| model | ops | traced in | live peak | predicted | rates alone | live step | predicted | rates alone |")
     print("|---|---|---|---|---|---|---|---|---|")
     found = {}

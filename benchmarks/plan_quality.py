@@ -51,7 +51,7 @@ from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
 from memmgr.policies.trace.schedule import Step, judge_records, replay
-from memmgr.tools._dtr_log import read_dtr_log
+from memmgr.tools.common.dtr_log import read_dtr_log
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 BELOW = (0.2, 0.1)

@@ -39,7 +39,7 @@ import torch
 
 import memmgr
 from memmgr import _stream
-from memmgr.tools.gpt import GPT, GPTConfig
+from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `make bench` runs with -P
 

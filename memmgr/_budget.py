@@ -25,11 +25,14 @@ from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
+from ._variables import refuse_unknown
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
 from .observe.summary import figures
 from .runtime.config import Config, default_folder
 from .runtime.pager import PagerRuntime
+
+refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +198,7 @@ class budget:
             binary=binary,
             need=asked if isinstance(asked, Need) else None,
         )
-        self._manager: PagerRuntime | None = None
+        self._runtime: PagerRuntime | None = None
         self._calls = 0  # of decorated functions, under way
 
     def __enter__(self) -> budget:
@@ -212,16 +215,16 @@ class budget:
             config = self._settled()
             _warn_if_nothing_will_leave(config)
             try:
-                manager = PagerRuntime(config)
+                runtime = PagerRuntime(config)
             except NotBuiltError as why:
                 raise NotBuiltError(f"memmgr: {why}") from None
-            _current = manager
+            _current = runtime
         try:
-            manager.start()
+            runtime.start()
         except BaseException:
             _current = None
             raise
-        self._manager = _last = manager
+        self._runtime = _last = runtime
         return self
 
     def _settled(self) -> Config:
@@ -244,17 +247,17 @@ class budget:
 
     def _failed(self, error: BaseException) -> RankError | None:
         """The other ranks are told of an exception; or what to raise in its place, where one of them is its cause."""
-        manager = self._manager
-        return manager.job.failed(error) if manager is not None and manager is _current else None
+        runtime = self._runtime
+        return runtime.job.failed(error) if runtime is not None and runtime is _current else None
 
     def _close(self, *, failed: bool, report: bool = True) -> None:
         """Leaves the budget; `report=False` without its line, where another attempt follows and has one."""
         global _current, _decorating
-        manager = self._manager
-        if manager is None or _current is not manager:
+        runtime = self._runtime
+        if runtime is None or _current is not runtime:
             return  # a forked child: nothing of it is ours
         try:
-            manager.close(failed=failed, report=report)
+            runtime.close(failed=failed, report=report)
         finally:
             _current = _decorating = None
             atexit.unregister(self._at_exit)
@@ -293,8 +296,8 @@ class budget:
     def _at_exit(self) -> None:
         """As after an exception: what the last step still needs comes back only if it fits."""
         if self._is_open():
-            assert self._manager is not None
-            self._manager.ended_well = getattr(sys, "last_value", None) is None
+            assert self._runtime is not None
+            self._runtime.ended_well = getattr(sys, "last_value", None) is None
             self._close(failed=True)
 
     def close(self) -> None:
@@ -303,9 +306,9 @@ class budget:
 
     def stats(self) -> dict[str, Any]:
         """The figures of this budget, now or as they were at its end. See `memmgr.stats`."""
-        if self._manager is None:
+        if self._runtime is None:
             return {}
-        return self._manager.stats()
+        return self._runtime.stats()
 
     def __repr__(self) -> str:
         return f"<{self._said()}>"
@@ -320,20 +323,20 @@ class budget:
         return f"<table><caption>{escape(self._said())}</caption>{cells}</table>"
 
     def _is_open(self) -> bool:
-        return self._manager is not None and self._manager is _current
+        return self._runtime is not None and self._runtime is _current
 
     def _said(self) -> str:
         """In one line: the limit, who decides, where, and whether it is open."""
-        config = self._config if self._manager is None else self._manager.config
-        if self._share is not None and self._manager is None:
+        config = self._config if self._runtime is None else self._runtime.config
+        if self._share is not None and self._runtime is None:
             limit = f"{self._share} of the device"  # which is not asked before the budget opens
-        elif config.need is not None and (self._manager is None or not self._manager.measured_need):
+        elif config.need is not None and (self._runtime is None or not self._runtime.measured_need):
             limit = str(config.need)
         elif config.limit_bytes == UNLIMITED:
             limit = "no limit"
         else:
             limit = show_size(config.limit_bytes, binary=config.binary)
-        state = "not opened yet" if self._manager is None else "open" if self._is_open() else "closed"
+        state = "not opened yet" if self._runtime is None else "open" if self._is_open() else "closed"
         return f"memmgr.budget: {limit}, policy {config.policy.name}, on {config.device}, {state}"
 
 
@@ -371,5 +374,5 @@ def stats() -> dict[str, Any]:
         `rankings` (how often a policy ranked). `fragmentation`: 1 - longest run / free bytes, of the addresses that are
         used without remap.
     """
-    manager = last()
-    return manager.stats() if manager is not None else {}
+    runtime = last()
+    return runtime.stats() if runtime is not None else {}

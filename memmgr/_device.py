@@ -36,7 +36,7 @@ def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch
     if device is not None:
         chosen = _named(device)
     elif _cuda.in_place():
-        # Without asking CUDA's runtime: in an armed script this runs inside `import torch`.
+        # Without asking CUDA's runtime: in a script with MEMMGR_BUDGET this runs inside `import torch`.
         chosen = torch.device("cuda")
     else:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -73,8 +73,8 @@ def _has_number(device: torch.device) -> bool:
 
 
 def settle(device: torch.device) -> torch.device:
-    """With its number: of the current device if none was named. Only now is CUDA asked, so that a script that is armed at its
-    beginning can still choose its device, and fork."""
+    """With its number: of the current device if none was named. Only now is CUDA asked, so that a script with MEMMGR_BUDGET can
+    still choose its device, and fork."""
     if device.type == "cuda" and not _has_number(device):
         return torch.device("cuda", torch.cuda.current_device())
     return device

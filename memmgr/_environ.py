@@ -1,8 +1,8 @@
 """What `import torch` calls (entry point group `torch.backends`), in every process of the environment.
 
 It enables memmgr in an unmodified script (`MEMMGR_BUDGET=12GB python train.py`), and finishes an `import memmgr` that came
-before torch's. It costs one look at the environment when neither is the case. It raises nothing but `SystemExit`, where a
-budget is asked for that cannot be had.
+before torch's. It costs one look at the names of the environment when neither is the case. It raises nothing but `SystemExit`,
+where a budget is asked for that cannot be had, or a variable is misspelt.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ import sys
 
 
 def autoload() -> None:
-    """Arms memmgr if `MEMMGR_BUDGET` is set; puts CUDA's allocator in place if memmgr is wanted."""
+    """Starts memmgr if `MEMMGR_BUDGET` is set; puts CUDA's allocator in place if memmgr is wanted."""
     try:
         package = sys.modules[__package__]
+        if any(name.startswith("MEMMGR_") for name in os.environ):
+            from ._variables import refuse_unknown
+
+            refuse_unknown()
         if "MEMMGR_BUDGET" not in os.environ:
             if package._wanted:
                 package._install()
@@ -25,9 +29,9 @@ def autoload() -> None:
                     sys.modules.pop(name, None)
             return
         package._install()
-        from . import _armed  # nothing of ours is imported when the variable is unset
+        from . import _autostart  # nothing of ours is imported when the variable is unset
 
-        _armed.arm()
+        _autostart.autostart()
     except Exception as error:
         if "MEMMGR_BUDGET" in os.environ:
             from ._conf import give_up

@@ -101,6 +101,7 @@ class Holdings:
         missing_bytes: gradients and optimizer state that the first complete step will add.
         step_bytes: what the optimizer takes besides while it steps; 0 where there is no optimizer yet.
         update_bytes: what its largest op takes, states included; 0 where there is none.
+        below_bytes: model states that are in the tier below, in bytes.
     """
 
     kinds: dict[str, int]
@@ -108,11 +109,12 @@ class Holdings:
     missing_bytes: int
     step_bytes: int = 0
     update_bytes: int = 0
+    below_bytes: int = 0
 
     @property
     def states_bytes(self) -> int:
-        """Parameters, buffers, gradients, optimizer state: what is there of them."""
-        return sum(self.kinds.get(kind, 0) for kind in STATES)
+        """Parameters, buffers, gradients, optimizer state: what is there of them, or below."""
+        return self.below_bytes + sum(self.kinds.get(kind, 0) for kind in STATES)
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ def _where_states_stay(held: Holdings, so_far_bytes: int, ahead: Ahead) -> int:
     least = states + max(held.step_bytes, states // LEAST_WORK)
     if ahead.states_stay_bytes is not None:
         return max(least, int(SPARE * ahead.states_stay_bytes))
-    extra = so_far_bytes - held.states_bytes
-    kept = min(held.kinds.get("other tensors", 0), max(0, extra))  # batches, most likely: a step has no more of them
+    extra = max(0, so_far_bytes - held.states_bytes)
+    kept = min(held.kinds.get("other tensors", 0), extra)  # batches, most likely: a step has no more of them
     return max(least, states + kept + int(UNSEEN * (extra - kept)))
 
 
@@ -164,6 +166,7 @@ def budget_error(
     there_bytes: int = 0,
     failed: tuple[str, str] | None = None,
     below_bytes: int = 0,
+    room_bytes: int = 0,
     ahead: Ahead = Ahead(),  # frozen
     binary: bool = False,
     states_stay: bool = True,
@@ -179,6 +182,7 @@ def budget_error(
         there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
         failed: the tier that failed, "disk" or "host", and why; None: none did.
         below_bytes: what was in it.
+        room_bytes: of the tier below, in all; 0: there is none, or it ends where its file system does.
         ahead: what is still to come.
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
@@ -192,14 +196,16 @@ def budget_error(
     saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     short = why == _FULL and saved > 0
     floor = max(floor_bytes, there_bytes)
-    known = ahead.known or held.step_bytes > 0
+    # Over what is there already nothing has run yet: the op that needs most is known where a forward has begun.
+    known = ahead.known or (held.step_bytes > 0 and not there_bytes)
+    tight = 0 < room_bytes < held.states_bytes + held.missing_bytes
     if states_stay:
         floor = max(floor, there_bytes + held.missing_bytes, held.states_bytes + held.missing_bytes)
+    if states_stay or tight or short:  # what a tier would take that has no room for the states, is not counted on
         step = _where_states_stay(held, max(floor_bytes, there_bytes), ahead)
     else:
         step = int(SPARE * max(floor, ahead.op_bytes, held.update_bytes))
-    # With room below, what is saved would not be here: then nothing is known of a step that has it all in memory.
-    enough = max(floor, step) if known and not short else floor
+    enough = max(floor, step) if known or there_bytes else floor
     enough = round_up(enough, binary=binary)
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
@@ -236,9 +242,17 @@ def budget_error(
             f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
-        lines.append(f"Without that a budget of {size(enough)} ({enough} bytes) would have worked so far.")
+        lines.append(
+            f"Without that a budget of {size(enough)} ({enough} bytes) "
+            + ("should do for a whole step." if known else "would have worked so far.")
+        )
     elif known:
         lines.append(f"A budget of {size(enough)} ({enough} bytes) should do for a whole step.")
+    elif there_bytes:
+        lines.append(
+            f"A budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: what its "
+            "largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
+        )
     else:
         lines.append(
             f"A budget of {size(enough)} ({enough} bytes) would have worked so far, and the rest of the run may need more: "

@@ -42,9 +42,9 @@ class ManagedTensor(torch.Tensor):
 
     def _let_go(self) -> None:
         """The bytes go below, if a budget is open."""
-        manager = _budget.current()
-        if manager is not None:
-            manager.put_below(self._plain)
+        runtime = _budget.current()
+        if runtime is not None:
+            runtime.put_below(self._plain)
 
     def to_tensor(self) -> torch.Tensor:
         """An ordinary tensor with these bytes (shared, not copied)."""

@@ -32,8 +32,8 @@ class pin:
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        manager = _budget.current()
-        self._held: Any = manager.native.pin(tensors, True, False, True) if manager is not None else None
+        runtime = _budget.current()
+        self._held: Any = runtime.native.pin(tensors, True, False, True) if runtime is not None else None
 
     def release(self) -> None:
         """They may leave again. A second call does nothing."""

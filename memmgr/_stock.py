@@ -276,6 +276,18 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
     return missing + sum(p.nbytes for p in wanted.values() if gradients and p.grad is None)
 
 
+def states_below(native: Inventory) -> int:
+    """Bytes of parameters, buffers, gradients and optimizer states that are not in memory."""
+    found: dict[int, int] = {}
+    owners = native.objects_of((torch.nn.Module,)), native.objects_of((torch.optim.Optimizer,))
+    for _, _, tensor in model_states(*owners):
+        for one in (tensor, _gradient(tensor)):
+            info = native.storage_info(one) if one is not None else None
+            if info is not None:
+                found[info[0]] = info[2] - info[1]
+    return sum(found.values())
+
+
 _ONE_TENSORS, _LIST_TENSORS = 3, 5
 
 

@@ -9,21 +9,22 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from memmgr.tools._wrong import Parser, Wrong
+from memmgr import _variables
+from memmgr.tools.common.usage_error import Parser, UsageError
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
-    ("run", "memmgr.tools.run", "run a training script under a budget, unmodified"),
-    ("top", "memmgr.tools.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
-    ("report", "memmgr.tools.report", "one HTML page about a finished run, from its log"),
-    ("doctor", "memmgr.tools.doctor", "what will and will not work on this machine, and what to do about it"),
-    ("demo", "memmgr.tools.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
-    ("trace", "memmgr.tools.trace", "record one pass of a training script, for simulate"),
-    ("simulate", "memmgr.tools.simulate", "run a policy over a recorded pass: what would a budget cost?"),
-    ("plan", "memmgr.tools.plan", "what a budget would do to a step on a device, before anything is trained"),
+    ("run", "memmgr.tools.verbs.run", "run a training script under a budget, unmodified"),
+    ("top", "memmgr.tools.verbs.top", "watch running trainings: memory, what left, what it costs, who holds the rest"),
+    ("report", "memmgr.tools.verbs.report", "one HTML page about a finished run, from its log"),
+    ("doctor", "memmgr.tools.verbs.doctor", "what will and will not work on this machine, and what to do about it"),
+    ("demo", "memmgr.tools.verbs.demo", "train a GPT in 100, 75, 50 and 35 % of its memory and compare the bits"),
+    ("trace", "memmgr.tools.verbs.trace", "record one pass of a training script, for simulate"),
+    ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: what would a budget cost?"),
+    ("plan", "memmgr.tools.verbs.plan", "what a budget would do to a step on a device, before anything is trained"),
     ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
-    ("gpu-check", "memmgr.tools.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
-    ("completion", "memmgr.tools.completion", "complete all of this by TAB in bash, zsh or fish"),
+    ("gpu-check", "memmgr.tools.verbs.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
+    ("completion", "memmgr.tools.verbs.completion", "complete all of this by TAB in bash, zsh or fish"),
 )
 
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = command.parse_args(words[:1]).verb
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
+    _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
     module = import_module({name: path for name, path, _ in VERBS}[verb])
     parser = Parser(
         prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words[1:])
     try:
         return int(module.run(args))
-    except Wrong as error:
+    except UsageError as error:
         print(f"memmgr {verb}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `memmgr ... | head`

@@ -96,7 +96,7 @@ class Native {
   }
   double Fraction(int ordinal) const {
     const Place* place = At(ordinal);
-    return place && place->budget.load() != MM_UNLIMITED ? place->users_fraction
+    return place && place->budget.load() != MM_UNLIMITED ? place->users_fraction.load()
                                                          : torchs->getMemoryFraction(ordinal_of(ordinal));
   }
 
@@ -206,7 +206,7 @@ class Native {
   void Obey(int ordinal, const Place& place) {
     const uint64_t limit = Limit(place);
     const double total = static_cast<double>(std::max<uint64_t>(place.total, 1));
-    torchs->setMemoryFraction(limit >= place.total ? place.users_fraction : static_cast<double>(limit) / total,
+    torchs->setMemoryFraction(limit >= place.total ? place.users_fraction.load() : static_cast<double>(limit) / total,
                               ordinal_of(ordinal));
   }
 

@@ -1,7 +1,7 @@
 """Adaptors to other libraries, each thin and imported only when it is asked for.
 
-`MemmgrCallback` for transformers' `Trainer`, `MemmgrLightningCallback` for Lightning's, `log_stats` for TensorBoard,
-W&B, MLflow and the loggers of frameworks, `MemmgrCollector` for Prometheus.
+`MemmgrCallback` for transformers' `Trainer`, `MemmgrLightningCallback` for Lightning's, `MemmgrTracker` for accelerate,
+`log_stats` for TensorBoard, W&B, MLflow and the loggers of frameworks, `MemmgrCollector` for Prometheus.
 """
 
 from __future__ import annotations
@@ -9,20 +9,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._accelerate import MemmgrTracker
     from ._lightning import MemmgrLightningCallback
     from ._loggers import log_stats
     from ._prometheus import MemmgrCollector
     from ._trainer import MemmgrCallback
 
-__all__ = ["MemmgrCallback", "MemmgrCollector", "MemmgrLightningCallback", "log_stats"]
+__all__ = ["MemmgrCallback", "MemmgrCollector", "MemmgrLightningCallback", "MemmgrTracker", "log_stats"]
 
 _HOMES = {
     "MemmgrCallback": "_trainer",
     "MemmgrCollector": "_prometheus",
     "MemmgrLightningCallback": "_lightning",
+    "MemmgrTracker": "_accelerate",
     "log_stats": "_loggers",
 }
-_EXTRAS = {"transformers": "trainer", "lightning": "lightning", "prometheus_client": "prometheus"}
+_EXTRAS = {
+    "accelerate": "trainer",
+    "transformers": "trainer",
+    "lightning": "lightning",
+    "prometheus_client": "prometheus",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from memmgr._advice import advice
-from memmgr._armed import budget_of_the_script
+from memmgr._autostart import budget_of_the_script
 from memmgr._budget import budget
 from memmgr.observe.interval import Interval
 

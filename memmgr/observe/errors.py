@@ -9,7 +9,7 @@ import torch
 
 from memmgr._device import out_of_memory_words
 from memmgr._errors import Ahead, BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
-from memmgr._stock import Inventory, holders, missing_states, step_bytes, update_bytes
+from memmgr._stock import Inventory, holders, missing_states, states_below, step_bytes, update_bytes
 
 from .passes import Passes
 from .rehearsal import module_call, rehearse
@@ -92,19 +92,25 @@ class Explainer:
             budget_bytes=self._asked.limit_bytes,
             floor_bytes=now["floor_bytes"],
             below_bytes=tier.get("used_peak_bytes", 0),
-            ahead=self._ahead(held, now),
+            room_bytes=tier.get("capacity_bytes", 0),
+            ahead=self._ahead(held, now, below=bool(tier)),
             binary=self._asked.binary,
             states_stay=not tier,
             compiled=self._compiled(),
             **more,
         )
 
-    def _ahead(self, held: Holdings, now: dict[str, int]) -> Ahead:
-        """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last."""
+    def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Ahead:
+        """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
+
+        Args:
+            below: there is a tier below, so that model states are no part of the floors so far.
+        """
         passes, states = self._passes, held.states_bytes + held.missing_bytes
+        moved = held.states_bytes if below else 0
         if passes.in_backward and not passes.count:  # gradients are being made
             forward = passes.forward_floor_bytes
-            work = forward - held.states_bytes + held.kinds.get("gradients", 0)
+            work = forward - (0 if below else held.states_bytes - held.kinds.get("gradients", 0))
             most = max(LOSS * forward, GROWS * now["floor_bytes"])
             return Ahead(int(most), int(AGAIN * (states + LOSS * max(0, work))))
         call = None if passes.in_backward else module_call()
@@ -122,12 +128,19 @@ class Explainer:
         coming = missing_states(self._native, self._asked.device, gradients=False)
         if passes.count == 1:  # its backward was without the states that the first update makes
             made = held.kinds.get("optimizer state", 0)
-            return Ahead(0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + made + coming))))
-        return Ahead(0, now["floor_bytes"] + coming)
+            return Ahead(
+                0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
+            )
+        return Ahead(0, now["floor_bytes"] + moved + coming)
 
     def _holdings(self) -> Holdings:
         native, device = self._native, self._asked.device
         kinds, modules = holders(native, device, rest=native.resident_cells())
         return Holdings(
-            kinds, modules, missing_states(native, device), step_bytes(native, device), update_bytes(native, device)
+            kinds,
+            modules,
+            missing_states(native, device),
+            step_bytes(native, device),
+            update_bytes(native, device),
+            states_below(native),
         )

@@ -134,6 +134,7 @@ class PagerRuntime:
             self._graphs.install()
             self._steps.install()
             if pager.settle():
+                pager.set_limit(UNLIMITED)  # a rehearsal has numbers of its own, and the budget ends here
                 raise self._explain.too_big(pager.resident())
             self.telemetry.start()
             if self._order is Order.RANKED:

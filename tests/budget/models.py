@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 
 def _load(name: str) -> ModuleType:
-    """A module of `tools/` by its file: importing it by its name would import memmgr into runs that do without."""
-    path = Path(__file__).resolve().parents[2] / "tools" / f"{name}.py"
+    """A module of `tools/bench/` by its file: importing it by its name would import memmgr into runs that do without."""
+    path = Path(__file__).resolve().parents[2] / "tools" / "bench" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_budget_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-_gpt, _convnet = _load("gpt"), _load("_convnet")
+_gpt, _convnet = _load("gpt"), _load("convnet")
 
 
 class Training:

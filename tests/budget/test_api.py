@@ -165,6 +165,38 @@ def test_with_strict_off_it_is_one_warning_and_import_torch_goes_on(variables: d
     assert done.stderr.count("memmgr: MEMMGR_BUDGET is ignored") == 1 and says in done.stderr, done.stderr
 
 
+SAID = "MEMMGR_BUGET is not a variable of memmgr: did you mean MEMMGR_BUDGET?"
+DOORS = {
+    "torch": ([], "import torch", {}),
+    "memmgr, then torch": ([], "import memmgr, torch", {}),
+    "memmgr alone": ([], "import memmgr\nmemmgr.budget", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    "memmgr run": (["-m", "memmgr", "run"], "", {}),
+    "memmgr trace": (["-m", "memmgr", "trace", "--out", "t.jsonl"], "", {}),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_misspelt_variable_ends_it_before_anything_is_trained(door: str, strict: bool, tmp_path: Path) -> None:
+    words, code, variables = DOORS[door]
+    script = tmp_path / "train.py"
+    script.write_text(f"{code}\nprint('went on')\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "always", *words, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **variables, "MEMMGR_BUGET": "1GB", "MEMMGR_CONF": "" if strict else "strict:off"},
+        timeout=120,
+    )
+    if strict:
+        assert (done.returncode, done.stdout) == (2, ""), (done.stdout, done.stderr)
+        assert done.stderr == f"memmgr: {SAID} (MEMMGR_CONF=strict:off makes this a warning)\n"
+    else:
+        assert (done.returncode, done.stdout) == (0, "went on\n"), (done.stdout, done.stderr)
+        assert done.stderr.count(SAID) == 1 and "UserWarning" in done.stderr, done.stderr
+
+
 TRAIN = "import torch\nprint('begun')\ntorch.ones(4, requires_grad=True).exp().sum().backward()\nprint('trained')"
 
 

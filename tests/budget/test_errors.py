@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import traceback
@@ -15,6 +16,7 @@ from torch import nn
 
 import memmgr
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr._sizes import show_size
 from memmgr.native import pager
 
 from .in_backward import in_backward
@@ -225,14 +227,17 @@ def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(mon
 # ---- the words -------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_a_whole_step_takes_once_there_is_an_optimizer() -> None:
+def test_before_a_forward_it_says_at_least_and_counts_what_an_optimizer_will_add() -> None:
     text = _opened_too_small(6 * MB, wide())
-    assert "should do for a whole step" not in text and "the rest of the run may need more" in text
+    assert "A budget of at least" in text and "the rest of the run may need more" in text
     assert "`memmgr run` without --budget" in text, "no way to know what it needs"
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
     text = _opened_too_small(6 * MB, model)
-    assert "should do for a whole step" in text and "Still to come: " in text
+    assert "A budget of at least" in text and "should do for a whole step" not in text, "no op has been seen"
+    assert "Still to come: " in text
+    (named,) = re.findall(r"\((\d+) bytes\)", text)
+    assert int(named) >= 4 * bytes_of(model), "gradients and two moments"
     del optimizer
 
 
@@ -328,3 +333,43 @@ def test_a_tier_that_failed_otherwise_is_named_with_its_reason() -> None:
     held = Holdings({"saved for backward": 5 * MB, "parameters": MB}, [], 0, MB)
     error = budget_error("Words.", held, budget_bytes=6 * MB, floor_bytes=7 * MB, failed=("disk", "Input/output error"))
     assert "The disk tier failed: Input/output error." in str(error) and error.tier_bytes == 0
+
+
+# ---- how many tries it takes -----------------------------------------------------------------------------------------
+
+
+def _try(limit: int, disk: Any, inside: bool) -> None:
+    """Two steps of AdamW; the budget opens before the first, or in the first call of a module, as MEMMGR_BUDGET's does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(1024, 64)
+    budget = memmgr.budget(limit, device="cpu", disk=disk, quiet=True)
+    with contextlib.ExitStack() as stack:
+        if inside:
+            handle = model.register_forward_pre_hook(lambda *_: (handle.remove(), stack.enter_context(budget))[0])
+        else:
+            stack.enter_context(budget)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the first forward", "before it"])
+@pytest.mark.parametrize("room", [0, 400_000], ids=["no disk", "a small disk"])
+def test_over_what_is_there_already_one_budget_is_named_that_works(room: int, inside: bool, tmp_path: Path) -> None:
+    """What is still to come counts: the states of an optimizer, and, where a forward has begun, the largest op."""
+    disk: Any = (tmp_path, room) if room else False
+    limit, said = 300_000, []
+    while len(said) < 4:
+        try:
+            _try(limit, disk, inside)
+            break
+        except memmgr.BudgetError as error:
+            assert error.enough_bytes > limit
+            limit = error.enough_bytes
+            said.append("whole" if "should do for a whole step" in str(error) else "at least")
+            assert (said[-1] == "at least") == (f"A budget of at least {show_size(limit)} (" in str(error)), error
+        gc.collect()
+    unknown = not inside and not room  # with the disk, the budget opens over what is left, and a forward begins
+    assert said == (["at least", "whole"] if unknown else ["whole"]), (said, limit)

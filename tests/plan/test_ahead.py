@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memmgr
 from memmgr.policies.trace import OpKind
-from memmgr.tools import _measure
-from memmgr.tools._fake_step import StepError, record
-from memmgr.tools._outlook import KINDS, half_overhead, kind_of, least_bytes, levels, outlook
-from memmgr.tools._rates import DEVICES, Rates, Work
+from memmgr.tools.bench import measure
 from memmgr.tools.bench.models import make
+from memmgr.tools.common.fake_step import StepError, record
+from memmgr.tools.common.outlook import KINDS, half_overhead, kind_of, least_bytes, levels, outlook
+from memmgr.tools.common.rates import DEVICES, Rates, Work
 
 BARE = Rates("bare", {"float32": 1e12}, 1e11, 2**34, DEVICES["rtx4090"].link, "made up", accelerator=False)
 
@@ -63,7 +63,7 @@ def test_the_peak_is_the_live_one_where_kernels_need_room(name: str) -> None:
     """Convolutions and recurrent layers: what they need for themselves is in a measured table."""
     step = record(step_of(name), accelerator=False)
     with torch.no_grad():
-        scratch = {s: (0.0, _measure.scratch_bytes(call)) for s, call in step.samples.items()}
+        scratch = {s: (0.0, measure.scratch_bytes(call)) for s, call in step.samples.items()}
     predicted = step.trace(replace(BARE, calls=scratch)).unmanaged_peak[0]
     assert step.trace(BARE).unmanaged_peak[0] < predicted == pytest.approx(live_peak(step_of(name)), rel=0.01)
 

@@ -15,7 +15,7 @@ from memmgr.policies.trace import HELD, TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
 from memmgr.policies.trace.schedule import replay
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
 from .operator_logs import NAMES, SHARED, log, needs_logs

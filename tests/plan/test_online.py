@@ -17,7 +17,7 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import HELD, Op, OpKind, Trace
 from memmgr.policies.trace.schedule import Do, replay
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, unmanaged, verdict
 from .operator_logs import NAMES, SHARED, log, needs_logs

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from memmgr._trace_file import read_trace
-from memmgr.tools import _make_step, _measure, cli, plan
-from memmgr.tools._rates import DEVICES, read_rates, write_rates
-from memmgr.tools._wrong import Wrong
+from memmgr.tools import cli
+from memmgr.tools.bench import measure
+from memmgr.tools.common import make_step
+from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.verbs import plan
 
 MODEL = """
 import torch
@@ -136,12 +139,12 @@ def test_a_table_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"memmgr_rates": 0}')
     (tmp_path / "other.json").write_text("[1]")
     for name, says in (("old", "another version"), ("other", "no table"), ("missing", "No such file")):
-        with pytest.raises(Wrong, match=says):
+        with pytest.raises(UsageError, match=says):
             read_rates(tmp_path / f"{name}.json")
 
 
 def test_the_options_are_what_there_is() -> None:
-    assert set(plan._OPTIMIZERS) == set(_make_step.OPTIMIZERS) and set(plan._DTYPES) == set(_make_step.DTYPES)
+    assert set(plan._OPTIMIZERS) == set(make_step.OPTIMIZERS) and set(plan._DTYPES) == set(make_step.DTYPES)
 
 
 def test_every_device_has_a_source_and_sane_rates() -> None:
@@ -154,7 +157,7 @@ def test_every_device_has_a_source_and_sane_rates() -> None:
 def test_a_measured_table_times_the_ops_of_a_step(
     what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_measure, "_MOST_RUNS", 4)
+    monkeypatch.setattr(measure, "_MOST_RUNS", 4)
     table = tmp_path / "here.json"
     words = ["doctor", "--quick", "--disk", str(tmp_path), "--measure", str(table), "--step", what]
     assert cli.main(words) == 0
@@ -170,9 +173,9 @@ def test_a_measured_table_times_the_ops_of_a_step(
 
 
 def test_what_an_op_needs_for_itself_is_measured() -> None:
-    from memmgr.tools._fake_trace import Call, TensorSpec
+    from memmgr.tools.common.fake_trace import Call, TensorSpec
 
     spec = TensorSpec((256, 1024), (1024, 1), torch.float32)
-    assert _measure.scratch_bytes(Call(torch.ops.aten.exp.default, (spec,), {})) == 0
+    assert measure.scratch_bytes(Call(torch.ops.aten.exp.default, (spec,), {})) == 0
     twice = Call(lambda x: (x.exp() + 1).sum(), (spec,), {})
-    assert _measure.scratch_bytes(twice) == pytest.approx(2 * 2**20, rel=0.01)
+    assert measure.scratch_bytes(twice) == pytest.approx(2 * 2**20, rel=0.01)

@@ -20,7 +20,7 @@ from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.plan import Carried, Plan, carried
 from memmgr.policies.trace.schedule import Cost, Do, Step, replay
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
 from .judge import needs_judge, verdict

@@ -24,7 +24,7 @@ from memmgr.policies.rules.registry import parse_policy
 from memmgr.policies.simulate.simulator import simulate
 from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .exact import exact
 from .judge import needs_judge, verdict

@@ -14,7 +14,7 @@ from memmgr._trace_file import write_trace
 from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools import cli
-from memmgr.tools._dtr_log import read_dtr_log
+from memmgr.tools.common.dtr_log import read_dtr_log
 
 from .judge import needs_judge, verdict
 from .passes import layers
@@ -131,7 +131,7 @@ def test_where_there_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_torch_is_not_loaded() -> None:
     """It takes seconds, and a log can be looked at where there is none."""
-    code = "import sys, memmgr.tools.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, memmgr.tools.verbs.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

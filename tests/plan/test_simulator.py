@@ -19,7 +19,7 @@ from memmgr.policies.simulate.decided import Accesses
 from memmgr.policies.simulate.simulator import Run, simulate
 from memmgr.policies.trace import TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.schedule import Do, Step, judge_records, replay
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .judge import needs_judge, verdict
 from .operator_logs import SHARED, log, needs_logs

@@ -199,7 +199,7 @@ def test_patrickstar_evicts_the_chunk_that_is_used_last() -> None:
     budget = int(trace.unmanaged_peak[0] * 0.6)
     seen = []
 
-    class Watched(Chunked):
+    class RunState(Chunked):
         def leave(self, k: int, event: int) -> None:
             c = self.chunk_of[k]
             at_hand = {self.chunk_of[other] for other in self.wanted[event] if other in self.chunk_of}
@@ -213,7 +213,7 @@ def test_patrickstar_evicts_the_chunk_that_is_used_last() -> None:
             super().leave(k, event)
             assert self.used <= self.budget
 
-    passes: Cycle = Watched(p, budget, LINK)
+    passes: Cycle = RunState(p, budget, LINK)
     for _ in range(3):
         passes.play()
         assert passes.used == passes.bytes_of(k for k, s in enumerate(passes.state) if s == RESIDENT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memmgr.policies.trace import HELD, OpKind, TraceBuilder, TraceError
-from memmgr.tools._dtr_log import parse_dtr_log, read_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log, read_dtr_log
 
 from .operator_logs import NAMES, SHARED, log, needs_logs
 

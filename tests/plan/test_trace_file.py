@@ -10,7 +10,7 @@ import pytest
 
 from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.trace import HELD, TierLink, Trace, TraceError
-from memmgr.tools._dtr_log import parse_dtr_log
+from memmgr.tools.common.dtr_log import parse_dtr_log
 
 from .synthetic import network
 

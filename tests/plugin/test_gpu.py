@@ -1,4 +1,4 @@
-"""On a GPU: the three orders of importing, and what a script may ask. Each program is a process (tools/_cuda_probe.py)."""
+"""On a GPU: the three orders of importing, and what a script may ask. Each program is a process (tools/bench/cuda_probe.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from memmgr.tools import _cuda_probe
+from memmgr.tools.bench import cuda_probe
 
 PAGE = 2 << 20
 
@@ -27,7 +27,7 @@ def _probe(*words: str, **variables: str) -> Any:
         k: v for k, v in os.environ.items() if not k.startswith(("MEMMGR_BUDGET", "MEMMGR_INSTALL", "MEMMGR_CONF"))
     }
     done = subprocess.run(
-        [sys.executable, "-P", str(_cuda_probe.__file__), *words],
+        [sys.executable, "-P", str(cuda_probe.__file__), *words],
         env={**clean, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
         capture_output=True,
         text=True,

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from memmgr.tools import cli
-from memmgr.tools._wrong import Wrong
 from memmgr.tools.bench import rows, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
@@ -23,6 +22,7 @@ from memmgr.tools.bench.rows import Row, rows_of
 from memmgr.tools.bench.systems import SYSTEMS
 from memmgr.tools.bench.table import cells
 from memmgr.tools.bench.turns import Cell, Nursery, together
+from memmgr.tools.common.usage_error import UsageError
 
 SPEC = {"model": "GPT", "group": "own", "budget": "", "budget_bytes": None, "batch": None, "tiny": True, "device": "cpu",
         "threads": 1, "turns": 2, "what": "turns"}  # fmt: skip
@@ -161,7 +161,7 @@ with Nursery("cpu") as children:
 def test_a_parent_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Nursery("cpu") as children, pytest.raises(Wrong, match="no torch today"):
+    with Nursery("cpu") as children, pytest.raises(UsageError, match="no torch today"):
         children.start(SPEC | {"key": "k", "system": "unmanaged", "reference": True})
 
 
@@ -173,7 +173,7 @@ import child
 cell = child.load()
 cell.preload()
 assert "torch" in sys.modules
-print([name for name in sys.modules if name.startswith("memmgr.") and "_environ" not in name])
+print([name for name in sys.modules if name.startswith("memmgr.") and name[7:] not in ("_environ", "_variables")])
 """
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from memmgr.policies import FILTERS, POLICIES
-from memmgr.tools import cli, completion
+from memmgr.tools import cli
+from memmgr.tools.verbs import completion
 
 
 def _installed(shell: str) -> str:

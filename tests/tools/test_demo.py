@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from memmgr.tools import _plot, _screen, cli, demo
-from memmgr.tools._runs import Event, RunResult, RunSpec
+from memmgr.tools import cli
+from memmgr.tools.bench.runs import Event, RunResult, RunSpec
+from memmgr.tools.common import console
+from memmgr.tools.verbs import demo
+from memmgr.tools.view import plot
 
 MB = 1_000_000
 
@@ -35,14 +39,15 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Runs the demo over made-up results; `change` may spoil those under a budget."""
 
     def call(*words: str, change: Callable[[RunResult], object] = lambda result: None) -> int:
-        def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
-            result = _fake(spec, on_event)
-            if spec.budget_bytes is not None:
-                change(result)
-            return result
+        def in_turns(specs: Sequence[RunSpec], on_event: Callable[[RunSpec, Event], None]) -> list[RunResult]:
+            results = [_fake(spec, partial(on_event, spec)) for spec in specs]
+            for result in results:
+                if result.spec.budget_bytes is not None:
+                    change(result)
+            return results
 
-        monkeypatch.setattr(demo, "run_worker", worker)
-        monkeypatch.setattr(demo, "run_unmanaged", worker)
+        monkeypatch.setattr(demo, "in_turns", in_turns)
+        monkeypatch.setattr(demo, "measured", lambda spec: _fake(spec, lambda event: None))
         return cli.main(["demo", "--out", str(tmp_path / "x.png"), *words])
 
     return call
@@ -54,7 +59,7 @@ def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture
     assert "same bits: yes" in shown.out
     assert "75 %" in shown.out and "35 MB" in shown.out and "3 (4.0 MB)" in shown.out and "7 (0.2 s)" in shown.out
     assert "[40/40]" in shown.err
-    if _plot.available():
+    if plot.available():
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,8 +108,8 @@ def test_bad_options_are_refused(words: tuple[str, str], capsys: pytest.CaptureF
 def test_without_rich_and_matplotlib(
     fake: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_screen, "_rich", lambda: False)
-    monkeypatch.setattr(_plot, "available", lambda: False)
+    monkeypatch.setattr(console, "_rich", lambda: False)
+    monkeypatch.setattr(plot, "available", lambda: False)
     assert fake() == 0
     assert "pip install 'memmgr[demo]'" in capsys.readouterr().out
 
@@ -118,11 +123,11 @@ def test_the_budgets_are_shares_of_the_need(fake: Callable[..., int], capsys: py
 def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def worker(spec: RunSpec, on_event: Callable[[Event], None]) -> RunResult:
+    def measured(spec: RunSpec) -> RunResult:
         asked.append(spec)
         return RunResult(spec, failure="no")
 
-    monkeypatch.setattr(demo, "run_unmanaged", worker)
+    monkeypatch.setattr(demo, "measured", measured)
     assert cli.main(["demo", "--out", str(tmp_path / "x.png")]) == 1
     assert len(asked) == 1
 
@@ -143,5 +148,5 @@ def test_for_real_with_a_small_model(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_picture_survives_a_failed_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     good = _fake(replace(demo.QUICK, budget_bytes=2 * MB), lambda event: None)
-    _plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
+    plot.memory_over_time([good, RunResult(demo.QUICK, failure="no")], tmp_path / "y.png", "two")
     assert (tmp_path / "y.png").stat().st_size > 1000

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from memmgr.tools._corpus import Batches, standard_library
-from memmgr.tools.demo import FULL
-from memmgr.tools.gpt import GPT, GPTConfig
+from memmgr.tools.bench.corpus import Batches, standard_library
+from memmgr.tools.bench.gpt import GPT, GPTConfig
+from memmgr.tools.verbs.demo import FULL
 
 TINY = GPTConfig(layers=2, heads=2, width=32, context=16)
 
@@ -74,6 +74,6 @@ def test_batches_leave_the_global_generator_alone() -> None:
 
 
 def test_a_python_without_sources_is_told_so(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memmgr.tools._corpus.sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("memmgr.tools.bench.corpus.sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="sources"):
         standard_library()

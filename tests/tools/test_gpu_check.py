@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from memmgr.tools import _gpu_sections, cli, gpu_check
+from memmgr.tools import cli
+from memmgr.tools.bench import gpu_sections
+from memmgr.tools.verbs import gpu_check
 
 
 def test_each_section_exists_and_together_they_leave_time_to_install() -> None:
-    assert [name for name, _, _ in gpu_check.SECTIONS] == list(_gpu_sections.SECTIONS)
+    assert [name for name, _, _ in gpu_check.SECTIONS] == list(gpu_sections.SECTIONS)
     assert sum(limit for _, _, limit in gpu_check.SECTIONS) <= 500
 
 

@@ -17,7 +17,7 @@ import torch
 
 from memmgr import _cache, _torches
 from memmgr.native import build, pager
-from memmgr.tools import doctor
+from memmgr.tools.verbs import doctor
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -47,7 +47,7 @@ def test_a_budget_without_a_compiler_is_one_error_with_both_ways_out(tmp_path: P
     """The doctor says it before."""
     code = """
 import memmgr
-from memmgr.tools import doctor
+from memmgr.tools.verbs import doctor
 found = {finding.name: finding for finding in doctor._native()}
 print(found["compiler"].mark, found["allocator"].mark, found["allocator"].text)
 try:
@@ -141,6 +141,7 @@ def test_python_m_memmgr(tmp_path: Path) -> None:
         ("MemmgrCallback", "transformers", "trainer"),
         ("MemmgrCollector", "prometheus_client", "prometheus"),
         ("MemmgrLightningCallback", "lightning", "lightning"),
+        ("MemmgrTracker", "accelerate", "trainer"),
     ],
 )
 def test_a_missing_extra_is_named_with_its_pip_line(name: str, missing: str, extra: str) -> None:
@@ -278,7 +279,7 @@ def test_a_budget_opens_where_the_home_cannot_be_written(tmp_path: Path) -> None
     shutil.copytree(made.parent, folder / made.parent.name)
     code = """
 import memmgr, torch
-from memmgr.tools import doctor
+from memmgr.tools.verbs import doctor
 with memmgr.budget("1GB", device="cpu", quiet=True) as mm:
     torch.ones(8).sum()
 print(mm.stats()["budget_bytes"], {finding.name: finding for finding in doctor._native()}["cache"].text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.resources
 import re
@@ -52,6 +53,28 @@ def test_every_file_of_a_room_is_a_module_of_the_package() -> None:
                 assert module.__file__ is not None and Path(module.__file__).samefile(file), name
                 seen += 1
     assert seen >= 30
+
+
+ARROWS = {"common": set(), "view": {"common"}, "bench": {"common", "view"}, "verbs": {"common", "view", "bench"}}
+
+
+@pytest.mark.parametrize("folder", ARROWS)
+def test_folders_of_tools_import_downwards(folder: str) -> None:
+    """What only types need is free: `if TYPE_CHECKING`."""
+    files = sorted((ROOT / "tools" / folder).glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        tree = ast.parse(file.read_text())
+        free = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
+        typed = {id(inner) for node in free for inner in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in typed and node.level == 0:
+                found = re.match(r"memmgr\.tools\.(\w+)", node.module or "")
+                assert found is None or found[1] in ARROWS[folder] | {folder}, (
+                    f"{file.name}:{node.lineno}: {node.module}"
+                )
 
 
 def test_the_linter_knows_the_files_in_folders() -> None:

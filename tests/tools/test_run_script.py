@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from memmgr._advice import advice, own_checkpointing
-from memmgr.tools import run as verb
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.verbs import run as verb
 
 TRAIN = """
 import os, sys
@@ -170,7 +170,7 @@ def test_it_ends_as_it_would_end_under_python(tmp_path: Path, program: str, code
 
 def test_an_error_names_a_budget_that_works(folder: Path) -> None:
     done = memmgr("run", "--budget", "3MB", "train.py", cwd=folder)
-    assert done.returncode == 1 and "BudgetError" in done.stderr and "tools/run.py" not in done.stderr
+    assert done.returncode == 1 and "BudgetError" in done.stderr and "tools/verbs/run.py" not in done.stderr
     shown = re.findall(r"^memmgr:   memmgr (run --budget .*)$", done.stderr, re.MULTILINE)
     assert len(shown) == 1 and shown[0].endswith("train.py")
     again = memmgr(*shlex.split(shown[0]), cwd=folder)
@@ -440,5 +440,5 @@ def test_the_scripts_own_checkpointing_is_seen() -> None:
 
 
 def test_a_wrong_is_an_error_of_its_own() -> None:
-    with pytest.raises(Wrong):
+    with pytest.raises(UsageError):
         verb._find("no.such.module")

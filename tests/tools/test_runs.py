@@ -5,16 +5,17 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memmgr.tools import _runs
-from memmgr.tools._runs import RunResult, RunSpec, run, unmanaged
+from memmgr.tools.bench import runs
+from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
 
-WORKER = Path(_runs.__file__).with_name("_worker.py")
+WORKER = Path(runs.__file__).with_name("worker.py")
 TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
 
 
@@ -51,7 +52,7 @@ def test_the_environment_cannot_put_an_unmanaged_run_under_a_budget(monkeypatch:
 
 
 def test_the_same_spec_gives_the_same_bits_and_another_seed_does_not() -> None:
-    events: list[_runs.Event] = []
+    events: list[runs.Event] = []
     first, second = run(TINY, events.append), run(TINY)
     other = run(replace(TINY, seed=7))
     assert not first.failure
@@ -63,6 +64,24 @@ def test_the_same_spec_gives_the_same_bits_and_another_seed_does_not() -> None:
     seconds = [second for second, _, _ in first.timeline]
     assert seconds == sorted(seconds)
     assert all(second >= 0 for second in seconds)
+
+
+def test_in_turns_one_step_at_a_time_and_no_clock_runs_on() -> None:
+    specs = [TINY, replace(TINY, label="other", steps=3), replace(TINY, label="bad", sizes={"heads": 3, "width": 32})]
+    said: list[tuple[str, float]] = []
+    results = runs.in_turns(specs, lambda spec, event: said.append((spec.label, time.perf_counter())))
+    assert [label for label, _ in said if label != "bad"][:2] == ["tiny", "other"]  # they wait, the model made
+    alone = run(TINY)
+    assert results[0].same_bits(alone) and len(results[1].losses) == 3 and "Error" in results[2].failure
+    steps = [label for label, _ in said][2:]
+    assert steps.index("other") < len(steps) - 1 - steps[::-1].index("tiny"), "one after the other: nobody took turns"
+    for result in results[:2]:
+        assert result.timeline[-1][0] < 0.9 * (said[-1][1] - said[0][1]), "the time of others is in it"
+
+
+def test_a_run_that_hangs_in_its_turn_is_stopped() -> None:
+    (result,) = runs.in_turns([replace(TINY, steps=2)], lambda spec, event: None, timeout_seconds=0.01)
+    assert "stopped after" in result.failure
 
 
 def test_a_convnet_runs_and_is_reproducible() -> None:
@@ -83,7 +102,7 @@ def test_a_run_that_takes_too_long_is_stopped() -> None:
 
 def test_other_peoples_prints_are_not_events() -> None:
     result = RunResult(TINY)
-    _runs._take("hello\n", result, lambda event: pytest.fail("not an event"))
+    runs._take("hello\n", result, lambda event: pytest.fail("not an event"))
     assert result == RunResult(TINY)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memmgr.tools._columns import RESIDENT, UNMANAGED, columns, ends_of_passes, nice
-from memmgr.tools._watched import Watched
+from memmgr.tools.view.columns import RESIDENT, UNMANAGED, columns, ends_of_passes, nice
+from memmgr.tools.view.run_state import RunState
 from watch import lines
 
 
-def watched(samples: int, passes_each: float = 0.1) -> Watched:
-    found = Watched(points=None)
+def watched(samples: int, passes_each: float = 0.1) -> RunState:
+    found = RunState(points=None)
     found.feed(lines.hello())
     for i in range(samples):
         found.feed(lines.sample(i, total=lines.stats(passes=int(passes_each * i))))

@@ -8,8 +8,8 @@ import pytest
 
 from memmgr.observe.ranks import where_in_job
 from memmgr.tools import cli
-from memmgr.tools._job import WAITED_FOR, jobs, table
-from memmgr.tools._watched import Watched
+from memmgr.tools.view.job import WAITED_FOR, jobs, table
+from memmgr.tools.view.run_state import RunState
 from watch import lines
 
 
@@ -21,10 +21,10 @@ def rank(number: int, *, lost: float, world: int = 3, job: str = "a", **changed:
     return [hello, lines.sample(9, total=found)]
 
 
-def watched(*all_lines: list[dict[str, object]]) -> list[Watched]:
+def watched(*all_lines: list[dict[str, object]]) -> list[RunState]:
     found = []
     for each in all_lines:
-        found.append(Watched())
+        found.append(RunState())
         for line in each:
             found[-1].feed(line)
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memmgr.tools import cli
-from memmgr.tools._watched import LAYERS
+from memmgr.tools.view.run_state import LAYERS
 from watch import lines
 
 Event = dict[str, Any]

@@ -16,7 +16,7 @@ import memmgr
 from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.tools import cli
-from memmgr.tools._period import BEFORE, MOST_BANDS, NOBODY, period
+from memmgr.tools.view.period import BEFORE, MOST_BANDS, NOBODY, period
 
 
 def _recorded(path: Path, number: int = 2, **options: Any) -> Trace:

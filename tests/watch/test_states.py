@@ -9,9 +9,9 @@ import pytest
 
 from memmgr._advice import changes
 from memmgr.observe.states import flows, line
-from memmgr.tools import _top_text as text
-from memmgr.tools._perfetto import trace
-from memmgr.tools._watched import Watched
+from memmgr.tools.view import top_text as text
+from memmgr.tools.view.perfetto import trace
+from memmgr.tools.view.run_state import RunState
 from watch import lines
 from watch.test_report import Page, report
 
@@ -43,8 +43,8 @@ def samples(count: int = 60) -> list[dict[str, Any]]:
     return found
 
 
-def watched(found: list[dict[str, Any]]) -> Watched:
-    one = Watched()
+def watched(found: list[dict[str, Any]]) -> RunState:
+    one = RunState()
     for each in found:
         one.feed(each)
     return one

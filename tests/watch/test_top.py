@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from memmgr import _stream
-from memmgr.tools import cli, top
-from memmgr.tools._attach import Attached
+from memmgr.tools import cli
+from memmgr.tools.verbs import top
+from memmgr.tools.view.attach import Attached
 from watch import lines
 from watch.test_watched import SCREEN
 
@@ -122,7 +123,7 @@ def test_terminals_of_all_encodings(encoding: str, monkeypatch: pytest.MonkeyPat
 
 def _app(follow: bool = False) -> Any:
     pytest.importorskip("textual", reason="the full screen is the extra `top`")
-    from memmgr.tools._top_app import TopApp
+    from memmgr.tools.view.top_app import TopApp
 
     attached = [Attached(pid, REQUEST) for pid in _stream.processes()]
     return TopApp(attached, interval=0.1, follow=follow)

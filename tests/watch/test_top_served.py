@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from memmgr.tools import cli, top
+from memmgr.tools import cli
+from memmgr.tools.verbs import top
 from watch import lines
 
 aiohttp = pytest.importorskip("aiohttp", reason="the page is the extra `serve`")

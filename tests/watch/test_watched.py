@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from memmgr.tools import _top_text as text
-from memmgr.tools._watched import Watched, parse_line, read_log
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view import top_text as text
+from memmgr.tools.view.run_state import RunState, parse_line, read_log
 from watch import lines
 
 
-def fed(found: list[dict[str, Any]] | None = None, **how: Any) -> Watched:
-    watched = Watched(4242, **how)
+def fed(found: list[dict[str, Any]] | None = None, **how: Any) -> RunState:
+    watched = RunState(4242, **how)
     for line in found if found is not None else lines.lines():
         watched.feed(line)
     return watched
@@ -41,7 +41,7 @@ def test_history_is_bounded_for_a_screen_and_whole_for_a_report() -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(Wrong, match=r"writes telemetry version 2 \(memmgr 9.0\).*reads version 1"):
+    with pytest.raises(UsageError, match=r"writes telemetry version 2 \(memmgr 9.0\).*reads version 1"):
         fed([lines.hello(protocol=2, memmgr="9.0")])
 
 
@@ -57,13 +57,13 @@ def test_another_version_is_named() -> None:
     ],
 )
 def test_a_line_of_another_shape_is_one_clear_error(line: dict[str, Any]) -> None:
-    with pytest.raises(Wrong, match="not of this format"):
+    with pytest.raises(UsageError, match="not of this format"):
         fed([line])
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"[1]", b"", b"[" * 100_000])
 def test_what_is_no_line(data: bytes) -> None:
-    with pytest.raises(Wrong, match="lines of JSON"):
+    with pytest.raises(UsageError, match="lines of JSON"):
         parse_line(data)
 
 
@@ -133,7 +133,7 @@ def test_plans_device_and_tier_are_shown() -> None:
 
 
 def test_before_anything_has_come() -> None:
-    shown = text.plain(text.once(Watched(7), 80, 24, text.ASCII))
+    shown = text.plain(text.once(RunState(7), 80, 24, text.ASCII))
     assert shown.startswith("7 ") and "waiting" in shown.splitlines()[0] and "waiting for the map" in shown
 
 
@@ -218,13 +218,13 @@ def test_a_log_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None
 )
 def test_what_is_no_log(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "run.jsonl").write_bytes(content)
-    with pytest.raises(Wrong, match=says):
+    with pytest.raises(UsageError, match=says):
         read_log(tmp_path / "run.jsonl")
 
 
 def test_a_log_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(Wrong, match="cannot read"):
+        with pytest.raises(UsageError, match="cannot read"):
             read_log(path)
 
 

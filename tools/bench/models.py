@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._convnet import ConvNet
-from ..gpt import GPT, GPTConfig
+from .convnet import ConvNet
+from .gpt import GPT, GPTConfig
 
 Around = Callable[[], contextlib.AbstractContextManager[object]]
 

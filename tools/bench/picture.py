@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from memmgr.tools._plot import COLOURS
+from memmgr.tools.view.plot import COLOURS
 
 from .rows import Row
 from .systems import SYSTEMS

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 from .rows import Row
 
@@ -21,7 +21,7 @@ _PACKAGES = ("memmgr", "torch", "transformers", "trl", "torchtune")
 
 def machine(device: str) -> dict[str, Any]:
     """Hardware and versions."""
-    from memmgr.tools._measure import processor
+    from memmgr.tools.bench.measure import processor
 
     found = {
         "processor": processor(),
@@ -85,7 +85,7 @@ def opened(path: Path, settings: dict[str, Any], here: dict[str, Any]) -> Record
     """The record in that file, to go on from, or a new one.
 
     Raises:
-        Wrong: the file is none, or is of other settings, another machine or other versions.
+        UsageError: the file is none, or is of other settings, another machine or other versions.
     """
     if not path.exists():
         return Record(path, settings, here)
@@ -94,12 +94,12 @@ def opened(path: Path, settings: dict[str, Any], here: dict[str, Any]) -> Record
         found = Record(path, data["settings"], data["machine"], data["needs"], {}, data["largest"])
         found.rows = {row.key: row for row in map(Row.from_json, data["rows"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise Wrong(f"{path} is no bench of this version; name another folder with --out") from None
+        raise UsageError(f"{path} is no bench of this version; name another folder with --out") from None
     for what, theirs, ours in (("settings", found.settings, settings), ("machine", found.machine, here)):
         differs = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
         if differs:
             key = differs[0]
-            raise Wrong(
+            raise UsageError(
                 f"{path} has another {what}: {key} was {theirs.get(key)}, is {ours.get(key)}; name another folder with --out"
             )
     return found

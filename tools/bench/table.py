@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from memmgr.tools._screen import megabytes
+from memmgr.tools.common.console import megabytes
 
 from .record import Record
 from .rows import Row

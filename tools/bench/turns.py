@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.usage_error import UsageError
 
 from .systems import SYSTEMS
 
@@ -81,7 +81,7 @@ class Nursery:
                 )  # fmt: skip
             assert made.stdout is not None
             if made.stdout.readline() != "ready\n":
-                raise Wrong(f"no cell can be started: {said.read_text().strip().rpartition(chr(10))[2]}")
+                raise UsageError(f"no cell can be started: {said.read_text().strip().rpartition(chr(10))[2]}")
         return self._parents[what]
 
     def __exit__(self, *_: object) -> None:

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from memmgr._sizes import parse_size
-from memmgr.tools import _plot
-from memmgr.tools._screen import ProgressBar, table
-from memmgr.tools._wrong import Wrong
+from memmgr.tools.common.console import ProgressBar, table
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view import plot
 
 from .largest import largest
 from .models import MODELS
@@ -95,7 +95,7 @@ def _chosen(text: str, option: str, known: Sequence[str]) -> list[str]:
     for part in text.split(","):
         name = by_name.get(part.strip().lower().replace("-", ""))
         if name is None:
-            raise Wrong(f"{option}: {part.strip()!r} is none of {', '.join(known)}")
+            raise UsageError(f"{option}: {part.strip()!r} is none of {', '.join(known)}")
         found.append(name)
     return list(dict.fromkeys(found))
 
@@ -112,7 +112,7 @@ def _budgets(text: str) -> list[tuple[str, float | None]]:
         except ValueError:
             share = 0.0
         if not 0.01 <= share <= 10:
-            raise Wrong(
+            raise UsageError(
                 f"--budgets: {part!r} is neither a percentage such as 50% (1 to 1000) nor {' nor '.join(PEAKS)}"
             )
         found.append((f"{100 * share:g}%", share))
@@ -125,9 +125,11 @@ def _check_device(device: str) -> None:
     import torch
 
     if torch.version.cuda is None:
-        raise Wrong(f"--device cuda: torch {torch.__version__} is built without CUDA; install a torch for CUDA")
+        raise UsageError(f"--device cuda: torch {torch.__version__} is built without CUDA; install a torch for CUDA")
     if not torch.cuda.is_available():
-        raise Wrong("--device cuda: torch finds no GPU (torch.cuda.is_available() is False); memmgr doctor says more")
+        raise UsageError(
+            "--device cuda: torch finds no GPU (torch.cuda.is_available() is False); memmgr doctor says more"
+        )
 
 
 class _Bench:
@@ -139,7 +141,7 @@ class _Bench:
         self.budgets = _budgets(args.budgets)
         for option in ("turns", "threads"):
             if getattr(args, option) < 1:
-                raise Wrong(f"--{option}: {getattr(args, option)} is not a positive number")
+                raise UsageError(f"--{option}: {getattr(args, option)} is not a positive number")
         self.memory = _size(args.memory) if args.memory else None
         _check_device(args.device)
         self.args = args
@@ -232,7 +234,7 @@ class _Bench:
     def one_largest(self, children: Nursery, model: str, system: str, bar: ProgressBar) -> None:
         need = self.needs(children, model, UNMANAGED, bar.say)
         if "error" in need:
-            raise Wrong(f"{model}: {need['error']}")
+            raise UsageError(f"{model}: {need['error']}")
         found = self.record.largest.setdefault(
             model, {"memory_bytes": self.memory or 3 * need["state_bytes"], "systems": {}}
         )
@@ -267,7 +269,7 @@ class _Bench:
         text += "\n" + markdown(LARGEST_HEAD, largest_told) if largest_told else ""
         (out / "bench.md").write_text(text)
         picture: Path | None = None
-        if _plot.available() and told:
+        if plot.available() and told:
             picture = out / "bench.png"
             draw(rows, picture, heading(self.record))
         if self.args.json:
@@ -289,7 +291,7 @@ def _size(text: str) -> int:
     try:
         return parse_size(text, what="--memory")
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:

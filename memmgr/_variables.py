@@ -1,0 +1,56 @@
+"""The variables `MEMMGR_...` that somebody reads. One that nobody reads is a spelling mistake: a script would train without
+what it asks for, and not a word would be said.
+
+Torch is not imported here, and this file is not where there is no such variable.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+VARIABLES = frozenset(
+    "MEMMGR_BUDGET MEMMGR_CACHE MEMMGR_CONF MEMMGR_CUDA_MEMORY MEMMGR_DEBUG MEMMGR_DISK MEMMGR_INSTALL MEMMGR_TELEMETRY "
+    "MEMMGR_TIER_DIRECT".split()
+)
+"""Those that a user may set."""
+OF_TESTS = frozenset(
+    "MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_OPS_SHARD MEMMGR_PAGER_SMALL MEMMGR_SHARED MEMMGR_SOAK_SECONDS MEMMGR_SOAK_SEED "
+    "MEMMGR_TEST_ALL_OPS".split()
+)
+"""Those of our own tests and benchmarks: known, and never shown."""
+
+said = False
+"""What is wrong with the variables was said, or will be."""
+
+
+def unknown() -> list[str]:
+    """A sentence about each variable that nobody reads."""
+    names = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in VARIABLES | OF_TESTS)
+    return [f"{name} is not a variable of memmgr{_near(name)}" for name in names]
+
+
+def _near(name: str) -> str:
+    from ._meant import meant  # which loads more than a start needs
+
+    near = meant(name, VARIABLES, 0.8).replace("'", "").removeprefix(";")
+    return ":" + near if near else "; those there are: " + ", ".join(sorted(VARIABLES))
+
+
+def refuse_unknown() -> None:
+    """Ends the process where a variable is misspelt; with `strict:off` it is a warning.
+
+    Raises:
+        Refused: `strict` is on.
+    """
+    global said
+    found = [] if said else unknown()
+    said = True
+    if not found:
+        return
+    from ._conf import is_strict, refuse
+
+    line = "; ".join(found)
+    if is_strict(os.environ.get("MEMMGR_CONF", "")):
+        refuse(f"{line} (MEMMGR_CONF=strict:off makes this a warning)")
+    warnings.warn(f"memmgr: {line}", stacklevel=3)

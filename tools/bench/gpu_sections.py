@@ -1,0 +1,352 @@
+"""The sections of the GPU check, each a process: `python -m memmgr.tools.bench.gpu_sections NAME cuda|cpu [--quick]`.
+
+A section prints Markdown, a line as soon as it is known, and ends with 0 if what it checks held, 3 if it did not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memmgr.tools.bench import cuda_probe
+from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
+from memmgr.tools.common.console import megabytes
+
+SIZES: dict[bool, tuple[RunSpec, RunSpec]] = {
+    False: (
+        RunSpec("gpt", steps=6, sizes={"layers": 12, "heads": 12, "width": 768, "context": 512}, batch=16),
+        RunSpec(
+            "convnet", steps=6, model="convnet", sizes={"width": 64, "stages": 3, "blocks": 3, "height": 64}, batch=64
+        ),
+    ),
+    True: (
+        RunSpec("gpt", steps=2, sizes={"layers": 3, "heads": 4, "width": 64, "context": 128}, batch=16),
+        RunSpec(
+            "convnet", steps=2, model="convnet", sizes={"width": 16, "stages": 2, "blocks": 2, "height": 24}, batch=48
+        ),
+    ),
+}
+"""By `quick`: a transformer and a convnet. The quick ones only show that the machinery runs."""
+
+
+def _line(*cells: object) -> None:
+    print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def _head(*names: str) -> None:
+    _line(*names)
+    _line(*["---"] * len(names))
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "**NO**"
+
+
+DID_NOT_HOLD = 3
+"""Exit code; a traceback ends with 1."""
+
+
+class _Failed(Exception):
+    """A run that the section cannot do without came to nothing."""
+
+
+def _unmanaged(spec: RunSpec, **changes: Any) -> RunResult:
+    result = unmanaged(replace(spec, **changes), timeout_seconds=120)
+    if result.failure or result.need_bytes <= 0:
+        raise _Failed(f"{spec.label} unmanaged: {result.failure or 'its need could not be measured'}")
+    return result
+
+
+def _managed(spec: RunSpec, need_bytes: int, share: float, **changes: Any) -> RunResult:
+    return run(replace(spec, budget_bytes=int(share * need_bytes), **changes), timeout_seconds=120)
+
+
+def _last_line(result: RunResult) -> str:
+    return result.failure.splitlines()[-1].replace("|", "/")[:160]
+
+
+def exactness(device: str, quick: bool) -> bool:
+    """Under deterministic algorithms a run in 60 % of its memory ends with the bits of the unmanaged one."""
+    good = True
+    _head("model", "parameters", "need", "budget", "peak", "evictions", "offloads", "recomputes", "same bits")
+    for base in SIZES[quick]:
+        spec = replace(base, device=device, deterministic=True)
+        plain = _unmanaged(spec)
+        if device == "cuda":
+            # Without this, a difference could be torch's own.
+            again = run(spec, timeout_seconds=120)
+            row = (f"{spec.label}, unmanaged again", f"{plain.parameters:,}", megabytes(plain.need_bytes))
+            _line(*row, "none", "-", "-", "-", "-", _yes(plain.same_bits(again)))
+        managed = _managed(spec, plain.need_bytes, 0.6)
+        if managed.failure:
+            good = False
+            _line(spec.label, *["-"] * 7, f"**failed**: {_last_line(managed)}")
+            continue
+        same, budget = managed.same_bits(plain), managed.spec.budget_bytes or 0
+        good = good and same and managed.peak_bytes <= budget
+        counts = (f"{managed.stats.get(key, 0):,.0f}" for key in ("evictions", "offloads", "recomputes"))
+        sizes = (megabytes(plain.need_bytes), megabytes(budget), megabytes(managed.peak_bytes))
+        _line(spec.label, f"{plain.parameters:,}", *sizes, *counts, _yes(same))
+    return good
+
+
+def _apart(a: RunResult, b: RunResult) -> str:
+    """By how much two runs' losses differ at most."""
+    pairs = zip(a.losses, b.losses, strict=False)
+    most = max((abs(float.fromhex(x) - float.fromhex(y)) for x, y in pairs), default=float("nan"))
+    return "the same bits" if a.same_bits(b) else f"{most:.2e}"
+
+
+def verified(device: str, quick: bool) -> bool:
+    """Rule 1 where torch itself does not promise the same bits: each restored cell equals what was dropped, or the run
+    raises; how far two unmanaged runs are apart is printed beside how far ours is."""
+    good = True
+    _head("model", "cudnn.benchmark", "evictions", "offloads", "unmanaged twice", "managed", "every cell as it was")
+    for base in SIZES[quick][1:] if quick else reversed(SIZES[quick]):
+        for benchmark in (True,) if quick else (False, True):
+            spec = replace(base, device=device, steps=min(base.steps, 3), benchmark=benchmark)
+            plain = _unmanaged(spec)
+            managed = _managed(spec, plain.need_bytes, 0.6, options={"verify": True})
+            name = (spec.label, "on" if benchmark else "off")
+            if managed.failure:
+                good = False
+                _line(*name, *["-"] * 4, f"**failed**: {_last_line(managed)}")
+                continue
+            counts = (managed.stats.get("evictions", 0), managed.stats.get("offloads", 0))
+            good = good and sum(counts) > 0 and managed.peak_bytes <= (managed.spec.budget_bytes or 0)
+            again = _apart(plain, run(spec, timeout_seconds=120))
+            _line(*name, *(f"{count:,.0f}" for count in counts), again, _apart(plain, managed), _yes(sum(counts) > 0))
+    return good
+
+
+def peak(device: str, quick: bool) -> bool:
+    """What the driver sees over the process's start, against the budget.
+
+    NVML counts code and library workspaces that are loaded on first use too: the unmanaged row says how much that is.
+    """
+    spec = replace(SIZES[quick][0], device=device, nvml=device == "cuda")
+    plain = _unmanaged(spec)
+    good = True
+    _head(
+        "run", "budget", "peak by torch or memmgr", "NVML over the start", "NVML - peak", "process RSS over the start"
+    )
+    shares = (0.75, 0.5) if not quick else (0.6,)
+    for result in (plain, *(_managed(spec, plain.need_bytes, share) for share in shares)):
+        budget = result.spec.budget_bytes
+        name = "unmanaged" if budget is None else f"{budget / plain.need_bytes:.0%}"
+        if result.failure:
+            good = False
+            _line(name, megabytes(budget or 0), f"**failed**: {_last_line(result)}", "-", "-", "-")
+            continue
+        good = good and (budget is None or result.peak_bytes <= budget)
+        seen = megabytes(result.nvml_bytes) if result.nvml_bytes else "n/a"
+        more = megabytes(max(0, result.nvml_bytes - result.peak_bytes)) if result.nvml_bytes else "n/a"
+        limit = megabytes(budget) if budget else "none"
+        _line(name, limit, megabytes(result.peak_bytes), seen, more, megabytes(result.rss_bytes))
+    return good
+
+
+def overlap(device: str, quick: bool) -> bool:
+    """Offloading alone at 50 %, with the prefetcher on and off: how much of the copying lies under compute."""
+    spec = replace(SIZES[quick][0], device=device, profile=device == "cuda")
+    plain = _unmanaged(replace(spec, profile=False))
+    good = True
+    _head(
+        "prefetcher", "s/step", "ratio", "offloaded", "reloads", "prefetch hits", "stalled", "copying", "under compute"
+    )
+    _line("(unmanaged)", f"{plain.seconds_a_step:.4f}", "1.00x", *["-"] * 6)
+    timelines: list[str] = []
+    for name in ("off", "bandwidth"):
+        result = _managed(spec, plain.need_bytes, 0.5, policy=f"lru+offload+{name}")
+        if result.failure:
+            good = False
+            _line(name, f"**failed**: {_last_line(result)}", *["-"] * 7)
+            continue
+        stats = result.stats
+        copies = result.overlap.get("copy_seconds", 0.0)
+        _line(
+            name,
+            f"{result.seconds_a_step:.4f}",
+            f"{result.seconds_a_step / plain.seconds_a_step:.2f}x",
+            megabytes(stats.get("offload_bytes", 0)),
+            f"{stats.get('reloads', 0):,.0f}",
+            f"{stats.get('prefetch_hits', 0):,.0f}",
+            f"{stats.get('stall_seconds', 0):.3f} s",
+            f"{1e3 * copies:.1f} ms" if copies else "n/a",
+            f"{result.overlap['hidden_seconds'] / copies:.0%}" if copies else "n/a",
+        )
+        timelines += [f"prefetcher {name}, one step", *result.strips] if result.strips else []
+    if timelines:
+        print("\n```", *timelines, "```", sep="\n", flush=True)
+    return good
+
+
+def timings(device: str, quick: bool) -> bool:
+    """Host time per recorded op and per saved tensor, then step times at 50 %."""
+    _head("host µs per op, median of interleaved rounds", "plain", "under a budget")
+    per_op = _op_costs(device, rounds=3 if quick else 15, ops=200 if quick else 1000)
+    for name, costs in per_op.items():
+        _line(name, *(f"{1e6 * cost:.2f}" for cost in costs))
+    saving, not_saving = per_op["sin (saves its input)"], per_op["neg (saves nothing)"]
+    saved = (saving[1] - saving[0]) - (not_saving[1] - not_saving[0])
+    print(f"\nAn op: {1e6 * (not_saving[1] - not_saving[0]):.2f} µs; a saved tensor: {1e6 * saved:.2f} µs more.\n")
+    good = True
+    _head("run at 50 % of the need", "s/step", "ratio", "evictions", "offloads", "recomputing", "stalled")
+    for base in SIZES[quick][: 1 if quick else 2]:
+        spec = replace(base, device=device, steps=base.steps if quick else 12)
+        plain = _unmanaged(spec)
+        _line(f"{spec.label} unmanaged", f"{plain.seconds_a_step:.4f}", "1.00x", *["-"] * 4)
+        for policy in ("auto",) if quick else ("auto", "evict", "offload"):
+            result = _managed(spec, plain.need_bytes, 0.5, policy=policy)
+            if result.failure:
+                good = False
+                _line(f"{spec.label} {policy}", f"**failed**: {_last_line(result)}", *["-"] * 5)
+                continue
+            stats = result.stats
+            _line(
+                f"{spec.label} {policy}",
+                f"{result.seconds_a_step:.4f}",
+                f"{result.seconds_a_step / plain.seconds_a_step:.2f}x",
+                f"{stats.get('evictions', 0):,.0f}",
+                f"{stats.get('offloads', 0):,.0f}",
+                f"{stats.get('recompute_seconds', 0):.3f} s",
+                f"{stats.get('stall_seconds', 0):.3f} s",
+            )
+    return good
+
+
+def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, float]]:
+    """Seconds per op: plain, and under a budget that nothing has to leave for."""
+    import memmgr
+
+    x = torch.zeros(64, device=device, requires_grad=True)
+
+    def chain(op: Callable[[Tensor], Tensor]) -> float:
+        y = x
+        before = time.perf_counter()
+        for _ in range(ops):
+            y = op(y)
+        return (time.perf_counter() - before) / ops
+
+    costs: dict[str, tuple[float, float]] = {}
+    for name, op in {"neg (saves nothing)": torch.neg, "sin (saves its input)": torch.sin}.items():
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for index in range(rounds + 1):
+            plain = chain(op)
+            with memmgr.budget("1GB", device=device, quiet=True):
+                managed = chain(op)
+            if index:  # the first round warms up
+                for measured, value in zip(seconds, (plain, managed), strict=True):
+                    measured.append(value)
+        costs[name] = (statistics.median(seconds[0]), statistics.median(seconds[1]))
+    return costs
+
+
+def _probed(*words: str, **variables: str) -> dict[str, Any]:
+    """What a program of `cuda_probe` says; it runs by path, so that it decides when memmgr is imported."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
+    kept = {k: v for k, v in os.environ.items() if k == "MEMMGR_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(cuda_probe.__file__), *words],
+        env={**clean, **kept, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    if done.returncode != 0:
+        raise _Failed(f"{' '.join(words)}: {done.stderr[-2000:] or 'no message'}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def allocator(device: str, quick: bool) -> bool:
+    """What torch.cuda answers under memmgr's allocator; the same bits in all orders of importing; what a block costs."""
+    if device != "cuda":
+        print("Not rehearsed: there is nothing of it without CUDA.")
+        return True
+    good = True
+    _head("question", "mapped memory", "plain memory")
+    mapped, plain = (_probed("answers", MEMMGR_CUDA_MEMORY=memory) for memory in ("mapped", "plain"))
+    for name, said in mapped.items():
+        other = plain.get(name, "-").replace("|", "/")
+        good = (
+            good and (name == "allocator" or said == "ok") and (name in ("allocator", "empty_cache") or other == "ok")
+        )
+        _line(name, said.replace("|", "/"), other)
+    print(flush=True)
+    native = _probed("train", "native", MEMMGR_INSTALL="0")
+    limit = int(0.6 * native["peak_bytes"])
+    _head("order", "allocator", "budget", "peak", "reserved at most", "same bits")
+    _line("unmanaged", native["allocator"], "none", megabytes(native["peak_bytes"]), "-", "-")
+    for order in ("environment", "first"):
+        variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
+        run = _probed("train", order, str(limit), **variables)
+        same = run["digest"] == native["digest"]
+        good = good and same and run["allocator"] == "memmgr" and run["peak_bytes"] <= limit
+        sizes = (megabytes(limit), megabytes(run["peak_bytes"]), megabytes(run["reserved_peak_bytes"]))
+        _line(order, run["allocator"], *sizes, _yes(same))
+    # The model before the import: torch's own allocator stays, which takes whole segments.
+    limit = int(0.9 * native["reserved_peak_bytes"])
+    late = _probed("train", "late", str(limit))
+    same = late["digest"] == native["digest"]
+    good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= limit
+    sizes = (megabytes(limit), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
+    _line("late", late["allocator"], *sizes, _yes(same))
+    print(flush=True)
+    _head("host time", "torch's own", "memmgr, mapped")
+    theirs, ours = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
+    for name, value in ours.items():
+        if name != "allocator":
+            unit = "" if "," in name else " ns"
+            _line(name, f"{theirs[name]:,.1f}{unit}" if name in theirs else "-", f"{value:,.1f}{unit}")
+    return good
+
+
+def tests(device: str, quick: bool) -> bool:
+    """Those that are skipped without a GPU, where their folder and pytest are there."""
+    files = [name for name in ("tests/plugin/test_gpu.py", "tests/driver/test_real_device.py") if Path(name).is_file()]
+    if device != "cuda" or not files or importlib.util.find_spec("pytest") is None:
+        print("Left out: no GPU, no tests beside this, or no pytest.")
+        return True
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rA", *files]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))]
+    print("```", *told, *(done.stdout.splitlines()[-1:] if told else done.stdout.splitlines()[-15:]), "```", sep="\n")
+    return done.returncode == 0
+
+
+SECTIONS: dict[str, Callable[[str, bool], bool]] = {
+    "exactness": exactness,
+    "allocator": allocator,
+    "verified": verified,
+    "peak": peak,
+    "overlap": overlap,
+    "timings": timings,
+    "tests": tests,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs one section; its exit code."""
+    name, device, *flags = argv
+    try:
+        return 0 if SECTIONS[name](device, "--quick" in flags) else DID_NOT_HOLD
+    except _Failed as error:
+        print(f"\n**failed**:\n\n```\n{error}\n```", flush=True)
+        return DID_NOT_HOLD
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

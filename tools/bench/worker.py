@@ -1,0 +1,394 @@
+"""The process of one run: `python worker.py '<RunSpec as JSON>'` trains and prints events, one JSON object a line;
+with a second argument `turns` it waits for a line of standard input before every step.
+
+Started by `runs.run`, by its path. Siblings are loaded by their paths too: importing them as `memmgr.tools.x` would
+import memmgr, and an unmanaged run has to be a process in which memmgr does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def _load(name: str) -> ModuleType:
+    """A sibling module, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"_memmgr_worker_{name}", Path(__file__).with_name(name + ".py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _say(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+# ---- memory, seen from outside -------------------------------------------------------------------------------------
+
+
+def rss_bytes() -> int:
+    """The process's resident set now (Linux; elsewhere 0)."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def reset_high_water() -> bool:
+    """Makes the kernel's high-water mark of the resident set start again here; False where that is not offered."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    except OSError:
+        return False
+
+
+def high_water_bytes() -> int:
+    """The kernel's high-water mark of the resident set: no peak is too short for it, as it would be for sampling."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Nvml:
+    """Used memory of one GPU as the driver counts it; other processes on it would be counted too."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used_bytes(self) -> int:
+        """Bytes in use on the device now."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+
+class Sampler:
+    """Reads memory on a thread while the run goes on.
+
+    Args:
+        seconds: between two readings.
+        nvml: read the GPU too.
+    """
+
+    def __init__(self, seconds: float, nvml: Nvml | None = None) -> None:
+        self.resident: Callable[[], int] | None = None
+        self.timeline: list[tuple[float, int, int]] = []
+        self.nvml_peak = 0
+        self._waiting, self._waited = False, 0.0
+        self._nvml = nvml
+        self._nvml_start = nvml.used_bytes() if nvml else 0
+        self._seconds = seconds
+        self._start_rss = rss_bytes()
+        self._exact = reset_high_water()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="memory sampler", daemon=True)
+        self._thread.start()
+
+    @property
+    def peak_rss(self) -> int:
+        """The resident set at its highest so far, over the start."""
+        sampled = max((rss for _, rss, _ in self.timeline), default=0)
+        return max(sampled, high_water_bytes() - self._start_rss if self._exact else 0)
+
+    def clock(self) -> float:
+        """Seconds of this run: it stands still while others have their turn."""
+        return time.perf_counter() - self._waited
+
+    def wait_for_turn(self) -> None:
+        """Until standard input has another line."""
+        before, self._waiting = time.perf_counter(), True
+        _say("waits")
+        sys.stdin.readline()
+        self._waited += time.perf_counter() - before
+        self._waiting = False
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        next_resident, resident = 0.0, -1
+        while not self._stop.wait(self._seconds):
+            if self._waiting:
+                continue
+            now = self.clock()
+            if self.resident is not None and now >= next_resident:
+                resident = self.resident()
+                # At most a hundredth of the run goes into asking, however long an answer takes.
+                next_resident = now + max(0.02, 100 * (self.clock() - now))
+            self.timeline.append((now, rss_bytes() - self._start_rss, resident))
+            if self._nvml is not None:
+                self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
+
+
+def keep_nothing_back() -> bool:
+    """Tells the C library to map every large block by itself from now on, and so to unmap it when it is freed.
+
+    Otherwise glibc keeps freed heap memory for later, and fragments: the resident set is 5 to 13 % over the live bytes
+    on the demo's GPT. It has to be said before there is a heap with holes in it, because holes are filled first. False
+    where there is no glibc; the resident set then contains what malloc holds in reserve.
+    """
+    try:
+        return bool(ctypes.CDLL(None).mallopt(-3, 1 << 16))  # M_MMAP_THRESHOLD; setting it also stops it from rising
+    except (OSError, AttributeError):
+        return False
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Model, optimizer and batches of a spec; `step` takes one optimizer step.
+
+    Args:
+        spec: a RunSpec as plain data.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        device = spec["device"]
+        torch.manual_seed(spec["seed"])
+        self.batches: Callable[[], tuple[Tensor, Tensor]]
+        self.model: nn.Module
+        if spec["model"] == "gpt":
+            gpt, corpus = _load("gpt"), _load("corpus")
+            config = gpt.GPTConfig(**spec["sizes"])
+            self.model = gpt.GPT(config).to(device)
+            self.batches = corpus.Batches(
+                corpus.standard_library(), spec["batch"], config.context, spec["seed"], device
+            )
+        else:
+            sizes = dict(spec["sizes"])
+            height = sizes.pop("height", 32)
+            self.model = _load("convnet").ConvNet(**sizes).to(device)
+            self.batches = _images(spec["batch"], height, spec["seed"], device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, weight_decay=0.1)
+
+    def step(self) -> float:
+        """Forward, backward, update; the loss."""
+        loss: Tensor = self.model(*self.batches())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def digest(self, losses: list[str]) -> str:
+        """SHA-256 over everything that training leaves behind."""
+        sha = hashlib.sha256()
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        for named in (self.model.state_dict(), moments, rng):
+            for name in sorted(named):
+                sha.update(name.encode())
+                content = named[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+                sha.update(content.numpy().data)
+        sha.update(" ".join(losses).encode())
+        return sha.hexdigest()
+
+
+def _images(batch: int, height: int, seed: int, device: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Noise with one of ten colours mixed in, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    colours = torch.rand(10, 3, 1, 1, generator=generator)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        labels = torch.randint(10, (batch,), generator=generator)
+        images = torch.randn(batch, 3, height, height, generator=generator) + colours[labels]
+        return images.to(device), labels.to(device)
+
+    return draw
+
+
+def _warm_up(device: str) -> None:
+    """One tiny step, so that code, thread pools and the device's context belong to the start and not to the run."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    nn.functional.cross_entropy(
+        layer(torch.zeros(128, 64, device=device)), torch.zeros(128, device=device).long()
+    ).backward()
+    optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> Iterator[None]:
+    """The context that the spec asks for: memmgr's, or none."""
+    if spec["budget_bytes"] is None:
+        yield
+        return
+    import memmgr
+
+    device = {} if spec["device"] == "cpu" else {"device": spec["device"]}
+    with memmgr.budget(spec["budget_bytes"], policy=spec["policy"], quiet=True, **device, **spec["options"]) as mm:
+        sampler.resident = lambda: int(mm.stats()["resident_bytes.current"])
+        try:
+            yield
+            stats = mm.stats()
+        finally:
+            sampler.resident = None
+    result["stats"] = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+
+
+Span = tuple[float, float]
+
+
+def _overlap(step: Callable[[], object]) -> dict[str, Any]:
+    """How much of one step's copying between device and host lay under kernels, by torch's profiler.
+
+    Returns:
+        The RunResult fields `overlap` and `strips`.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    copies: list[Span] = []
+    kernels: list[Span] = []
+    for event in profiler.events() or []:
+        if event.device_type.name == "CUDA":
+            span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+            if "Memcpy" in event.name:
+                if "HtoD" in event.name or "DtoH" in event.name:
+                    copies.append(span)
+            elif "Memset" not in event.name:
+                kernels.append(span)
+    copying, computing = union(copies), union(kernels)
+    overlap = {
+        "copy_seconds": length(copying),
+        "hidden_seconds": sum(within(computing, *span) for span in copying),
+        "kernel_seconds": length(computing),
+    }
+    return {"overlap": overlap, "strips": strips({"kernels": computing, "copies": copying})}
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """The same time, as spans in order that do not overlap."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(spans: list[Span]) -> float:
+    """Seconds in spans that do not overlap."""
+    return sum(end - start for start, end in spans)
+
+
+def within(spans: list[Span], start: float, end: float) -> float:
+    """Seconds of `spans` (which do not overlap) that lie between `start` and `end`."""
+    return sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in spans)
+
+
+def strips(rows: dict[str, list[Span]], columns: int = 96) -> list[str]:
+    """One line of text per row: how busy it was over time, each character a slice (blank, then . : # for thirds)."""
+    spans = [span for row in rows.values() for span in row]
+    if not spans:
+        return []
+    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    slice_seconds = (last - first) / columns or 1.0
+    lines = []
+    for name, row in rows.items():
+        shares = [within(row, first + i * slice_seconds, first + (i + 1) * slice_seconds) for i in range(columns)]
+        marks = (" .:#"[min(3, math.ceil(3 * share / slice_seconds - 1e-6))] for share in shares)
+        lines.append(f"{name:<8}|{''.join(marks)}|")
+    lines.append(f"{'':<8} {1e3 * (last - first):.1f} ms")
+    return lines
+
+
+def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
+    """Trains as `spec` says; with `turns` each step waits for a line of standard input.
+
+    Returns:
+        The fields of a RunResult that are known at the end.
+    """
+    if spec["budget_bytes"] is not None:
+        import memmgr  # noqa: F401  before CUDA is initialised: that is when its allocator can be put in place
+    on_gpu = spec["device"] == "cuda"
+    if spec["measure_need"] and not on_gpu:
+        keep_nothing_back()
+    torch.backends.cudnn.benchmark = spec["benchmark"] and not spec["deterministic"]
+    if spec["deterministic"]:
+        torch.use_deterministic_algorithms(True)
+    if spec["deterministic"] and on_gpu:
+        # The fused attention kernels' backward adds in the order in which its blocks happen to finish.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    _warm_up(spec["device"])
+    if on_gpu and spec["budget_bytes"] is None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    nvml = None
+    if spec["nvml"]:
+        with contextlib.suppress(Exception):  # no driver, no NVML: the figure stays 0 and the report says n/a
+            nvml = Nvml()
+    losses: list[str] = []
+    result: dict[str, Any] = {}
+    sampler = Sampler(spec["sample_seconds"], nvml)
+    with _budget(spec, sampler, result):
+        training = Training(spec)
+        began = sampler.clock()
+        for index in range(spec["steps"]):
+            if turns:
+                sampler.wait_for_turn()
+            before = time.perf_counter()
+            losses.append(training.step().hex())
+            if on_gpu:
+                torch.cuda.synchronize()
+            _say("step", index=index, loss=losses[-1], seconds=time.perf_counter() - before)
+        digest = training.digest(losses)
+        parameters = sum(p.numel() for p in training.model.parameters())
+        if spec["profile"] and on_gpu:
+            result |= _overlap(training.step)
+    result |= {"rss_bytes": sampler.peak_rss, "nvml_bytes": sampler.nvml_peak}
+    sampler.stop()
+    if spec["measure_need"]:
+        result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else result["rss_bytes"]
+    timeline = _thin([(now - began, rss, held) for now, rss, held in sampler.timeline if now >= began])
+    return result | {"digest": digest, "parameters": parameters, "timeline": timeline}
+
+
+def _thin(points: list[tuple[float, int, int]], most: int = 3000) -> list[tuple[float, int, int]]:
+    """At most `most` points; the highest of each group stays, so that no peak gets lost."""
+    group = max(1, -(-len(points) // most))
+    return [max(points[i : i + group], key=lambda point: point[1]) for i in range(0, len(points), group)]
+
+
+if __name__ == "__main__":
+    in_turns = sys.argv[2:] == ["turns"]
+    if in_turns:
+        _load("child").end_with_parent()
+    _say("result", **work(json.loads(sys.argv[1]), turns=in_turns))

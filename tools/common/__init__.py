@@ -1,0 +1,1 @@
+"""What several verbs use: words for the terminal, rates of machines, steps on tensors without bytes, logs of others."""

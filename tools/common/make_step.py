@@ -1,0 +1,88 @@
+"""What a plan is for: a function of a user's file that makes a step, or a model from the config of transformers in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memmgr.tools.common.usage_error import UsageError
+
+Step = Callable[[], object]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def maker(args: argparse.Namespace) -> Callable[[], Step]:
+    """What makes the step; nothing is made yet, but the user's file has run.
+
+    Args:
+        args: `what`, and of a folder `batch`, `sequence`, `optimizer`, `dtype`, `checkpointing`.
+
+    Raises:
+        UsageError: there is no such function, file or folder.
+    """
+    folder = Path(args.what)
+    if (folder / "config.json").is_file():
+        return lambda: _language_model(folder, args)
+    return from_file(args.what)
+
+
+def from_file(what: str) -> Callable[[], Step]:
+    """The function that FILE.py:FUNCTION names; the file has run.
+
+    Raises:
+        UsageError: there is no such file or function.
+    """
+    text, _, name = what.rpartition(":")
+    path = Path(text)
+    if path.suffix != ".py":
+        raise UsageError(f"{what!r} is neither FILE.py:FUNCTION nor a folder with a config.json")
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function {name!r}")
+    made: Callable[[], Step] = make
+    return made
+
+
+def _language_model(folder: Path, args: argparse.Namespace) -> Step:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UsageError("a folder with a config needs the package transformers: pip install transformers") from None
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.use_cache = False
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=DTYPES[args.dtype])
+    model.train()
+    if args.checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters())
+    tokens = torch.zeros(args.batch, args.sequence, dtype=torch.int64)
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,151 @@
+"""What a device can do at most: arithmetic, memory and link. By it the time of an op is told before it runs.
+
+An op takes as long as the slower of its arithmetic and its bytes would at those rates (the roofline: Williams, Waterman,
+Patterson, CACM 2009, doi 10.1145/1498765.1498785). Where a table of measured calls knows the op, it takes what was measured.
+
+*Known limitations*: the named devices have their makers' figures, which no kernel reaches: real steps take longer, by half and
+more where tensors are small. Copies are as optimistic as ops, so what a plan adds to a step is nearer to the truth than the
+step's length. Kernel launches count as nothing on a named device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from memmgr.policies.trace import TierLink
+from memmgr.tools.common.usage_error import UsageError
+
+VERSION = 1
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call of torch does, by which its time on a device is told.
+
+    Attributes:
+        signature: equal for calls that take equal time: name, shapes, strides, types, other arguments.
+        flops: by torch's formulas; 0 where there is none.
+        moved_bytes: read and written, each tensor once.
+        dtype: of what is computed with, as "float32"; "tf32" where torch may round to that.
+    """
+
+    signature: str
+    flops: int
+    moved_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device.
+
+    Attributes:
+        name: the device's.
+        flops: of matrix products, a second, by dtype; what is not in it runs at the rate of "float32".
+        bytes_per_second: to and from its memory.
+        memory_bytes: its size.
+        link: to the tier below.
+        source: where the figures are from.
+        accelerator: whether a step's kernels are an accelerator's.
+        call_seconds: what each call of torch takes on top.
+        calls: by signature, what was measured: seconds, and bytes beyond the outputs at the worst moment.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bytes_per_second: float
+    memory_bytes: int
+    link: TierLink | None
+    source: str
+    accelerator: bool = True
+    call_seconds: float = 0.0
+    calls: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+    def seconds(self, work: Work) -> float:
+        """What a call takes."""
+        if work.signature in self.calls:
+            return self.calls[work.signature][0]
+        rate = self.flops.get(work.dtype, self.flops["float32"])
+        return max(work.flops / rate, work.moved_bytes / self.bytes_per_second)
+
+    def scratch_bytes(self, work: Work) -> int:
+        """What a call needs beyond its outputs while it runs; 0 where that was not measured."""
+        return self.calls[work.signature][1] if work.signature in self.calls else 0
+
+
+def _card(
+    name: str, float32: float, tf32: float, half: float, gigabytes: float, memory: int, bus: float, source: str,
+    bfloat16: float | None = None,
+) -> Rates:  # fmt: skip
+    flops = {"float32": float32, "tf32": tf32, "float16": half, "bfloat16": half if bfloat16 is None else bfloat16}
+    link = TierLink("host", bus * 1e9, bus * 1e9)
+    return Rates(name, {k: v * 1e12 for k, v in flops.items()}, gigabytes * 1e9, memory, link, source)
+
+
+_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
+"""GB/s each way of 16 lanes: 8, 16 and 32 GT/s, 128 bits in 130 (PCI-SIG, PCI Express Base Specification 3.0, 4.0, 5.0)."""
+
+DEVICES: dict[str, Rates] = {
+    one.name: one
+    for one in (
+        # TFLOP/s without sparsity: fp32, TF32, fp16 with fp32 sums; GB/s of memory; bytes of memory; GB/s of the bus.
+        _card("rtx3090", 35.6, 35.6, 71.2, 936, 24 * GIB, _PCIE4, "NVIDIA Ampere GA102 whitepaper, appendix A"),
+        _card(
+            "rtx4090", 82.6, 82.6, 165.2, 1008, 24 * GIB, _PCIE4, "NVIDIA Ada GPU architecture whitepaper, appendix A"
+        ),
+        _card("a100-40", 19.5, 156, 312, 1555, 40 * GIB, _PCIE4, "NVIDIA A100 datasheet, 40 GB"),
+        _card("a100-80", 19.5, 156, 312, 2039, 80 * GIB, _PCIE4, "NVIDIA A100 datasheet, 80 GB SXM"),
+        _card(
+            "h100",
+            67,
+            494.5,
+            989.5,
+            3350,
+            80 * GIB,
+            _PCIE5,
+            "NVIDIA H100 datasheet, SXM, halves of those with sparsity",
+        ),
+        _card("h200", 67, 494.5, 989.5, 4800, 141 * 10**9, _PCIE5, "NVIDIA H200 datasheet, SXM, halves as above"),
+        _card("l4", 30.3, 60, 121, 300, 24 * GIB, _PCIE4, "NVIDIA L4 datasheet, halves as above"),
+        _card("t4", 8.1, 8.1, 65, 320, 16 * GIB, _PCIE3, "NVIDIA T4 datasheet; it has no bf16 units", bfloat16=8.1),
+    )
+}
+
+
+def read_rates(path: Path) -> Rates:
+    """A table that `memmgr doctor --measure` wrote.
+
+    Raises:
+        UsageError: it cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.pop("memmgr_rates") != VERSION:
+            raise UsageError(f"{path}: a table of another version of memmgr; measure again")
+        link = TierLink(**found.pop("link")) if found.get("link") else found.pop("link")
+        calls = {signature: (float(s), int(size)) for signature, (s, size) in found.pop("calls").items()}
+        return Rates(**found, link=link, calls=calls)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no table of memmgr doctor --measure ({type(error).__name__}: {error})") from None
+
+
+def write_rates(path: Path, rates: Rates) -> None:
+    """Writes a table.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.write_text(json.dumps({"memmgr_rates": VERSION, **asdict(rates)}, indent=1) + "\n", encoding="utf-8")
+
+
+def with_tier(rates: Rates, tier: str, capacity_bytes: int) -> Rates:
+    """The same device with another tier below, on its own link."""
+    if rates.link is None:
+        raise UsageError(f"{rates.name} has no link to a tier; measure one with memmgr doctor --measure --disk FOLDER")
+    return replace(rates, link=replace(rates.link, tier=tier, capacity_bytes=capacity_bytes))

@@ -1,0 +1,39 @@
+"""What a user got wrong: said in one line, exit code 2, no traceback; where it is almost right, with what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from memmgr._meant import meant
+
+
+class UsageError(Exception):
+    """The text is the line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line; options, verbs and choices that are almost ones are asked about."""
+
+    _given: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse's own."""
+        self._given = args
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's own, with what was meant."""
+        super().error(message + self._meant(message))
+
+    def _meant(self, message: str) -> str:
+        if chosen := re.search(r"invalid choice: '([^']+)'", message):
+            return meant(chosen[1], {str(one) for action in self._actions for one in action.choices or ()})
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        _, unrecognized, rest = message.partition("unrecognized arguments: ")
+        # Something that is required is missing, perhaps because it was misspelt.
+        words: Iterable[str] = rest.split() if unrecognized else self._given
+        names = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return next(filter(None, (meant(name, options) for name in names if name not in options)), "")

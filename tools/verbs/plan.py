@@ -1,0 +1,256 @@
+"""What a budget would do to a training step, before anything is trained: no memory and no device are needed.
+
+    memmgr plan --device rtx4090 --budget 20GB --tier host:64GB model.py:make_step
+    memmgr plan --device h100,rtx4090,l4 --sweep --picture sweep.png model.py:make_step
+    memmgr plan --device a100-80 --batch 4 --sequence 4096 --optimizer adamw-fused ./llama-7b
+    memmgr plan --device here.json --budget 60% model.py:make_step     # measured: memmgr doctor --measure here.json
+
+`make_step` is a function without arguments. It makes model, optimizer and batch and returns a function that does one step:
+forward, backward, optimizer.step(), zero_grad(). Both run on fake tensors, so a 70B model is traced on a laptop. Instead of a
+file: a folder with the config.json of one of transformers' language models; nothing is downloaded.
+
+Said is: whether it fits, what a step takes, what leaves (parameters, gradients, optimizer states, activations), how much is
+moved, what no schedule can go below, and the budget that leaves half of the overhead. Devices: {devices};
+or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
+
+Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, a file or an option that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memmgr._meant import meant
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_size, show_seconds, show_size
+from memmgr.tools.common.console import table
+from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view import plot
+
+if TYPE_CHECKING:
+    from memmgr.policies.trace import TierLink, Trace
+    from memmgr.tools.common.fake_trace import FakeStep
+    from memmgr.tools.common.outlook import Outlook
+
+__doc__ = (__doc__ or "").format(devices=", ".join(DEVICES))
+
+_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "momentum", "adafactor")
+_DTYPES = ("float32", "bfloat16", "float16")
+_TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("what", metavar="FILE.py:FUNCTION|FOLDER", help="what makes the step, or a model's config")
+    parser.add_argument("--device", default="cpu", help="a name, a table, or with --sweep several, by commas")
+    parser.add_argument(
+        "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
+    )
+    parser.add_argument("--tier", metavar="TIER", help="host:64GB, disk:1TB, or off: what is below (default: no limit)")
+    parser.add_argument(
+        "--sweep", action="store_true", help="budgets from all of the need to a tenth of it, every device"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="memory over the step, or the sweep: .png or .svg")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the trace, for memmgr simulate")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    model = parser.add_argument_group("of a folder with a config")
+    model.add_argument("--batch", type=int, default=1, help="sequences in a step (default 1)")
+    model.add_argument("--sequence", type=int, default=2048, help="tokens in each (default 2048)")
+    model.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
+    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of parameters (default bfloat16)")
+    model.add_argument("--checkpointing", action="store_true", help="with the model's own gradient checkpointing")
+
+
+@dataclass(frozen=True)
+class _On:
+    """A step on a device."""
+
+    rates: Rates
+    trace: Trace
+    link: TierLink | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans; see the module's text for the exit code."""
+    if args.picture is not None:
+        if args.picture.suffix not in (".png", ".svg"):
+            raise UsageError(f"--picture: {args.picture} ends in neither .png nor .svg")
+        if not plot.available():
+            raise UsageError("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+    names = args.device.split(",")
+    if len(names) > 1 and not args.sweep:
+        raise UsageError("several devices are compared with --sweep")
+    devices = [_tiered(_device(name), args.tier) for name in names]
+    on = []
+    steps: dict[bool, FakeStep] = {}
+    for rates in devices:
+        if rates.accelerator not in steps:
+            steps[rates.accelerator] = _recorded(args, rates.accelerator)
+        link = None if args.tier == "off" else rates.link
+        trace = replace(steps[rates.accelerator].trace(rates), links=(link,) if link else ())
+        unknown = {w.signature for w in steps[rates.accelerator].works if w.signature not in rates.calls} - {"view"}
+        if rates.calls and unknown:
+            _say(f"{len(unknown)} kinds of op are not in the table of {rates.name}: told from its rates")
+        on.append(_On(rates, trace, link))
+    if args.trace:
+        from memmgr._trace_file import write_trace
+
+        write_trace(args.trace, on[0].trace)
+    return _sweep(args, on) if args.sweep else _one(args, on[0])
+
+
+def _say(text: str) -> None:
+    print(f"memmgr plan: {text}", file=sys.stderr, flush=True)
+
+
+def _device(name: str) -> Rates:
+    if name in DEVICES:
+        return DEVICES[name]
+    if name.endswith(".json"):
+        return read_rates(Path(name))
+    if name == "cpu":
+        from memmgr.tools.bench.measure import measure
+
+        _say("measuring this machine (memmgr doctor --measure keeps it)")
+        return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
+    known = (*DEVICES, "cpu")
+    raise UsageError(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
+
+
+def _tiered(rates: Rates, text: str | None) -> Rates:
+    if text is None or text == "off":
+        return rates
+    tier, colon, size = text.partition(":")
+    if not colon or tier not in ("host", "disk"):
+        raise UsageError(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor off")
+    try:
+        return with_tier(rates, tier, parse_size(size, what="--tier"))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _recorded(args: argparse.Namespace, accelerator: bool) -> FakeStep:
+    from memmgr.tools.common.fake_step import StepError, record
+    from memmgr.tools.common.make_step import maker
+
+    begun = time.perf_counter()
+    try:
+        step = record(maker(args), accelerator=accelerator)
+    except StepError as error:
+        raise UsageError(str(error)) from None
+    _say(f"traced {step.end - step.begin:,} calls of torch in {show_seconds(time.perf_counter() - begun)}")
+    return step
+
+
+def _budget(args: argparse.Namespace, on: _On) -> int:
+    """As live: here the need is known, and `auto` is the knee of the step's curve."""
+    from memmgr.policies.plan.knee import knee
+    from memmgr.tools.common.outlook import outlook
+
+    peak = on.trace.unmanaged_peak[0]
+    try:
+        asked = parse_budget(args.budget or on.rates.memory_bytes, whole=on.rates.memory_bytes, what="--budget")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not isinstance(asked, Need):
+        return peak if asked == UNLIMITED else asked
+    if asked.share is not None:
+        return max(1, int(peak * asked.share))
+    return knee(peak, lambda size: outlook(on.trace, size, on.link)[0].overhead).budget_bytes
+
+
+def _one(args: argparse.Namespace, on: _On) -> int:
+    from memmgr.tools.common.outlook import half_overhead, levels, outlook
+
+    begun = time.perf_counter()
+    found, made = outlook(on.trace, _budget(args, on), on.link)
+    took = time.perf_counter() - begun
+    found = replace(found, half_overhead_budget_bytes=half_overhead(on.trace, found, on.link))
+    if args.picture:
+        managed = levels(on.trace, made.steps, made) if made.feasible else []
+        plot.memory_of_step(
+            levels(on.trace), managed, found.budget_bytes, args.picture, f"{args.what} on {on.rates.name}"
+        )
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    _show(found, on, took)
+    if args.picture:
+        print(args.picture)
+    return 0
+
+
+def _show(found: Outlook, on: _On, took: float) -> None:
+    print(f"device     {on.rates.name}: {show_size(on.rates.memory_bytes)} ({on.rates.source})")
+    held = ", ".join(f"{_plural(kind)} {show_size(size)}" for kind, size in found.held_bytes.items())
+    print(f"needs      {show_size(found.unmanaged_peak_bytes)} and {show_seconds(found.unmanaged_seconds)} a step")
+    if held:
+        print(f"           from step to step: {held}")
+    budget = show_size(found.budget_bytes)
+    if found.overhead is None or found.seconds is None:
+        print(f"budget     {budget}: does not fit; the largest op alone needs {show_size(found.least_bytes)}")
+        if found.tier_room_bytes is not None and found.tier_bytes > found.tier_room_bytes:
+            print(
+                f"           {show_size(found.tier_bytes)} would be below, where {show_size(found.tier_room_bytes)} fit"
+            )
+        return
+    print(f"budget     {budget}: fits, {show_seconds(found.seconds)} a step, {found.overhead:.3f}x", end="")
+    print(f" (no schedule below {found.lower_bound:.3f}x)" if found.lower_bound is not None else "")
+    if not (found.written_bytes or found.read_bytes or found.remade_bytes):
+        print("           everything stays in memory")
+    rows = [
+        [_plural(kind), *(show_size(sizes.get(kind, 0)) if sizes.get(kind) else "" for sizes in (
+            found.written_bytes, found.read_bytes, found.remade_bytes))]
+        for kind in dict.fromkeys((*found.written_bytes, *found.read_bytes, *found.remade_bytes))
+    ]  # fmt: skip
+    if rows:
+        table(["what leaves", "written", "read", "made again"], rows)
+    if found.tier_bytes:
+        room = f" of {show_size(found.tier_room_bytes)}" if found.tier_room_bytes is not None else ""
+        print(f"below      {show_size(found.tier_bytes)}{room} at most")
+    if found.half_overhead_budget_bytes is not None:
+        print(f"half       of what the budget costs is gone at {show_size(found.half_overhead_budget_bytes)}")
+    print(f"planned    {len(on.trace.ops):,} ops in {show_seconds(took)}")
+
+
+def _plural(kind: str) -> str:
+    return kind if kind == "other" else f"{kind}s"
+
+
+def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
+    from memmgr.tools.common.outlook import outlook
+
+    found: list[list[Outlook]] = []
+    for tenths in _TENTHS:
+        found.append([outlook(one.trace, one.trace.unmanaged_peak[0] * tenths // 10, one.link)[0] for one in on])
+    if args.picture:
+        points = [
+            [plot.Point(tenths / 10, o.overhead, o.lower_bound, one.rates.name) for o, one in zip(row, on, strict=True)]
+            for tenths, row in zip(_TENTHS, found, strict=True)
+        ]
+        plot.slowdown(points, args.picture, args.what)
+    if args.json:
+        print(json.dumps([asdict(o) for row in found for o in row]))
+        return 0
+    for one in on:
+        print(f"{one.rates.name}: {show_size(one.trace.unmanaged_peak[0])}, {show_seconds(one.trace.seconds)} a step")
+    print("a step at a budget, and its time over a step without one (*: more than the device has; -: does not fit)")
+    rows = []
+    for tenths, row in zip(_TENTHS, found, strict=True):
+        cells = [
+            "-" if o.seconds is None else f"{show_seconds(o.seconds)}  {o.overhead:.2f}x"
+            + ("*" if o.budget_bytes > one.rates.memory_bytes else " ")
+            for o, one in zip(row, on, strict=True)
+        ]  # fmt: skip
+        rows.append([f"{tenths * 10} %", show_size(row[0].budget_bytes), *cells])
+    table(["budget", "", *(one.rates.name for one in on)], rows)
+    if args.picture:
+        print(args.picture)
+    return 0

@@ -1,0 +1,95 @@
+"""One HTML page about a finished run: memory over time, where the time went, and what to change.
+
+    memmgr run --budget 12GB --log run.jsonl train.py
+    memmgr report run.jsonl                     writes run.html
+    memmgr report run.rank0.jsonl run.rank1.jsonl --out both.html
+    memmgr report --format perfetto run.jsonl   writes run.perfetto.json, for ui.perfetto.dev or chrome://tracing
+    memmgr report run.jsonl run.trace           the page with a pass that memmgr trace has recorded: its memory by layer, op by op
+    memmgr report --format png run.trace        that as a picture; or svg
+
+The page needs nothing beside itself: no network, no scripts. A log whose run was killed is reported as far as it goes. A PNG
+needs the package matplotlib.
+
+Exit code: 0; 2 when a log cannot be read, or is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from memmgr._trace_file import is_trace, read_trace
+from memmgr.policies.trace import Trace, TraceError
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view import plot
+from memmgr.tools.view.perfetto import trace
+from memmgr.tools.view.period import write_picture
+from memmgr.tools.view.report_page import page
+from memmgr.tools.view.run_state import RunState, read_log
+
+FORMATS = {"html": ".html", "perfetto": ".perfetto.json", "png": ".png", "svg": ".svg"}
+PICTURES = ("png", "svg")
+"""What can be made of a log, and how such a file is called."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument(
+        "logs", nargs="+", type=Path, metavar="LOG", help="what memmgr run --log, or memmgr trace, wrote"
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="html",
+        help="a page, a trace, or one pass's picture (default %(default)s)",
+    )
+    endings = " or ".join(FORMATS.values())
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help=f"what is written (default: the first log's name with {endings})"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page or the trace, and says where it is."""
+    sessions: list[tuple[str, RunState]] = []
+    passes: list[tuple[str, Trace]] = []
+    for path in args.logs:
+        if is_trace(path):
+            passes.append((path.name, _read(path)))
+            continue
+        found, missing = read_log(path)
+        if missing:
+            print(f"memmgr report: {path}: {missing}; what is there is shown", file=sys.stderr)
+        sessions += [(path.name, session) for session in found]
+    out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
+    if out in args.logs:
+        raise UsageError(f"{out} is a log; name another file with --out")
+    try:
+        if args.format in PICTURES:
+            return _picture(passes, sessions, out)
+        html = args.format == "html"
+        text = page(sessions, passes) if html else json.dumps(trace(sessions, passes), separators=(",", ":"))
+        out.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}") from None
+    print(out)
+    return 0
+
+
+def _read(path: Path) -> Trace:
+    try:
+        return read_trace(path)
+    except TraceError as error:
+        raise UsageError(str(error)) from None
+
+
+def _picture(passes: list[tuple[str, Trace]], sessions: list[tuple[str, RunState]], out: Path) -> int:
+    if sessions or len(passes) != 1:
+        raise UsageError(f"{out}: a picture is of one pass that memmgr trace has recorded")
+    if out.suffix == ".png" and not plot.available():
+        raise UsageError("a PNG needs the package matplotlib: pip install 'memmgr[demo]'")
+    write_picture(passes[0][1], out, passes[0][0])
+    print(out)
+    return 0

@@ -1,0 +1,340 @@
+"""Run a training script under a budget, unmodified.
+
+    memmgr run --budget 12GB train.py --lr 3e-4
+    memmgr run --budget 80% --log run.jsonl -m package.train
+    memmgr run --ratio 60% train.py
+    memmgr run --budget 12GB -m torch.distributed.run --nproc-per-node 2 train.py
+    torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
+
+The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its
+exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves, on
+the device of that training, and what the script starts as further Python processes has it too (data loader workers
+train nothing and have none). Where it cannot be opened the script ends there, instead of training without: in one line
+with code 2, or, where what is on the device already is more than the budget, with a BudgetError. With several ranks
+each has the whole budget and a log of its own, those on one host share --disk-size and --host, and rank 0 says how it
+went. (Inside torchrun write --write-log: it takes --log for one of its own options, wherever it stands.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import resource
+import shlex
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from memmgr._conf import Refused, local_ranks
+from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
+from memmgr._variables import refuse_unknown
+from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
+from memmgr.tools.common.usage_error import UsageError
+
+POLICY_HELP = (
+    f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
+    "default auto"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.usage = "memmgr run [options] (script.py | -m module) [arguments]"
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="12GB, 12GiB, 80%% of the device, need*60%% of what the run needs, auto, none (the default: only measures)",
+    )
+    parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
+    parser.add_argument("--policy", help=POLICY_HELP)
+    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
+    parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
+    parser.add_argument(
+        "--host", metavar="SIZE", help="memory for what leaves: from the CPU device, as page cache of the disk"
+    )
+    parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
+    parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
+    parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
+    parser.add_argument("--quiet", action="store_true", help="no summary at the end")
+    parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
+    parser.add_argument("script", help="what to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script; its exit code."""
+    refuse_unknown()
+    _take_ratio(args)
+    settings = _settings(args)
+    if args.budget is not None and args.budget.strip().lower() == "none":
+        args.budget = None
+    _set_path(args)
+    code, main = _load(args)
+    os.environ["MEMMGR_BUDGET"] = args.budget or "none"
+    os.environ["MEMMGR_CONF"] = json.dumps(settings)
+    if not args.quiet:
+        atexit.register(_Closing(args))  # before torch is imported and arms itself, so after the budget has closed
+    if "torch" in sys.modules:
+        from memmgr import _environ
+
+        _environ.autoload()
+    sys.argv[:] = [str(main.__file__) if args.module else args.script, *args.arguments]
+    sys.modules["__main__"] = main
+    return _execute(code, main)
+
+
+def _take_ratio(args: argparse.Namespace) -> None:
+    """`--ratio 60%` is a budget."""
+    ratio = getattr(args, "ratio", None)  # the verb trace has none
+    if ratio is None:
+        return
+    if args.budget is not None:
+        raise UsageError("--budget and --ratio both say how much: leave one out")
+    try:
+        parse_share(ratio)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    args.budget = f"need*{ratio.strip()}"
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The options as MEMMGR_CONF; what is wrong with them is said before the script begins."""
+    try:
+        if args.budget is not None:
+            parse_budget(args.budget, whole=1 << 60, what="--budget")
+        if args.policy is not None:
+            parse_policy(args.policy)
+        for name in ("host", "disk_size"):
+            if getattr(args, name) is not None:
+                read = parse_limit if name == "disk_size" else parse_size
+                read(getattr(args, name), whole=1 << 60, what="--" + name.replace("_", "-"))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    disk = args.disk
+    if disk is not None and disk.lower() not in ("off", "none", "0") and not os.path.isdir(disk):
+        raise UsageError(f"--disk: {disk!r} is not a folder")
+    if args.log is not None and (os.path.isdir(args.log) or not os.path.isdir(os.path.dirname(args.log) or ".")):
+        raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
+    wanted = {
+        "policy": args.policy,
+        "disk": disk,
+        "disk_size": args.disk_size,
+        "host": args.host,
+        "device": args.device,
+        "log": os.path.abspath(args.log) if args.log is not None else None,
+        "verify": args.verify or None,
+        "quiet": args.quiet or None,
+        "trace": getattr(args, "trace", None),  # of the verb trace
+        "trace_pass": getattr(args, "trace_pass", None),
+    }
+    return {key: value for key, value in wanted.items() if value is not None}
+
+
+# ---- as python would ----------------------------------------------------------------------------------------------
+
+
+def _set_path(args: argparse.Namespace) -> None:
+    """`sys.path[0]` becomes the script's folder, or the current one for a module. Under `python -P` it is neither."""
+    if getattr(sys.flags, "safe_path", False):
+        return
+    if args.module:
+        sys.path[0] = os.getcwd()
+    elif os.path.isdir(args.script):
+        sys.path[0] = os.path.realpath(args.script)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(args.script))
+
+
+def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if args.module or os.path.isdir(args.script):
+        spec = _find(args.script) if args.module else _find_in(args.script)
+        assert spec.loader is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        found = spec.loader.get_code(spec.name)
+        assert found is not None
+        main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+        main.__file__ = spec.origin
+        return found, main
+    path = os.path.join(os.getcwd(), args.script)
+    try:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"cannot read {args.script}: {error.strerror}") from None
+    except (SyntaxError, ValueError):
+        traceback.print_exc(limit=0)
+        raise SystemExit(1) from None
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    return code, main
+
+
+def _find(name: str) -> importlib.machinery.ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(name + ".__main__")
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"no module named {name}: {error}") from None
+    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        raise UsageError(f"no module named {name} that can be run")
+    return spec
+
+
+def _find_in(folder: str) -> importlib.machinery.ModuleSpec:
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [os.path.realpath(folder)])
+    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        raise UsageError(f"there is no __main__.py in {folder}")
+    return spec
+
+
+def _execute(code: CodeType, main: ModuleType) -> int:
+    """Runs it; exceptions are shown as Python shows them, without the frames of this file."""
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        _Closing.silent = _Closing.silent or isinstance(end, Refused)
+        if end.code is None:
+            return 0
+        if isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        autostart = sys.modules.get("memmgr._autostart")
+        if autostart is not None and isinstance(error, autostart.NotOpenedError):
+            _Closing.silent = True
+            raise UsageError(" ".join(str(error).split())) from None
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        _Closing.error = error
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            # So that the shell sees what it would have seen; the handlers at exit come first.
+            atexit.register(_die_of, signal.SIGINT)
+        return 1
+    return 0
+
+
+def _die_of(number: signal.Signals) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+# ---- at the end ---------------------------------------------------------------------------------------------------
+
+
+class _Closing:
+    """Prints what is worth knowing when the process ends, and the command that shows more."""
+
+    error: BaseException | None = None
+    silent = False  # what there is to say was said
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._words = list(sys.argv)
+        self._pid = os.getpid()
+
+    def __call__(self) -> None:
+        if os.getpid() != self._pid or type(self).silent:
+            return  # a fork that ends in the ordinary way
+        module = sys.modules.get("memmgr._budget")
+        stats = module.stats() if module is not None else {}
+        lines = summary_lines(stats, self._args, type(self).error)
+        rank = os.environ.get("RANK")
+        if rank not in (None, "0") and type(self).error is None:
+            return  # rank 0 speaks for all
+        before = f"memmgr[{rank}]: " if rank is not None else "memmgr: "
+        print("".join(f"{before}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+WORK_SECONDS = 1.0
+"""Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
+
+
+def _children_worked() -> bool:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime > WORK_SECONDS
+
+
+def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseException | None) -> list[str]:
+    """What `run` prints behind the budget's own line.
+
+    Args:
+        stats: `memmgr.stats()`; empty where no budget was opened.
+        args: this command line.
+        error: what the script ended with.
+    """
+    binary = is_binary(args.budget)
+
+    def size(count: int) -> str:
+        return show_size(count, binary=binary)
+
+    floor, enough = getattr(error, "floor_bytes", 0), getattr(error, "enough_bytes", 0)
+    below = getattr(error, "tier_bytes", 0)
+    if below and args.disk_size is not None:
+        return [
+            "the disk tier was full. Next:",
+            "  " + command(args, disk_size=_round_up(below * local_ranks(), above=25)),
+        ]
+    if below:
+        return ["the tier below was full: --disk FOLDER on a disk with more room, or --host"]
+    if floor:
+        # As the error says it, which has room to spare; what names the floor alone gets some.
+        named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
+        return ["the budget was too small. Next:", "  " + command(args, budget=named)]
+    if not stats and _children_worked():
+        return []  # a launcher: those that it started have said what there is to say
+    if not stats:
+        return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
+    from memmgr._advice import advice
+
+    lines = advice(stats)
+    changed = {}
+    if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
+        middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
+        changed["budget"] = _round_up(middle, above=0)
+    if args.log is not None:
+        from memmgr._consumers import log_path
+
+        lines.append("where the time and the memory went:  memmgr report " + shlex.quote(str(log_path(args.log))))
+    else:
+        stem = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
+        changed["log"] = f"{stem}.jsonl"
+    if changed:
+        word = "to train in less" if "budget" in changed else "to look closer"
+        lines.append(f"{word}:  " + command(args, **changed))
+    return lines
+
+
+def _round_up(size: int, above: int = 5, binary: bool = False) -> str:
+    """A budget so many per cent above `size`, in a form that can be typed."""
+    units = (
+        ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if binary else ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+    )
+    unit, name = next((pair for pair in units if size >= pair[0]), units[-1])
+    tenths = -(-size * (100 + above) // 100 * 10 // unit)
+    return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
+
+
+def command(args: argparse.Namespace, **changed: str) -> str:
+    """This command line with some options changed, ready to be pasted."""
+    words = ["memmgr", "run"]
+    for name in ("budget", "policy", "disk", "disk_size", "host", "device", "log"):
+        value = changed.get(name, getattr(args, name))
+        if value is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    words += ["--verify"] if args.verify else []
+    words += (["-m"] if args.module else []) + [args.script, *args.arguments]
+    return shlex.join(words)

@@ -1,0 +1,436 @@
+"""Run a policy over a recorded pass: what a budget would cost, before anything is trained.
+
+The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
+
+  plan        the default: the planner, which knows the whole pass; what a live run follows from its third step or so on
+  auto        what a live run does before it has a plan (price, auto, bandwidth). The default for operator logs, where it is
+              online without --link
+  online      decides op by op what runs again, for operator logs
+  all         a table of all of these
+  capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
+  delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
+  sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
+  coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
+  checkmate, moccasin  integer programs over what runs again when (scipy)
+  rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
+  vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
+  superneurons         convolutions to the tier, what lies between runs again
+  tsplit               from bottleneck to bottleneck, the least time for each byte
+  zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
+  ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
+
+With --sweep instead of one budget: the slowdown at budgets from all of the need down to a tenth of it, and a picture (--picture).
+
+Exit code: 0 for an answer, "does not fit" included; 2 for a file or an option that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memmgr._meant import meant
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_share
+from memmgr._trace_file import read_trace
+from memmgr.policies.online.policy import run_online
+from memmgr.policies.plan.bound import lower_bound_seconds
+from memmgr.policies.plan.knee import knee
+from memmgr.policies.plan.paging import least_seconds
+from memmgr.policies.plan.planner import plan
+from memmgr.policies.published.milp import LIMIT_SECONDS
+from memmgr.policies.published.systems import SYSTEMS, applicable
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.policies.simulate.simulator import Run, simulate
+from memmgr.policies.trace import TierLink, Trace, TraceError
+from memmgr.policies.trace.schedule import Step, judge_records, replay
+from memmgr.tools.common.console import ProgressBar, megabytes, table
+from memmgr.tools.common.dtr_log import read_dtr_log
+from memmgr.tools.view import plot
+
+RULES = (
+    "dtr_eq",
+    "dtr",
+    "dtr_local",
+    "msps",
+    "lru+evict",
+    "largest+evict",
+)
+RULES_WITH_LINK = ("delta", "offload", "dtr_eq")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy at one budget; the fields of --json.
+
+    Attributes:
+        policy: as it was asked for.
+        ratio: budget over the unmanaged peak.
+        budget_bytes: most bytes resident.
+        feasible: whether the pass fits.
+        overhead: time over the unmanaged one's, None if infeasible.
+        peak_bytes: most bytes resident.
+        lower_bound: an overhead that no schedule can go below; None if it cannot be had (or none exists).
+        seconds: time to decide.
+        unmanaged_peak_bytes: without a budget.
+        unmanaged_seconds: time of the pass without a budget.
+        wait_seconds: of the pass, waited for copies.
+        recomputes: ops that ran again.
+        why: if infeasible.
+        least_bytes: the smallest budget that the policy can keep; 0: unknown.
+    """
+
+    policy: str
+    ratio: float
+    budget_bytes: int
+    feasible: bool
+    overhead: float | None
+    peak_bytes: int
+    lower_bound: float | None
+    seconds: float
+    unmanaged_peak_bytes: int
+    unmanaged_seconds: float
+    wait_seconds: float = 0.0
+    recomputes: int = 0
+    why: str = ""
+    least_bytes: int = 0
+
+
+class _Refused(Exception):
+    """One line for the user; exit code 2."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="the pass")
+    parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="one of the above (default: plan, what a live run does; for operator logs auto)",
+    )
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
+    budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, auto, none")
+    budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
+    parser.add_argument(
+        "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
+        help="what the integer programs of a published system may take at a budget; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates; see the module's text for the exit code."""
+    try:
+        with _one_line():
+            return _run(args)
+    except _Refused as refused:
+        print(f"memmgr simulate: {refused}", file=sys.stderr)
+        return 2
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, ValueError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise _Refused(" ".join(text.split())) from None
+
+
+@contextmanager
+def _without_solvers_words() -> Iterator[None]:
+    """HiGHS prints lines of its own to the process's output now and then, and --json promises one object."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _run(args: argparse.Namespace) -> int:
+    trace = _read(args.log, args.format)
+    if not trace.ops:
+        raise _Refused(f"{args.log}: no ops")
+    if not trace.complete:
+        print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
+    if not args.solver_seconds >= 0:
+        raise _Refused(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+    LIMIT_SECONDS.set(args.solver_seconds)
+    if args.policy is None:
+        args.policy = "auto" if trace.copy_on_write else "plan"
+    peak = trace.unmanaged_peak[0]
+    if args.sweep:
+        return _sweep(args, trace)
+    if args.picture:
+        raise _Refused("--picture is drawn of a --sweep")
+    tier = _tier(trace, args.link)
+    share = parse_share(args.ratio).share if args.ratio is not None else None
+    budget = int(peak * share) if share is not None else _bytes(args, trace, tier)
+    ratio = share if share is not None else budget / max(peak, 1)
+    bound = _lower_bound(trace, budget, tier)
+    if args.policy == "all":
+        if args.schedule_out:
+            raise _Refused("--schedule-out needs one policy, not all")
+        results = []
+        names = _all(trace, tier)
+        with ProgressBar(len(names)) as progress:
+            for name in names:
+                progress.say(name, 1)
+                results.append(_simulate(trace, name, ratio, budget, tier, bound)[0])
+        if args.json:
+            print(json.dumps({"policy": "all", "results": [asdict(r) for r in results]}))
+        else:
+            _show(results)
+        return 0
+    result, steps = _simulate(trace, args.policy, ratio, budget, tier, bound)
+    if args.schedule_out:
+        _write(args.schedule_out, trace, steps)
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        _show([result])
+    return 0
+
+
+def _sweep(args: argparse.Namespace, trace: Trace) -> int:
+    """The slowdown by budget: a row a budget, a column a policy, and the bound."""
+    if args.schedule_out:
+        raise _Refused("--schedule-out needs one budget, not --sweep")
+    if args.picture and args.picture.suffix not in (".png", ".svg"):
+        raise _Refused(f"--picture: {args.picture} ends in neither .png nor .svg")
+    if args.picture and not plot.available():
+        raise _Refused("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+    peak, tier = trace.unmanaged_peak[0], _tier(trace, args.link)
+    names = _all(trace, tier) if args.policy == "all" else [args.policy]
+    found: list[list[Result]] = []
+    with ProgressBar(10 * len(names)) as progress:
+        for tenths in range(10, 0, -1):
+            budget = peak * tenths // 10
+            bound = _lower_bound(trace, budget, tier)
+            found.append([])
+            for name in names:
+                progress.say(f"{name} at {tenths * 10} %", 1)
+                found[-1].append(_simulate(trace, name, tenths / 10, budget, tier, bound)[0])
+    if args.picture:
+        points = [[plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
+        plot.slowdown(
+            points, args.picture, f"{args.log.name}: {megabytes(peak)} and {trace.seconds * 1e3:,.1f} ms unmanaged"
+        )
+    if args.json:
+        print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
+        return 0
+    print(
+        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: does not fit)"
+    )
+    if len(names) == 1:
+        _show_one(found)
+    else:
+        _show_systems(names, found)
+    if args.picture:
+        print(args.picture)
+    return 0
+
+
+def _factor(overhead: float | None) -> str:
+    return "-" if overhead is None else f"{overhead:.3f}"
+
+
+def _show_one(found: list[list[Result]]) -> None:
+    """A row a budget."""
+    rows = [
+        [f"{r.ratio:.0%}", megabytes(r.budget_bytes), _factor(r.overhead), _factor(r.lower_bound), _bar(r.overhead)]
+        for (r,) in found
+    ]
+    table(["budget", "", found[0][0].policy, "bound", ""], rows)
+
+
+def _show_systems(names: list[str], found: list[list[Result]]) -> None:
+    """A row a policy, a column a budget, and the bound below them all."""
+    rows = [[name, *(_factor(row[i].overhead) for row in found)] for i, name in enumerate(names)]
+    rows.append(["bound", *(_factor(row[0].lower_bound) for row in found)])
+    table(["", *(f"{row[0].ratio:.0%}" for row in found)], rows)
+
+
+def _bar(overhead: float | None) -> str:
+    """What a run takes longer, a character for five per cent."""
+    return "" if overhead is None else ("#" * min(30, round(20 * (overhead - 1)))).ljust(30)
+
+
+def _read(path: Path, form: str | None) -> Trace:
+    if form is None:
+        try:
+            return read_trace(path)
+        except TraceError as error:
+            if "not a trace file" not in str(error):
+                raise
+            form = "dtr"
+    return read_dtr_log(path) if form == "dtr" else read_trace(path)
+
+
+def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int:
+    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it, `auto` the knee of the policy's curve."""
+    need = trace.unmanaged_peak[0]
+    asked = parse_budget(args.budget, what="--budget")
+    if isinstance(asked, Need) and asked.share is None:
+        if args.policy == "all":
+            raise _Refused("--budget auto needs one policy, not all: each has a knee of its own")
+        return knee(
+            need, lambda size: _simulate(trace, args.policy, size / need, size, tier, None)[0].overhead
+        ).budget_bytes
+    if isinstance(asked, Need):
+        return max(1, int(need * (asked.share or 1.0)))
+    return need if asked == UNLIMITED else asked
+
+
+def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:
+    if gigabytes_per_second is None:
+        return trace.links[0] if trace.links else None
+    if not gigabytes_per_second >= 0:
+        raise _Refused(f"--link must not be negative, is {gigabytes_per_second}")
+    rate = gigabytes_per_second * 1e9
+    return TierLink("host", rate, rate) if rate else None
+
+
+def _lower_bound(trace: Trace, budget: int, tier: TierLink | None) -> float | None:
+    if trace.cycle and tier is not None:
+        return least_seconds(trace, budget, tier) / trace.seconds if trace.seconds else None
+    extra = lower_bound_seconds(trace, budget, link=tier)
+    return 1.0 + extra / trace.seconds if trace.seconds and extra < float("inf") else None
+
+
+def _all(trace: Trace, tier: TierLink | None) -> list[str]:
+    return ["auto", "plan", *applicable(trace, tier), *(RULES_WITH_LINK if tier else RULES)]
+
+
+class _Outcome(NamedTuple):
+    """What a policy decided; `away` and `clean`: of a cycle, as `replay` takes them."""
+
+    feasible: bool
+    steps: list[Step]
+    why: str
+    away: Sequence[int] = ()
+    clean: Sequence[int] = ()
+    least_bytes: int = 0
+
+
+def _simulate(
+    trace: Trace, name: str, ratio: float, budget: int, tier: TierLink | None, bound: float | None
+) -> tuple[Result, list[Step]]:
+    decide = _policy(name, tier)
+    began = time.perf_counter()
+    with _without_solvers_words():
+        feasible, steps, why, away, clean, least = decide(trace, budget)
+    seconds = time.perf_counter() - began
+    rates: dict[str, Any] = {}
+    if tier is not None:
+        rates = {"write_rate": tier.write_bytes_per_second, "read_rate": tier.read_bytes_per_second}
+        rates["latency_seconds"] = tier.latency_seconds
+        rates["shared"] = tier.shared
+    cost = replay(trace, steps, budget, away=away, clean=clean, **rates)
+    if feasible and not cost.valid:
+        raise AssertionError(f"{name} broke a rule: {cost.why}")  # a bug of ours, with its stack
+    overhead = cost.seconds / trace.seconds if feasible and trace.seconds else (1.0 if feasible else None)
+    result = Result(
+        name, ratio, budget, feasible, overhead, cost.peak_bytes, bound, seconds, trace.unmanaged_peak[0], trace.seconds,
+        cost.wait_seconds, cost.recomputes, why, least,
+    )  # fmt: skip
+    return result, steps
+
+
+def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome]:
+    if name == "plan":
+        return lambda trace, budget: _plan(trace, budget, tier)
+    if name in ("online", "auto") and (tier is None or name == "online"):
+        return _online if name == "online" else _auto
+    if name in SYSTEMS:
+        return lambda trace, budget: _outcome(SYSTEMS[name](trace, budget, tier))
+    try:
+        policy = parse_policy(name)
+    except ValueError as error:
+        near = meant(name, (*SYSTEMS, "plan", "online", "all"))
+        raise _Refused(
+            f"unknown policy {name!r}{near}; `memmgr simulate --help` lists all" if near else str(error)
+        ) from None
+    return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
+
+
+def _outcome(run: Run) -> _Outcome:
+    return _Outcome(run.feasible, run.steps, run.why, run.away, run.clean, run.least_bytes)
+
+
+def _auto(trace: Trace, budget: int) -> _Outcome:
+    if trace.copy_on_write:
+        return _online(trace, budget)
+    return _outcome(simulate(trace, budget, parse_policy("auto"), None))
+
+
+def _online(trace: Trace, budget: int) -> _Outcome:
+    if not trace.copy_on_write:
+        raise _Refused("online is for operator logs: in a measured pass the program itself holds tensors; try auto")
+    feasible, machine = run_online(trace, budget)
+    return _Outcome(feasible, machine.steps, machine.why)
+
+
+def _plan(trace: Trace, budget: int, tier: TierLink | None) -> _Outcome:
+    made = plan(trace, budget, link=tier)
+    why = "" if made.feasible else "no plan was found"
+    return _Outcome(made.feasible, list(made.steps), why, made.away, made.clean)
+
+
+def _write(path: Path, trace: Trace, steps: list[Step]) -> None:
+    try:
+        records = [json.dumps(record) for record in judge_records(trace, steps)]
+    except ValueError:  # with a link: our own words, beside the judge's
+        records = [_own_record(trace, step) for step in steps]
+    path.write_text("".join(f"{record}\n" for record in records), encoding="utf-8")
+
+
+def _own_record(trace: Trace, step: Step) -> str:
+    do = step.do.value
+    return json.dumps(
+        {"do": do, "op": step.target}
+        if do in ("compute", "recompute")
+        else {"do": do, "storage": trace.storages[step.target].name}
+    )
+
+
+def _too_small(result: Result) -> str:
+    least = result.least_bytes
+    return f"does not fit below {megabytes(least)}" if least > result.budget_bytes else "does not fit"
+
+
+def _show(results: list[Result]) -> None:
+    first = results[0]
+    bound = f", no schedule below {first.lower_bound:.4f}" if first.lower_bound is not None else ""
+    print(
+        f"unmanaged: {megabytes(first.unmanaged_peak_bytes)}, {first.unmanaged_seconds * 1e3:,.1f} ms; "
+        f"budget: {megabytes(first.budget_bytes)} ({first.ratio:.0%}){bound}"
+    )
+    rows = [
+        [
+            r.policy,
+            f"{r.overhead:.4f}" if r.overhead is not None else _too_small(r),
+            megabytes(r.peak_bytes) if r.feasible else "",
+            f"{r.recomputes:,}" if r.feasible else "",
+            f"{r.wait_seconds * 1e3:,.1f} ms" if r.feasible else "",
+            f"{r.seconds:.2f} s",
+        ]
+        for r in results
+    ]
+    table(["policy", "time over unmanaged", "peak", "recomputed ops", "waits", "decided in"], rows)

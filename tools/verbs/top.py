@@ -1,0 +1,279 @@
+"""Watch training processes under a budget: what is resident, what left, what it costs, who holds the rest.
+
+    memmgr top              all processes of this user that have an open budget
+    memmgr top 12345        one of them
+    memmgr top --job        the ranks of a distributed job on this machine side by side, and which the others wait for
+    memmgr top --once       one screen as text, for a log or a pipe
+    memmgr top --json       the stream itself, a JSON object a line; with --once what it says now
+    memmgr top --serve      the full screen in a browser on this machine, at an address that it prints
+
+Keys: 1-5 or tab panels, s sort, / filter, p pause, left and right processes, ? help, q quit.
+
+A reader never slows the training down: what it is too slow to take is dropped and counted. Without
+the package `textual` (pip install 'memmgr[top]'), or on a terminal without UTF-8, the plain screen is repeated.
+
+Exit code: 0; 2 when there is no such process, or none at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from memmgr import _stream
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view import top_text as text
+from memmgr.tools.view.attach import ANSWER_SECONDS, Attached, wait
+from memmgr.tools.view.job import as_text, jobs
+
+WANTS = ("cells", "map", "holders")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WEB_DRIVER = "textual.drivers.web_driver:WebDriver"
+DETAIL_SECONDS = 3.0  # --once waits so long for cells and map: the process makes them when it can afford to
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument("pid", nargs="?", type=_pid, metavar="PID", help="default: all that there are")
+    parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument("--job", action="store_true", help="the ranks of a job side by side, as text")
+    parser.add_argument("--json", action="store_true", help="lines of JSON instead of a screen")
+    parser.add_argument("--interval", type=_interval, default=0.5, metavar="SECONDS", help="default %(default)s")
+    parser.add_argument("--ascii", action="store_true", help="the plain screen, in ASCII")
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        type=_port,
+        const=0,
+        metavar="PORT",
+        help="in a browser of this machine, until Ctrl-C (default: a free port); a PID comes before it",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.svg", help="draw one screen into a file and end (of 60 samples)"
+    )
+
+
+def _pid(word: str) -> int:
+    if not word.isascii() or not word.isdecimal() or not 0 < int(word) < 2**31:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a process number")
+    return int(word)
+
+
+def _port(word: str) -> int:
+    if not word.isascii() or not word.isdecimal() or int(word) > 65535:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a port, 0 to 65535")
+    return int(word)
+
+
+def _interval(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = -1.0
+    if not 0.02 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{word!r} is not between 0.02 and 3600 seconds")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watches; 0 when the user or the processes end it."""
+    if args.job and (args.serve is not None or args.picture is not None or args.json or args.pid is not None):
+        raise UsageError("--job is a table of all ranks here: it goes with --once and --interval only")
+    if args.picture is not None:
+        _check_picture(args.picture)
+    if args.serve is not None:
+        return _serve(args)
+    if _is_page():
+        _end_with_the_server()
+    try:
+        with _attached(args) as attached:
+            if args.job:
+                _side_by_side(attached, args)
+            elif args.json:
+                _as_json(attached, args)
+            elif args.once:
+                _say(_screen(_first_words(attached, detail=True), args))
+            elif args.picture is not None:
+                _picture(attached, args)
+            elif _can_draw(args):
+                from memmgr.tools.view.top_app import TopApp
+
+                TopApp(attached, interval=args.interval, follow=args.pid is None).run()
+            else:
+                _repeat(attached, args)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _request(args: argparse.Namespace) -> dict[str, Any]:
+    return {"interval_seconds": args.interval, "want": list(WANTS), "cells": 200, "columns": 400}
+
+
+@contextmanager
+def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
+    """The process that is asked for, or all of them, until they are let go.
+
+    Raises:
+        UsageError: it cannot be reached, or there is none.
+    """
+    found: list[Attached] = []
+    try:
+        if args.pid is not None:
+            found.append(Attached(args.pid, _request(args)))
+        else:
+            for pid in _stream.processes():
+                with suppress(UsageError):  # it ended meanwhile
+                    found.append(Attached(pid, _request(args)))
+            if not found:
+                raise UsageError("no process of this user has an open memmgr budget")
+        yield found
+    finally:
+        for one in found:
+            one.close()
+
+
+def _utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf8sig")
+
+
+def _glyphs(args: argparse.Namespace) -> text.Glyphs:
+    return text.ASCII if args.ascii or not _utf8() else text.UNICODE
+
+
+def _can_draw(args: argparse.Namespace) -> bool:
+    if _is_page():
+        return True
+    if args.ascii or not _utf8() or not sys.stdout.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
+        return False
+    if find_spec("textual") is None:
+        print("memmgr top: the full screen needs the package textual: pip install 'memmgr[top]'", file=sys.stderr)
+        return False
+    return True
+
+
+def _first_words(attached: list[Attached], *, detail: bool) -> list[Attached]:
+    """Waits for what a first screen shows; who did not answer at all is not in the list.
+
+    Raises:
+        UsageError: nobody answered.
+    """
+    wait(attached, ANSWER_SECONDS, lambda one: bool(one.watched.sample))
+    for one in attached:
+        if one.watched.error and not one.watched.sample:
+            raise UsageError(f"process {one.watched.pid}: {one.watched.error}")
+    answered = [one for one in attached if one.watched.sample]
+    if not answered:
+        raise UsageError(f"process {attached[0].watched.pid} does not answer")
+    if detail:
+        wait(answered, DETAIL_SECONDS, lambda one: bool(one.watched.cells and one.watched.map))
+    return answered
+
+
+def _say(lines: str) -> None:
+    """Prints; what the terminal's encoding lacks is shown as a question mark."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(lines.encode(encoding, "replace").decode(encoding), flush=True)
+
+
+def _screen(attached: list[Attached], args: argparse.Namespace) -> str:
+    columns, rows = shutil.get_terminal_size((80, 24))
+    height = max(16, rows // max(1, len(attached)))
+    glyphs = _glyphs(args)
+    return "\n\n".join(text.plain(text.once(one.watched, max(40, columns), height, glyphs)) for one in attached)
+
+
+def _side_by_side(attached: list[Attached], args: argparse.Namespace) -> None:
+    """One job under the other, once or again and again."""
+    shown = _first_words(attached, detail=False)
+    home = "\x1b[H\x1b[2J" if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb") else ""
+    while True:
+        found = jobs(one.watched for one in shown)
+        if not found:
+            raise UsageError(
+                "no process here is a rank of a distributed job: memmgr top without --job shows what there is"
+            )
+        _say(("" if args.once else home) + "\n\n".join(as_text(ranks) for ranks in found))
+        if args.once or all(one.over for one in shown):
+            return
+        time.sleep(args.interval)
+        for one in shown:
+            one.receive()
+
+
+def _as_json(attached: list[Attached], args: argparse.Namespace) -> None:
+    if args.once:
+        for one in _first_words(attached, detail=True):
+            seen = one.watched
+            shown = {"hello": seen.hello, "sample": seen.sample, "cells": seen.cells, "map": seen.map}
+            print(json.dumps({"pid": seen.pid, **shown, "holders": seen.holders}), flush=True)
+        return
+    while any(not one.over for one in attached):
+        for one in attached:
+            for line in one.receive():
+                print(json.dumps({"pid": one.watched.pid, **line}), flush=True)
+        time.sleep(min(0.1, args.interval))
+
+
+def _repeat(attached: list[Attached], args: argparse.Namespace) -> None:
+    """The plain screen, again and again: on a terminal in the same place, in a pipe one after the other."""
+    shown = _first_words(attached, detail=False)
+    home = "\x1b[H\x1b[2J" if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb") else ""
+    while True:
+        for one in shown:
+            one.receive()
+        _say(home + _screen(shown, args) + ("" if home else "\n"))
+        if all(one.over for one in shown):
+            return
+        time.sleep(args.interval)
+
+
+def _is_page() -> bool:
+    """It draws for a page of --serve."""
+    return os.environ.get("TEXTUAL_DRIVER") == WEB_DRIVER
+
+
+def _end_with_the_server() -> None:
+    """A server that is killed cannot end its pages; a page without one would draw for nobody, for ever."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.once or args.json or args.ascii or args.picture is not None:
+        raise UsageError("--serve is the full screen: it goes with a PID and --interval only")
+    if find_spec("textual_serve") is None:
+        raise UsageError("--serve needs the package textual-serve: pip install 'memmgr[serve]'")
+    from memmgr.tools.view.top_served import serve
+
+    with _attached(args):
+        pass  # there is something to show; each page makes connections of its own
+    with suppress(KeyboardInterrupt):
+        serve(["--interval", str(args.interval), *([] if args.pid is None else [str(args.pid)])], args.serve)
+    return 0
+
+
+def _check_picture(path: Path) -> None:
+    if find_spec("textual") is None:
+        raise UsageError("--picture needs the package textual: pip install 'memmgr[top]'")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--picture: {path} is not in a folder that exists")
+
+
+def _picture(attached: list[Attached], args: argparse.Namespace) -> None:
+    from memmgr.tools.view.top_app import TopApp, draw
+
+    shown = _first_words(attached, detail=True)
+    wait(shown, 60 * args.interval, lambda one: len(one.watched.points) >= 60)  # a chart worth looking at
+    draw(TopApp(shown, interval=args.interval, follow=False), args.picture)
+    print(args.picture)

@@ -1,0 +1,87 @@
+"""Record one pass of a training script, for memmgr simulate.
+
+    memmgr trace --out run.trace train.py --lr 3e-4
+    memmgr trace --out run.trace.gz --pass 5 --budget 12GB -m package.train
+    memmgr simulate --log run.trace --policy all --ratio 0.6
+
+A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others), every op
+with its time, what it reads and makes, and when the program lets go. The script runs to its end as under memmgr run, with the
+same bits. Without --budget nothing leaves memory; with one the trace says what the pass takes under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memmgr._conf import Refused
+from memmgr._sizes import show_size
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.verbs import run as run_verb
+
+if TYPE_CHECKING:
+    from memmgr.runtime.pager import PagerRuntime
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.usage = "memmgr trace --out FILE [options] (script.py | -m module) [arguments]"
+    parser.add_argument("--out", metavar="FILE", required=True, help="the trace; compressed if it ends in .gz")
+    parser.add_argument("--pass", dest="number", type=int, default=2, metavar="N", help="which one, from 1 (default 2)")
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="12GB, 12GiB, 80%% of the device, need*60%%, auto, none (the default: no limit)",
+    )
+    parser.add_argument("--policy", help=run_verb.POLICY_HELP)
+    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
+    parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
+    parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
+    parser.add_argument("script", help="what to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script; its exit code."""
+    if args.number < 1:
+        raise UsageError(f"--pass: {args.number} is not the number of a pass; the first is 1")
+    out = os.path.abspath(args.out)
+    if os.path.isdir(out) or not os.path.isdir(os.path.dirname(out)):
+        raise UsageError(f"--out: {args.out!r} is not a file in a folder that exists")
+    args.trace, args.trace_pass = out, args.number
+    args.disk_size = args.host = args.log = None
+    args.verify, args.quiet = False, True
+    atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
+    try:
+        return run_verb.run(args)
+    except (UsageError, Refused):
+        atexit.unregister(_close)  # what there is to say is said
+        raise
+
+
+def _close(pid: int, args: argparse.Namespace) -> None:
+    if os.getpid() != pid:
+        return  # a fork that ends in the ordinary way
+    module = sys.modules.get("memmgr._budget")
+    last = module.last() if module is not None else None
+    for line in outcome(args, last):
+        print("memmgr: " + line, file=sys.stderr, flush=True)
+
+
+def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]:
+    """What is said at the end; `manager` is the budget's, None if none was opened."""
+    trace = manager.traced if manager is not None else None
+    if trace is None:
+        passes = manager.stats()["passes"] if manager is not None else 0
+        return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
+    peak, _ = trace.unmanaged_peak
+    name = args.out if Path(args.out).is_file() else args.trace
+    return [
+        f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms. Next:",
+        f"  memmgr simulate --log {shlex.quote(name)} --policy all --ratio 0.6",
+    ]

@@ -1,0 +1,103 @@
+"""A connection to a training process, read without waiting: what `memmgr top` looks through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memmgr import _stream
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.view.run_state import RunState, parse_line
+
+ANSWER_SECONDS = 10.0
+"""A process that says nothing for so long is taken for stuck: one op may hold the interpreter for a while."""
+
+
+class Attached:
+    """One process and what is known of it.
+
+    Args:
+        pid: the process.
+        request: what is asked of it: `interval_seconds`, `want`, `cells`, `columns`.
+
+    Raises:
+        UsageError: there is nobody to talk to; the text says why.
+    """
+
+    def __init__(self, pid: int, request: dict[str, Any]) -> None:
+        self.watched = RunState(pid)
+        self.over = False
+        self._rest = b""
+        self._heard = time.monotonic()
+        try:
+            self._socket: socket.socket = _stream.connect(pid)
+        except _stream.Unreachable as error:
+            raise UsageError(str(error)) from None
+        self._socket.setblocking(False)
+        self.ask(request)
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Changes what it sends. A request is far smaller than the socket's buffer."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(request).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The lines that have come; `over` is set at the end of the stream. Never waits.
+
+        Raises:
+            UsageError: it does not speak our language.
+        """
+        lines = []
+        while not self.over:
+            try:
+                data = self._socket.recv(1 << 20)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.over = True
+                self._socket.close()
+            self._heard = time.monotonic()
+            self._rest += data
+            *whole, self._rest = self._rest.split(b"\n")
+            for text in whole:
+                line = parse_line(text)
+                self.watched.feed(line)
+                lines.append(line)
+        return lines
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since something came; 0 when nothing is expected any more."""
+        return 0.0 if self.over else time.monotonic() - self._heard
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Hangs up; the process forgets us."""
+        self.over = True
+        self._socket.close()
+
+
+def wait(attached: Sequence[Attached], seconds: float, enough: Callable[[Attached], bool]) -> None:
+    """Receives until each has enough or is over, or the time is up.
+
+    Raises:
+        UsageError: one does not speak our language.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        open_ones = [one for one in attached if not one.over and not enough(one)]
+        left = deadline - time.monotonic()
+        if not open_ones or left <= 0:
+            return
+        for one in select.select(open_ones, [], [], left)[0]:
+            one.receive()

@@ -1,0 +1,126 @@
+"""The two drawings of a report, as SVG inside the page: memory over time, and bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
+from memmgr.tools.view.run_state import LAYERS, RunState
+
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 960, 340, 76, 8, 46, 16
+MOST_COLUMNS, MOST_MARKS, MOST_NUMBERS = 480, 200, 10
+
+
+def ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
+    """Round values from `begin` to `end`."""
+    raw = max(end - begin, 1e-9) / about
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= 0.999 * raw)
+    for i in range(math.ceil(begin / step - 1e-9), math.floor(end / step + 1e-9) + 1):
+        yield i * step
+
+
+def over_time(watched: RunState) -> str:
+    """Memory over time: what was resident between its least and its most, what was elsewhere at its most, and the budget."""
+    points = list(watched.points)
+    found = columns(watched, points, MOST_COLUMNS)
+    begin, end = points[0].seconds, max(points[-1].seconds, points[0].seconds + 1e-3)
+    if len(points) == 1:
+        found = [Column(begin, end, found[0].least, found[0].most)]
+    budget = watched.budget_bytes
+    top = 1.08 * max([c.most[UNMANAGED] for c in found] + [budget if budget < UNLIMITED else 0, 1])
+    floor = HEIGHT - BOTTOM
+
+    def x(seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (seconds - begin) / (end - begin)
+
+    def y(size: float) -> float:
+        return TOP + (floor - TOP) * (1 - size / top)
+
+    def area(kind: str, label: str, lower: Sequence[int], upper: Sequence[int]) -> str:
+        """Steps, because a column is a stretch of time; nothing where there is nothing."""
+        if all(b >= a for b, a in zip(lower, upper, strict=True)):
+            return ""
+        above = [
+            f"{x(t):.1f},{y(max(a, b)):.1f}"
+            for c, a, b in zip(found, upper, lower, strict=True)
+            for t in (c.begin, c.end)
+        ]
+        below = [f"{x(t):.1f},{y(b):.1f}" for c, b in zip(found, lower, strict=True) for t in (c.begin, c.end)]
+        return f'<polygon class="{kind}" points="{" ".join(above + below[::-1])}"><title>{label}</title></polygon>'
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over time">']
+    for size in ticks(0, top):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(size):.1f}" y2="{y(size):.1f}"/>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{show_size(size)}</text>'
+        )
+    other = [c.least[0] for c in found]
+    always = [c.least[RESIDENT] for c in found]
+    there = [c.most[RESIDENT] for c in found]
+    parts += [
+        area("other", f"{LAYERS['other']}: always there", [0] * len(found), other),
+        area("saved", f"{LAYERS['saved']}: always there", other, always),
+        area("saved pale", "there at times", always, there),
+        area("evicted", f"{LAYERS['evicted']}, at its most", there, [max(c.most[2], c.most[RESIDENT]) for c in found]),
+        area(
+            "offloaded",
+            f"{LAYERS['offloaded']}, at its most",
+            [max(c.most[2], c.most[RESIDENT]) for c in found],
+            [c.most[UNMANAGED] for c in found],
+        ),
+    ]
+    if budget < UNLIMITED:
+        parts.append(
+            f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
+        )
+        parts.append(
+            f'<text class="label" x="{WIDTH - 12}" y="{y(budget) - 5:.1f}" text-anchor="end">budget {show_size(budget)}</text>'
+        )
+    every, marks = ends_of_passes(points, MOST_MARKS)
+    numbered, _ = ends_of_passes(points, MOST_NUMBERS)
+    for seconds, number in marks:
+        long = number % numbered == 0
+        parts.append(
+            f'<line class="pass" x1="{x(seconds):.1f}" x2="{x(seconds):.1f}" y1="{floor}" y2="{floor + (7 if long else 4)}"/>'
+        )
+        if long:
+            parts.append(
+                f'<text class="tick" x="{x(seconds):.1f}" y="{floor + 18}" text-anchor="middle">{number}</text>'
+            )
+    if every:
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{floor + 18}" text-anchor="end">pass</text>')
+    for seconds in ticks(begin, end, 6):
+        anchor = "end" if x(seconds) > WIDTH - 40 else "middle"
+        parts.append(
+            f'<text class="tick" x="{x(seconds):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{show_seconds(seconds)}</text>'
+        )
+    return "".join(parts) + "</svg>"
+
+
+def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], show: Callable[[float], str] = show_seconds) -> str:
+    """Horizontal bars of seconds, or of what `show` writes, one a row, of parts that have a class each."""
+    most = max((sum(size for _, size in parts) for _, parts in rows), default=0.0)
+    if most <= 0:
+        return ""
+    height = 22 * len(rows)
+    drawn = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bars">']
+    left, room = 360, WIDTH - 360 - 90
+    for i, (name, parts) in enumerate(rows):
+        at, top = float(left), 22 * i + 3
+        shown = name if len(name) <= 52 else "…" + name[-51:]
+        drawn.append(f'<text class="label" x="{left - 8}" y="{top + 13}" text-anchor="end">{escape(shown)}</text>')
+        for kind, seconds in parts:
+            width = room * seconds / most
+            if width > 0:
+                drawn.append(
+                    f'<rect class="{kind}" x="{at:.1f}" y="{top}" width="{width:.1f}" height="16">'
+                    f"<title>{escape(name)}: {kind.replace('_', ' ')} {show(seconds)}</title></rect>"
+                )
+            at += width
+        total = show(sum(seconds for _, seconds in parts))
+        drawn.append(f'<text class="tick" x="{at + 6:.1f}" y="{top + 13}">{total}</text>')
+    return "".join(drawn) + "</svg>"

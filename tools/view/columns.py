@@ -1,0 +1,108 @@
+"""Memory over time as columns, each with the least and the most of what was there: what both pictures draw.
+
+A sample is one moment of a pass that swings between almost nothing and the budget; drawn as it is, it shows when somebody
+looked. So a column is a stretch of time, never one sample, and knows the peaks of the passes that ended in it as well.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from memmgr.tools.view.run_state import Point, RunState
+
+FEW_SAMPLES = 8
+"""A pass with fewer samples than this has no shape that they would show."""
+AROUND = 12
+"""Of such passes so many samples together say what was the least and the most."""
+
+Edges = tuple[int, ...]
+"""The upper edges of the layers, from below: other, may leave (what is resident ends there), evicted, offloaded."""
+RESIDENT, UNMANAGED = 1, 3
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stretch of time, in seconds since the budget opened, and each edge at its lowest and at its highest there."""
+
+    begin: float
+    end: float
+    least: Edges
+    most: Edges
+
+
+def columns(watched: RunState, points: Sequence[Point], most: int) -> list[Column]:
+    """At most so many columns over these samples; none without a sample, one without a stretch for one sample.
+
+    Known limitation: the least is that of samples, so a dip between two of them is missed. Passes tell their peaks.
+    """
+    edges = [_edges(point) for point in points]
+    times = [point.seconds for point in points]
+    if len(points) < 2:
+        return [Column(times[0], times[0], edges[0], edges[0])] if points else []
+    stretches = len(points) - 1
+    low = [_each(min, edges[i : i + 2]) for i in range(stretches)]
+    high = [_each(max, edges[i : i + 2]) for i in range(stretches)]
+    _raise_to_peaks(watched, times, high)
+    passes = points[-1].passes - points[0].passes
+    around = AROUND if passes and len(points) / passes < FEW_SAMPLES else 1
+    step = max(1.0, stretches / most)
+    found = []
+    for i in range(min(most, stretches)):
+        first, last = int(i * step), max(int((i + 1) * step), int(i * step) + 1)
+        length = max(around, last - first)
+        from_ = max(0, min((first + last - length) // 2, stretches - length))  # not fewer at the beginning and the end
+        near = slice(from_, from_ + length)
+        found.append(Column(times[first], times[last], _each(min, low[near]), _each(max, high[near])))
+    return found
+
+
+def _edges(point: Point) -> Edges:
+    below, found = 0, []
+    for size in point.layers:
+        below += size
+        found.append(below)
+    return tuple(found)
+
+
+def _each(choose: Callable[[Iterable[int]], int], rows: Sequence[Edges]) -> Edges:
+    return tuple(choose(values) for values in zip(*rows, strict=True))
+
+
+def _raise_to_peaks(watched: RunState, times: Sequence[float], high: list[Edges]) -> None:
+    """Each pass's peaks go to the stretch of it that was highest anyway: that is where they most likely were."""
+    for one in watched.passes:
+        if one.end <= times[0] or one.begin >= times[-1]:
+            continue
+        first = max(0, bisect_right(times, one.begin) - 1)
+        last = min(len(high), max(first + 1, bisect_right(times, one.end)))
+        at = max(range(min(first, len(high) - 1), last), key=lambda i: high[i][UNMANAGED])
+        other, resident, evicted, unmanaged = high[at]
+        peak = max(unmanaged, one.unmanaged_peak_bytes)
+        high[at] = (other, max(resident, one.resident_peak_bytes), evicted if evicted < unmanaged else peak, peak)
+
+
+def ends_of_passes(points: Sequence[Point], most: int) -> tuple[int, Iterator[tuple[float, int]]]:
+    """Where passes ended, as (seconds, number), every n-th of them so that there are at most about so many; and n."""
+    if len(points) < 2 or points[-1].passes <= points[0].passes:
+        return 0, iter(())
+    n = nice((points[-1].passes - points[0].passes) / max(1, most))
+    return n, _ends(points, n)
+
+
+def _ends(points: Sequence[Point], n: int) -> Iterator[tuple[float, int]]:
+    for before, after in zip(points, points[1:], strict=False):
+        for number in range(n * (before.passes // n + 1), after.passes + 1, n):
+            share = (number - before.passes) / (after.passes - before.passes)
+            yield before.seconds + share * (after.seconds - before.seconds), number
+
+
+def nice(least: float) -> int:
+    """The smallest of 1, 2, 5, 10, 20 ... that is not below."""
+    unit = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * unit >= least:
+                return factor * unit
+        unit *= 10

@@ -1,0 +1,213 @@
+"""The page of `memmgr report`."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from memmgr._advice import changes, no_change, own_checkpointing
+from memmgr._sizes import show_seconds, show_size
+from memmgr.observe.summary import figures
+from memmgr.policies.trace import Trace
+from memmgr.tools.view.charts import bars, over_time
+from memmgr.tools.view.job import jobs, table
+from memmgr.tools.view.period import section
+from memmgr.tools.view.run_state import LAYERS, RunState, clean, name_of
+from memmgr.tools.view.top_text import state_of
+
+MOST_SESSIONS, MOST_ROWS = 20, 15
+_CSS = """
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #68707a; --line: #d9dde2; --page: #fff; --tile: #f4f6f8;
+  --other: #7d93b8; --saved: #3f9b6b; --evicted: #e2a3a0; --offloaded: #ecd08a; --recompute: #c8504b; --stall: #d8a12a;
+  --parameters: #4a86c5; --gradients: #c98a3a; --optimizer_states: #8a6bb5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa2ab; --line: #363c43; --page: #16191c;
+  --tile: #20252a; --other: #5b719a; --saved: #3b8c61; --evicted: #8a4a48; --offloaded: #8d7638; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 62rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
+code { overflow-wrap: anywhere; } .soft { color: var(--soft); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
+.tile { background: var(--tile); border-radius: .4rem; padding: .5rem .8rem; } .tile b { display: block; font-size: 1.2rem; }
+svg { width: 100%; height: auto; font-size: 12px; } .grid { stroke: var(--line); } .tick { fill: var(--soft); }
+.label { fill: var(--ink); } .budget { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 6 4; }
+.pass { stroke: var(--soft); } .pale { fill-opacity: .45; } i.pale { background: var(--saved); opacity: .45; }
+.other { fill: var(--other); } .saved { fill: var(--saved); } .evicted { fill: var(--evicted); }
+.offloaded { fill: var(--offloaded); } .recompute { fill: var(--recompute); } .stall { fill: var(--stall); }
+.reload { fill: var(--offloaded); } .parameters { fill: var(--parameters); } .gradients { fill: var(--gradients); }
+.optimizer_states { fill: var(--optimizer_states); } .link { fill: var(--line); }
+.key span { display: inline-block; margin-right: 1.2rem; }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
+td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; } .box { overflow-x: auto; }
+"""
+_COSTS = ("recompute", "reload", "stall")
+
+
+def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, Trace]] = ()) -> str:
+    """The whole page, of one or several sessions with the names of their logs, and of recorded passes."""
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width, initial-scale=1">',
+        "<title>memmgr report</title>",
+        f"<style>{_CSS}</style></head><body><h1>memmgr report</h1>",
+    ]
+    for ranks in jobs(session for _, session in sessions):
+        if len(ranks) > 1:
+            parts += _job(ranks)
+    for name, session in sessions[:MOST_SESSIONS]:
+        parts += _session(name, session)
+    if len(sessions) > MOST_SESSIONS:
+        parts.append(
+            f"<p>{len(sessions) - MOST_SESSIONS} more budgets were opened in this log; they are not shown.</p>"
+        )
+    parts += [section(name, trace) for name, trace in passes]
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _job(ranks: Sequence[RunState]) -> Iterator[str]:
+    head, *rows = table(ranks)
+    yield f"<h2>{len(ranks)} of {int(ranks[0].hello['world_size'])} ranks</h2><div class=box><table>"
+    for row, cell in ((head, "th"), *((row, "td") for row in rows)):
+        yield "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>"
+    yield "</table></div>"
+
+
+def _session(name: str, watched: RunState) -> Iterator[str]:
+    hello, stats = watched.hello, watched.stats
+    command = shlex.join(clean(str(word)) for word in hello.get("command", []))
+    begun = datetime.datetime.fromtimestamp(float(hello.get("time", 0.0)), datetime.UTC)
+    rank = "" if hello.get("rank") is None else f", rank {hello['rank']}"
+    yield f"<h2>{escape(clean(name))}{rank}</h2><p><code>{escape(command)}</code></p>"
+    yield (
+        f"<p class=soft>{begun:%Y-%m-%d %H:%M:%S} UTC, process {watched.pid}, {escape(str(hello.get('device')))}, policy "
+        f"{escape(str(hello.get('policy')))}, memmgr {escape(str(hello.get('memmgr')))}, torch "
+        f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
+    )
+    yield _tiles(watched)
+    lines = own_checkpointing(stats) + changes(stats) + _faults(watched) or [no_change(stats)]
+    yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+    yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
+    yield from _states(watched)
+    yield from _time(watched)
+    yield from _gone(watched)
+    yield from _largest(watched)
+    yield from _plans(watched)
+
+
+def _ending(watched: RunState) -> str:
+    if watched.end is None:
+        return " <b>The log has no end:</b> the process was killed, or was still running."
+    return " <b>It ended by an exception.</b>" if watched.end["failed"] else ""
+
+
+def _tiles(watched: RunState) -> str:
+    return (
+        "<div class=tiles>"
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats))
+        + "</div>"
+    )
+
+
+def _faults(watched: RunState) -> list[str]:
+    lines = [
+        f"at {show_seconds(seconds)}: {text}"
+        for seconds, text in watched.log
+        if text.startswith(("budget error", "daemon error"))
+    ]
+    failed = int(watched.stats.get("tier_errors", 0))
+    return lines + ([f"the tier below failed {failed} times: look at the disk"] if failed else [])
+
+
+def _key() -> str:
+    items = "".join(f'<span><i style="background: var(--{name})"></i>{label}</span>' for name, label in LAYERS.items())
+    return (
+        f'<p class="key soft">{items}<span><i class=pale></i>there at times: between the least and the most</span>'
+        "<span>What left is drawn at its most. Marks below: ends of passes.</span></p>"
+    )
+
+
+def _states(watched: RunState) -> Iterator[str]:
+    """Model states, where any have left."""
+    found = watched.flows()
+    if found is None or not found.states_moved_bytes:
+        return
+    moved = [(flow.kind, flow.moved_bytes) for flow in found.each]
+    took = show_seconds(found.pass_seconds)
+    yield "<h3>Model states, and what moved of them a pass</h3>"
+    yield bars([("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], show_size)
+    yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>below</th><th>moved a pass</th></tr>"
+    for flow in found.each:
+        name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
+        sizes = (flow.resident_bytes, flow.below_bytes, flow.moved_bytes)
+        yield f"<tr><td class=key>{name}</td>{''.join(f'<td>{show_size(size)}</td>' for size in sizes)}</tr>"
+    yield "</table></div>"
+
+
+def _time(watched: RunState) -> Iterator[str]:
+    for key, title in (("module", "Where recomputing and waiting went, by module"), ("op", "By op")):
+        rows = [
+            (name, [(what, sums[what].seconds if what in sums else 0.0) for what in _COSTS])
+            for name, sums in watched.by(key)[:MOST_ROWS]
+        ]
+        drawn = bars([row for row in rows if sum(seconds for _, seconds in row[1]) > 0])
+        if drawn:
+            yield f"<h3>{title}</h3>{drawn}"
+            if key == "module":
+                names = (("recompute", "recomputed"), ("offloaded", "read back"), ("stall", "waited for room"))
+                items = "".join(f'<span><i style="background: var(--{c})"></i>{label}</span>' for c, label in names)
+                yield f'<p class="key soft">{items}</p>'
+
+
+def _gone(watched: RunState) -> Iterator[str]:
+    found = []
+    for name, sums in watched.by("module"):
+        sizes = [sums[what].bytes if what in sums else 0 for what in ("evict", "offload", "recompute", "reload")]
+        if any(sizes):
+            found.append((name, sizes))
+    if not found:
+        return
+    found.sort(key=lambda row: -sum(row[1][:2]))
+    passes = max(int(watched.stats["passes"]), 1)
+    yield "<h3>What left, by the module that made it (bytes a pass)</h3><div class=box><table><tr><th>module</th>"
+    yield "<th>evicted</th><th>offloaded</th><th>recomputed</th><th>read back</th></tr>"
+    for name, sizes in found[:MOST_ROWS]:
+        cells = "".join(f"<td>{show_size(size / passes)}</td>" for size in sizes)
+        yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
+    yield "</table></div>"
+    if watched.unlisted:
+        yield f"<p class=soft>{watched.unlisted:,} events are in none of these sums: too many ops and modules.</p>"
+
+
+def _largest(watched: RunState) -> Iterator[str]:
+    """The cells of the highest moment that the log has."""
+    rows = watched.cells.get("cells", [])[:MOST_ROWS]
+    if not rows:
+        return
+    at = float(watched.cells.get("seconds", 0.0))
+    yield f"<h3>The largest tensors that may leave, at {show_seconds(at)} (the highest moment that was looked at)</h3>"
+    yield "<div class=box><table>"
+    yield "<tr><th>module</th><th>op</th><th>size</th><th>referred to</th><th>its op took</th><th>was then</th></tr>"
+    for cell in rows:
+        module, op = (escape(name_of(key, cell.get(key))) for key in ("module", "op"))
+        took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
+        yield (
+            f"<tr><td>{module}</td><td>{op}</td><td>{show_size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
+            f"<td>{took}</td><td>{escape(state_of(cell))}</td></tr>"
+        )
+    yield "</table></div>"
+
+
+def _plans(watched: RunState) -> Iterator[str]:
+    if not watched.plans:
+        return
+    stats = watched.stats
+    yield (
+        f"<h3>Plans</h3><p>{stats.get('planned_passes', 0):,} of {stats['passes']:,} passes followed a plan to their end; making "
+        f"plans took {show_seconds(float(stats.get('plan_seconds', 0.0)))} beside the training.</p><ul>"
+    )
+    for seconds, text in list(watched.plans)[:MOST_ROWS]:
+        yield f"<li>{show_seconds(seconds)}: {escape(clean(text))}</li>"
+    yield "</ul>"

@@ -1,0 +1,404 @@
+"""One process as its telemetry shows it: lines of the stream go in, what the views need comes out.
+
+`top` feeds it from a socket, `report` from a file. Nothing here draws, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr._stream import PROTOCOL
+from memmgr.observe.states import KINDS, Flows, flows
+from memmgr.tools.common.usage_error import UsageError
+
+LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
+"""What a moment's memory is made of, from below: by the stream's word, what every picture calls it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One sample. `saved` is part of `resident`; `evicted` and `offloaded` are elsewhere."""
+
+    seconds: float
+    resident_bytes: int
+    saved_bytes: int
+    evicted_bytes: int
+    offloaded_bytes: int
+    budget_bytes: int
+    recompute_seconds: float
+    stall_seconds: float
+    passes: int = 0
+    planned_passes: int = 0
+    watched_seconds: float = 0.0
+    moved_bytes: tuple[int, ...] = ()  # of each of `KINDS`; empty: the process does not tell
+
+    @property
+    def absent_bytes(self) -> int:
+        """What left and would have to come back."""
+        return self.evicted_bytes + self.offloaded_bytes
+
+    @property
+    def unmanaged_bytes(self) -> int:
+        """What would be resident without memmgr."""
+        return self.resident_bytes + self.absent_bytes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The bytes of each of `LAYERS`; their sum is `unmanaged_bytes`."""
+        return (
+            self.resident_bytes - self.saved_bytes,
+            self.saved_bytes,
+            self.evicted_bytes,
+            self.offloaded_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass, or several of which only the sums are known (`count`)."""
+
+    end: float
+    forward_seconds: float
+    backward_seconds: float
+    resident_peak_bytes: int
+    unmanaged_peak_bytes: int
+    count: int = 1
+
+    @property
+    def begin(self) -> float:
+        """When its forward began, in seconds since the budget opened."""
+        return max(0.0, self.end - self.forward_seconds - self.backward_seconds)
+
+
+@dataclass
+class Sum:
+    """What happened, by what, op and module."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, count: int, size: int, seconds: float) -> None:
+        """Adds to all three."""
+        self.count += count
+        self.bytes += size
+        self.seconds += seconds
+
+
+class RunState:
+    """The state of one stream.
+
+    Args:
+        pid: whose stream it is, as far as is known before it says so itself.
+        points: how many samples are kept; a report keeps them all (None).
+    """
+
+    def __init__(self, pid: int = 0, points: int | None = 600) -> None:
+        self.pid = pid
+        self.hello: dict[str, Any] = {}
+        self.points: deque[Point] = deque(maxlen=points)
+        self.sample: dict[str, Any] = {}
+        self.cells: dict[str, Any] = {}
+        self.map: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}
+        self.passes: deque[Pass] = deque(maxlen=points)
+        self.pass_count = 0
+        self.happened: deque[tuple[float, dict[str, Sum]]] = deque(maxlen=points)
+        self.rare: deque[dict[str, Any]] = deque(maxlen=500)
+        self.sums: dict[tuple[str, str | None, str | None], Sum] = {}
+        self.unlisted = 0
+        self.log: deque[tuple[float, str]] = deque(maxlen=500)
+        self.plans: deque[tuple[float, str]] = deque(maxlen=100)
+        self.end: dict[str, Any] | None = None
+        self.error = ""
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """`memmgr.stats()` at the end, or as the last sample had it."""
+        if self.end is not None and self.end.get("stats"):
+            return dict(self.end["stats"])
+        return dict(self.sample.get("total", {}))
+
+    @property
+    def now(self) -> float:
+        """Seconds since the budget opened, as far as is heard."""
+        return float(self.sample.get("seconds", self.hello.get("seconds", 0.0)))
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit; `UNLIMITED` where there is none."""
+        return int(self.sample.get("budget_bytes", self.hello.get("budget_bytes", UNLIMITED)))
+
+    def feed(self, line: dict[str, Any]) -> None:
+        """Takes one line. Types that it does not know are passed over.
+
+        Raises:
+            UsageError: another version of the format, or fields that are not what the format says.
+        """
+        taken = getattr(self, f"_take_{line.get('type')}", None)
+        if taken is None:
+            return
+        try:
+            taken(line)
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"a line of type {line.get('type')!r} that is not of this format: {error!r}") from None
+
+    def _take_hello(self, line: dict[str, Any]) -> None:
+        spoken = line.get("protocol")
+        if spoken != PROTOCOL:
+            raise UsageError(
+                f"process {line.get('pid', '?')} writes telemetry version {spoken} (memmgr {line.get('memmgr', '?')}), and "
+                f"this memmgr reads version {PROTOCOL}: use the memmgr that the process has"
+            )
+        self.hello = line
+        self.pid = int(line["pid"])
+        limit = int(line["budget_bytes"])
+        self._note(line, "attached" if limit == UNLIMITED else f"attached; the budget is {show_size(limit)}")
+
+    def _take_sample(self, line: dict[str, Any]) -> None:
+        total = line["total"]
+        self.sample = line
+        self.points.append(
+            Point(
+                float(line["seconds"]),
+                int(line["resident_bytes"]),
+                int(line["saved_bytes"]),
+                int(line["evicted_bytes"]),
+                int(line["offloaded_bytes"]),
+                int(line["budget_bytes"]),
+                float(total["recompute_seconds"]),
+                float(total["stall_seconds"]),
+                int(total.get("passes", 0)),
+                int(total.get("planned_passes", 0)),
+                float(total.get("watched_seconds", 0.0)),
+                tuple(int(total[f"moved_bytes.{kind}"]) for kind in KINDS if f"moved_bytes.{kind}" in total),
+            )
+        )
+
+    def _take_passes(self, line: dict[str, Any]) -> None:
+        count = int(line["count"])
+        told = [Pass(float(p[0]), float(p[1]), float(p[2]), int(p[3]), int(p[4])) for p in line.get("each", ())]
+        self.pass_count += count
+        if len(told) < count:
+            spent = float(line["forward_seconds"]), float(line["backward_seconds"])
+            peaks = int(line["resident_peak_bytes"]), int(line["unmanaged_peak_bytes"])
+            rest = spent[0] - sum(p.forward_seconds for p in told), spent[1] - sum(p.backward_seconds for p in told)
+            end = told[0].begin if told else float(line["seconds"])
+            self.passes.append(Pass(end, max(0.0, rest[0]), max(0.0, rest[1]), *peaks, count - len(told)))
+        self.passes.extend(told)
+
+    def _take_events(self, line: dict[str, Any]) -> None:
+        now: dict[str, Sum] = {}
+        for item in line["items"]:
+            sums = (int(item["count"]), int(item["bytes"]), float(item["seconds"]))
+            self.sums.setdefault((str(item["what"]), item["op"], item["module"]), Sum()).add(*sums)
+            now.setdefault(str(item["what"]), Sum()).add(*sums)
+        self.unlisted += int(line.get("unlisted", 0))
+        said = [
+            f"{what} {s.count} ({show_size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
+            for what, s in now.items()
+        ]
+        if said:
+            self.happened.append((float(line["seconds"]), now))
+            self._note(line, "  ".join(said))
+
+    def _take_event(self, line: dict[str, Any]) -> None:
+        self.rare.append({**line, "seconds": float(line["seconds"])})
+        text = str(line["what"]).replace("_", " ")
+        if line["what"] == "budget_error":
+            enough = int(line.get("enough_bytes", line["floor_bytes"]))
+            text += f": a budget of {show_size(enough)} ({enough:,} bytes) should do"
+        if line["what"] == "plan":
+            text += (
+                f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"
+            )
+            if "took_seconds" in line:
+                text += f"; made in {show_seconds(float(line['took_seconds']))}"
+            if "overhead" in line:
+                text += f", predicted {float(line['overhead']):.3f}x"
+            if "lower_bound" in line:
+                text += f", bound {float(line['lower_bound']):.3f}x"
+        if line["what"] in ("no_plan", "limit"):
+            text += f": {line.get('text', 'no reason is given')}"
+        if line["what"] in ("plan", "no_plan"):
+            self.plans.append((float(line["seconds"]), text))
+        self._note(line, text)
+
+    def _take_cells(self, line: dict[str, Any]) -> None:
+        if not isinstance(line["cells"], list) or not isinstance(line["modules"], list):
+            raise ValueError("cells, modules")
+        self.cells = line
+
+    def _take_map(self, line: dict[str, Any]) -> None:
+        if not isinstance(line["columns"], list):
+            raise ValueError("columns")
+        self.map = line
+
+    def _take_holders(self, line: dict[str, Any]) -> None:
+        if not isinstance(line["kinds"], dict) or not isinstance(line["modules"], dict):
+            raise ValueError("kinds, modules")
+        self.holders = line
+
+    def _take_dropped(self, line: dict[str, Any]) -> None:
+        self._note(self.sample, f"{int(line['lines'])} lines were dropped: this reader was slow")
+
+    def _take_error(self, line: dict[str, Any]) -> None:
+        self.error = str(line["text"])
+        self._note(self.sample, self.error)
+
+    def _take_end(self, line: dict[str, Any]) -> None:
+        self.end = line
+        self._note(line, "ended by an exception" if line["failed"] else "ended")
+
+    def _note(self, line: dict[str, Any], text: str) -> None:
+        self.log.append((float(line.get("seconds", 0.0)), text))
+
+    # -- what views ask --
+
+    def shares(self, window_seconds: float = 10.0) -> tuple[float, float]:
+        """Recomputing and waiting, as shares of the last seconds; at the first look, of all the time so far."""
+        if not self.points:
+            return 0.0, 0.0
+        last = self.points[-1]
+        if len(self.points) == 1:
+            so_far = max(last.seconds, 1e-9)
+            return last.recompute_seconds / so_far, last.stall_seconds / so_far
+        first = self._since(window_seconds)
+        spent = max(last.seconds - first.seconds, 1e-9)
+        return (
+            max(0.0, last.recompute_seconds - first.recompute_seconds) / spent,
+            max(0.0, last.stall_seconds - first.stall_seconds) / spent,
+        )
+
+    def flows(self, window_seconds: float = 10.0) -> Flows | None:
+        """Where model states are, and what moved of them a pass in the last seconds: from the pass on that was under way then.
+
+        At the first look, and at the end, of the whole run.
+        """
+        since: dict[str, Any] = {}
+        for point in reversed(self.points if self.end is None else ()):
+            last = self.points[-1]
+            if point.seconds <= last.seconds - window_seconds and point.passes < last.passes:
+                since = {f"moved_bytes.{kind}": size for kind, size in zip(KINDS, point.moved_bytes, strict=False)}
+                since |= {
+                    "passes": point.passes,
+                    "watched_seconds": point.watched_seconds,
+                    "wall_seconds": point.seconds,
+                }
+                break
+        return flows(self.stats, since)
+
+    def passes_a_second(self, window_seconds: float = 10.0) -> float:
+        """Passes that ended, over the same seconds as `shares`."""
+        if not self.points:
+            return 0.0
+        last = self.points[-1]
+        if len(self.points) == 1:
+            return last.passes / max(last.seconds, 1e-9)
+        first = self._since(window_seconds)
+        return max(0, last.passes - first.passes) / max(last.seconds - first.seconds, 1e-9)
+
+    def _since(self, window_seconds: float) -> Point:
+        last = self.points[-1]
+        first = next((p for p in self.points if p.seconds >= last.seconds - window_seconds), self.points[0])
+        return self.points[-2] if first is last else first
+
+    def by_plan(self, window_seconds: float = 10.0) -> bool:
+        """Did most of the passes that ended in the last seconds follow a plan?"""
+        if len(self.points) < 2:
+            return False
+        first, last = self._since(window_seconds), self.points[-1]
+        return 2 * (last.planned_passes - first.planned_passes) > last.passes - first.passes
+
+    def by(self, key: str) -> list[tuple[str, dict[str, Sum]]]:
+        """Sums by `op` or by `module`, most seconds first, then most bytes."""
+        found: dict[str, dict[str, Sum]] = {}
+        for (what, op, module), sums in self.sums.items():
+            name = "(waiting for room)" if what == "stall" else name_of(key, op if key == "op" else module)
+            found.setdefault(name, {}).setdefault(what, Sum()).add(sums.count, sums.bytes, sums.seconds)
+
+        def weight(item: tuple[str, dict[str, Sum]]) -> tuple[float, int]:
+            return -sum(s.seconds for s in item[1].values()), -sum(s.bytes for s in item[1].values())
+
+        return sorted(found.items(), key=weight)
+
+
+def clean(text: str) -> str:
+    """Without what a terminal would obey, or could not encode (names of programs may hold anything)."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def name_of(key: str, name: Any) -> str:
+    """What every view calls an op or a module (`key`): short, and in words where the stream has none."""
+    if name is None or name == "?":
+        return f"(no {key})"
+    return clean(str(name).removeprefix("aten.").removesuffix(".default")) if key == "op" else clean(str(name))
+
+
+def parse_line(data: bytes | str) -> dict[str, Any]:
+    """One line of the stream.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        raise UsageError("it is not lines of JSON") from None
+    if not isinstance(line, dict):
+        raise UsageError("it is not lines of JSON objects")
+    return line
+
+
+def read_log(path: Path) -> tuple[list[RunState], str]:
+    """The sessions in a log, one for each budget that was opened, and what is missing (or nothing).
+
+    Raises:
+        UsageError: it cannot be read, it is no telemetry log, or it holds no sample.
+    """
+    sessions: list[RunState] = []
+    missing = ""
+    try:
+        with path.open("rb") as file:
+            for number, (line, last) in enumerate(_with_last(file), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    found = parse_line(line)
+                except UsageError:
+                    if last and sessions:
+                        missing = f"line {number} is cut off"
+                        break
+                    raise UsageError(f"{path}: line {number} is no JSON object; is this a log of memmgr?") from None
+                if found.get("type") == "hello":
+                    sessions.append(RunState(points=None))
+                elif not sessions:
+                    raise UsageError(f"{path}: it does not begin as a log of memmgr does")
+                try:
+                    sessions[-1].feed(found)
+                except UsageError as error:
+                    raise UsageError(f"{path}: line {number}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    if not sessions:
+        raise UsageError(f"{path} is empty")
+    full = [session for session in sessions if session.points]
+    if not full:
+        raise UsageError(f"{path}: nothing but its beginning is there; the run ended before the first sample")
+    if not missing and full[-1].end is None:
+        missing = "it has no end: the process was killed, or is still running"
+    return full, missing
+
+
+def _with_last(lines: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Each line, and whether it is the last one and lacks its end."""
+    for line in lines:
+        yield line, not line.endswith(b"\n")

@@ -1,0 +1,163 @@
+"""`memmgr top --serve`: the full screen in a browser of this machine, by textual-serve.
+
+A page that shows what a process holds, on a port that every user of the machine can reach, so:
+
+- it listens on the loopback address only;
+- its address holds a token of 256 random bits, and nothing is answered without it;
+- a request has to name this address as its host, or a name that somebody points at the loopback address could read it;
+- it is only read: a browser sends keys to `memmgr top`, which changes nothing, and nothing but GET is taken;
+- the page may load nothing from elsewhere, and tells nobody where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from hmac import compare_digest
+
+import aiohttp_jinja2
+import jinja2
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from textual_serve.app_service import AppService
+from textual_serve.server import Server
+
+from memmgr.tools.common.usage_error import UsageError
+
+ADDRESS = "127.0.0.1"
+CLOSING_SECONDS = 1.0  # for a page's process to end by itself, once asked and once more
+
+
+def serve(words: Sequence[str], port: int) -> None:
+    """Says the page's address and serves it until Ctrl-C.
+
+    Args:
+        words: the arguments of `memmgr top`, which runs once for every open page.
+        port: 0 for any that is free.
+
+    Raises:
+        UsageError: the port cannot be had.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((ADDRESS, port))
+            listening.listen()  # before the address is said: who is quicker than the server waits for it
+        except OSError as error:
+            raise UsageError(f"--serve: port {port}: {error.strerror}") from None
+        port = listening.getsockname()[1]
+        token = secrets.token_urlsafe(32)
+        print(f"http://{ADDRESS}:{port}/{token}/   (until Ctrl-C)", flush=True)
+        command = "exec " + shlex.join([sys.executable, "-P", "-m", "memmgr.tools.cli", "top", *words])
+        app = application(command, port, token)
+        web.run_app(app, sock=listening, print=None, access_log=None, shutdown_timeout=CLOSING_SECONDS)
+
+
+class _Page(AppService):
+    """The process behind one open page.
+
+    It ends with the page. One that was closed while it drew left its process for ever: nobody read any more what that wrote.
+    """
+
+    async def stop(self) -> None:
+        """Asks the process to end; one that does not is killed."""
+        process = self._process
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(super().stop(), CLOSING_SECONDS)
+        if process is None:
+            return
+        try:
+            await asyncio.wait_for(process.wait(), CLOSING_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class _Pages(Server):
+    """textual-serve's page, over processes that end with it."""
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """One page, from its opening to its end."""
+        websocket = web.WebSocketResponse(heartbeat=15)
+        await websocket.prepare(request)
+
+        async def hang_up() -> None:
+            await websocket.close()
+
+        page = _Page(
+            self.command,
+            write_bytes=websocket.send_bytes,
+            write_str=websocket.send_str,
+            close=hang_up,
+            download_manager=self.download_manager,
+        )
+        width, height = (_number(request.query.get(name, ""), usual) for name, usual in (("width", 80), ("height", 24)))
+        try:
+            await page.start(width, height)
+            await self._process_messages(websocket, page)
+        finally:
+            await page.stop()
+        return websocket
+
+
+def _number(word: str, usual: int) -> int:
+    return min(int(word), 1000) if word.isascii() and word.isdecimal() and len(word) < 9 else usual
+
+
+def application(command: str, port: int, token: str) -> web.Application:
+    """The pages of textual-serve behind our door. Its downloads are left out: `top` has none."""
+    server = _Pages(command, host=ADDRESS, port=port, title="memmgr top")
+    pages = web.Application()
+    aiohttp_jinja2.setup(pages, loader=jinja2.FileSystemLoader(server.templates_path))
+    pages.add_routes(
+        [
+            web.get("/", server.handle_index, name="index"),
+            web.get("/ws", server.handle_websocket, name="websocket"),
+            web.static("/static", server.statics_path, name="static"),
+        ]
+    )
+    door = web.Application(middlewares=[_door(port, token)])
+    door.on_response_prepare.append(_closed_page(port))
+    door.add_subapp(f"/{token}", pages)
+    return door
+
+
+def _door(port: int, token: str) -> Middleware:
+    hosts = {f"{ADDRESS}:{port}", f"localhost:{port}"}
+    origins = {f"http://{host}" for host in hosts}
+
+    @web.middleware
+    async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.path.split("/", 2)[1]
+        known = compare_digest(given.encode(), token.encode())
+        from_here = request.headers.get("Host") in hosts and request.headers.get("Origin", min(origins)) in origins
+        if not (known and from_here):
+            raise web.HTTPForbidden(
+                text="memmgr top: the address with its token, on this machine, is what opens this\n"
+            )
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
+        return await handler(request)
+
+    return door
+
+
+def _closed_page(port: int) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    sources = f"'self' ws://{ADDRESS}:{port}"
+    policy = (
+        f"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; font-src 'self' data:; "
+        f"img-src 'self' data:; connect-src {sources}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+    async def close(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Content-Security-Policy"] = policy
+        response.headers["Referrer-Policy"] = "no-referrer"
+        response.headers["Cache-Control"] = "no-store"
+        response.headers["X-Content-Type-Options"] = "nosniff"
+
+    return close

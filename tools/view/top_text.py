@@ -1,0 +1,413 @@
+"""What `memmgr top` shows, as lines of styled text: the same for the terminal application, `--once` and plain terminals.
+
+Every state has a character of its own beside its colour, so that nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
+from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
+
+Segment = tuple[str, str]
+"""Text, and its style as rich writes styles."""
+Line = list[Segment]
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The characters that a terminal can show."""
+
+    other: str
+    saved: str
+    held: str
+    leaving: str
+    arriving: str
+    evicted: str
+    offloaded: str
+    times: str
+    ended: str
+    free: str
+    budget: str
+    axis: str
+    rest: str
+
+
+UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
+ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "/", "+", "_", "-", "|", ">")
+NAMES = {**LAYERS, "times": "at times"}
+"""What a legend calls a layer; what is not here goes by its own name."""
+MEMORY = ("other", "saved", "times", "evicted", "offloaded")
+SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
+OLD_SECONDS = 5.0
+"""What is older is marked: it may not be so any more."""
+
+STYLES = {
+    "other": "blue",
+    "saved": "green",
+    "held": "magenta",
+    "leaving": "yellow",
+    "arriving": "cyan",
+    "evicted": "red",
+    "offloaded": "bright_yellow",
+    "times": "green",
+    "free": "bright_black",
+    "budget": "bold",
+}
+SORTS = ("size", "age", "cost", "module", "op", "state")
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Without the styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str:
+    """The text in at most so many columns; of a module's path the end says more."""
+    if len(text) <= width:
+        return text
+    if width <= 1:
+        return text[:width]
+    return glyphs.rest + text[-(width - 1) :] if keep_end else text[: width - 1] + glyphs.rest
+
+
+def size_or(size: int) -> str:
+    """A size, or "none" for no limit."""
+    return "none" if size >= UNLIMITED else show_size(size)
+
+
+# -- above ----------------------------------------------------------------------------------------------------------
+
+
+def title(watched: RunState, width: int, glyphs: Glyphs, place: str = "", silent: float = 0.0) -> Line:
+    """Who it is and what it does; `silent` is for how many seconds nothing came from it."""
+    if watched.end is not None:
+        state = "failed" if watched.end.get("failed") else "ended"
+    elif watched.error and not watched.sample:
+        state = "lost"
+    else:
+        state = str(watched.sample.get("phase", "waiting"))
+        if watched.by_plan():
+            state += " by plan"
+    passes = int(watched.stats.get("passes", 0))
+    counted = f"{passes:,} pass{'es' if passes > 1 else ''}  " if passes else ""
+    right = f"{clean(state)}  {counted}{show_seconds(watched.now)}"
+    if silent > OLD_SECONDS and watched.end is None:
+        right = f"silent for {show_seconds(silent)}  {right}"
+    rank = watched.hello.get("rank")
+    left = f"{watched.pid}" + (f" rank {rank}" if rank is not None else "")
+    device = clean(str(watched.hello.get("device", "cpu")))
+    left += ("" if device == "cpu" else f" {device}") + (f" {place}" if place else "")
+    words = [clean(str(word)) for word in watched.hello.get("command", [])]
+    words = [
+        word.rpartition("/")[2] if i < 2 else word for i, word in enumerate(words)
+    ]  # the interpreter's, the script's
+    command = shlex.join(words) if words else ""
+    room = max(0, width - len(left) - len(right) - 4)
+    return [
+        (left + "  ", "bold"),
+        (fit(command, room, glyphs).ljust(room), ""),
+        ("  " + right, "bold red" if state in ("failed", "lost") or "silent" in right else "bold green"),
+    ]
+
+
+def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
+    """The budget and what is in it."""
+    stats = watched.stats
+    budget = watched.budget_bytes
+    now = int(watched.sample.get("resident_bytes", 0))
+    share = f" ({now / budget:.0%})" if 0 < budget < UNLIMITED else ""
+    text = (
+        f"budget {size_or(budget)}  now {show_size(now)}{share}  peak {show_size(int(stats.get('resident_bytes.peak', 0)))}"
+        f"  floor {show_size(int(stats.get('floor_bytes', 0)))}"
+        f"  unmanaged {show_size(int(stats.get('unmanaged_peak_bytes', 0)))}"
+    )
+    return [(fit(text, width, glyphs), "")]
+
+
+def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
+    """Where the time went in the last seconds (all of it, at the first look), and what left since the beginning."""
+    stats = watched.stats
+    recompute, stall = watched.shares()
+    text = (
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(watched.passes_a_second())} recompute "
+        f"{recompute:.1%} stall {stall:.1%}  all: evict {show_size(int(stats.get('evicted_bytes', 0)))} offload "
+        f"{show_size(int(stats.get('offload_bytes', 0)))}"
+    )
+    planned = f" planned {int(stats.get('planned_passes', 0)):,}"
+    if stats.get("planned_passes") and len(text + planned) <= width:
+        text += planned
+    style = "bold yellow" if recompute + stall > 0.25 else ""
+    return [(fit(text, width, glyphs), style)]
+
+
+def show_rate(passes_a_second: float) -> str:
+    """`4.8 passes/s`, or for long ones `14 s a pass`."""
+    if passes_a_second <= 0:
+        return "no pass"
+    if passes_a_second < 1:
+        return f"{show_seconds(1 / passes_a_second)} a pass"
+    return f"{passes_a_second:.3g} passes/s"
+
+
+def age(watched: RunState, line: dict[str, Any]) -> str:
+    """How old a part of the picture is, where that is worth saying; else nothing."""
+    if not line or watched.end is not None:
+        return ""
+    old = watched.now - float(line.get("seconds", 0.0))
+    return f"{show_seconds(old)} old" if old > OLD_SECONDS else ""
+
+
+# -- memory over time -----------------------------------------------------------------------------------------------
+
+
+def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+    """The last samples, two and more a column: what is resident always and at times, above it what left, and the budget."""
+    room = max(1, width - 10)
+    if watched.error and not watched.points:
+        said = textwrap.wrap(clean(watched.error), width)[:rows]
+        return [[(line, STYLES["evicted"])] for line in said] + [[(" ", "")]] * (rows - len(said))
+    points = list(watched.points)[-room - 1 :]
+    shown = columns(watched, points, room)
+    budget = watched.budget_bytes
+    top = max([column.most[UNMANAGED] for column in shown] + [budget if budget < UNLIMITED else 0, 1])
+    height = rows - 1  # the last one is the axis
+    step = top / height
+    limit_row = min(height - 1, int((budget - 0.5 * step) / step)) if budget < UNLIMITED else -1
+    lines: list[Line] = []
+    for row in reversed(range(height)):
+        if row == limit_row:
+            label = show_size(budget)
+        elif row == height - 1:
+            label = show_size(top)
+        else:
+            label = ""
+        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else "bright_black")]
+        for column in shown:
+            line.append(_cell(column, (row + 0.5) * step, row == limit_row, glyphs))
+        empty = room - len(shown)
+        if empty:
+            line.append((glyphs.budget * empty, STYLES["budget"]) if row == limit_row else (" " * empty, ""))
+        lines.append(_merged(line))
+    return [*lines, _axis(points, shown, room, glyphs)]
+
+
+def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: Glyphs) -> Line:
+    """Where passes ended, and behind the last sample how much time is shown."""
+    every, ends = ends_of_passes(points, max(1, len(shown) // 3))
+    begins = [column.begin for column in shown]
+    axis = [" "] * room
+    for seconds, _ in ends:
+        axis[max(0, bisect_left(begins, seconds) - 1)] = glyphs.ended
+    label = "" if not every else "a pass" if every == 1 else f"{every:,} passes"
+    over = f" {show_seconds(shown[-1].end - shown[0].begin)}" if len(shown) > 1 else ""
+    if over and len(shown) + len(over) <= room:
+        axis[len(shown) : len(shown) + len(over)] = over
+    return [(f"{label:>9} " + "".join(axis), "bright_black")]
+
+
+def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
+    edges = (*column.least[: RESIDENT + 1], *column.most[RESIDENT:])
+    for name, edge in zip(MEMORY, edges, strict=True):
+        if height < edge:
+            return getattr(glyphs, name), STYLES[name]
+    return (glyphs.budget, STYLES["budget"]) if at_limit else (" ", "")
+
+
+def _merged(line: Line) -> Line:
+    """Neighbours of one style as one segment: a terminal gets fewer codes."""
+    merged: Line = []
+    for text, style in line:
+        if merged and merged[-1][1] == style:
+            merged[-1] = (merged[-1][0] + text, style)
+        else:
+            merged.append((text, style))
+    return merged
+
+
+def legend(names: Sequence[str], glyphs: Glyphs, tier: str = "") -> Line:
+    """What the characters mean; `tier` is where offloaded bytes are, if that is known."""
+    line: Line = []
+    for name in names:
+        where = f" ({tier})" if name == "offloaded" and tier else ""
+        line += [(getattr(glyphs, name), STYLES[name]), (f" {NAMES.get(name, name)}{where}  ", "")]
+    return line
+
+
+def tier(watched: RunState) -> str:
+    """What is below the device: disk, host, or unknown."""
+    return clean(str(watched.hello.get("tier") or ""))
+
+
+# -- the address space ----------------------------------------------------------------------------------------------
+
+_MAP_NAMES = ("free", "other", "saved", "held", "leaving", "arriving", "hole")
+
+
+def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line]:
+    """The allocator's addresses from left to right and row to row, each column by what fills most of it."""
+    names = [str(name) for name in watched.hello.get("map_states", _MAP_NAMES)]
+    columns = watched.map.get("columns", [])
+    if not columns or not any(any(column) for column in columns):
+        text = "no address space to show" if columns else "waiting for the map"
+        return [[(text.ljust(width), "bright_black")]] + [[(" " * width, "")] for _ in range(rows - 1)]
+    wanted = width * rows
+    cells: Line = []
+    for i in range(wanted):
+        part = columns[
+            i * len(columns) // wanted : max((i + 1) * len(columns) // wanted, i * len(columns) // wanted + 1)
+        ]
+        sums = [sum(column[state] for column in part) for state in range(len(names))]
+        name = names[max(range(len(names)), key=lambda state: sums[state])]
+        glyph = getattr(glyphs, name, " ") if name != "hole" else " "
+        cells.append((glyph, STYLES.get(name, "")))
+    return [_merged(cells[row * width : (row + 1) * width]) for row in range(rows)]
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+_ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "size": lambda cell: -cell["bytes"],
+    "age": lambda cell: -cell["age_seconds"],
+    "cost": lambda cell: -cell["op_seconds"],
+    "module": lambda cell: str(cell["module"] or "~"),
+    "op": lambda cell: str(cell["op"] or "~"),
+    "state": lambda cell: state_of(cell),
+}
+
+
+def state_of(cell: dict[str, Any]) -> str:
+    """A cell's state in one word."""
+    if cell["arriving"]:
+        return "arriving"
+    if cell["state"] != "present":
+        return str(cell["state"])
+    return "held" if cell["held"] else "clean" if cell["copy"] else "present"
+
+
+CELL_HEAD = ("size", "state", "op", "module", "age", "cost")
+CELL_WIDTHS = (8, 9, 16, 22, 10, 8)
+
+
+def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[tuple[str, ...]]:
+    """The largest cells, which may leave unless they are held; `wanted` is looked for in every column."""
+    try:
+        cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
+        rows = [
+            (
+                show_size(cell["bytes"]),
+                state_of(cell),
+                name_of("op", cell["op"]),
+                name_of("module", cell["module"]),
+                show_seconds(cell["age_seconds"]),
+                show_seconds(cell["op_seconds"]) if cell["recomputable"] else "-",
+            )
+            for cell in cells
+        ]
+    except (KeyError, TypeError):
+        return []  # a line of another shape; the next one may be better
+    return [row for row in rows if not wanted or any(wanted.lower() in part.lower() for part in row)]
+
+
+MODULE_HEAD = ("module", "present", "held", "gone", "recompute", "stall")
+MODULE_WIDTHS = (33, 9, 9, 9, 9, 9)
+
+
+def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
+    """What there is to leave, by the module that made it, and what its absence cost."""
+    shares: dict[str, list[int]] = {}
+    for share in watched.cells.get("modules", []):
+        shares[name_of("module", share["module"])] = [share["present_bytes"], share["held_bytes"], share["gone_bytes"]]
+    seconds = dict(watched.by("module"))
+    rows = []
+    for name in sorted({*shares, *seconds}, key=lambda n: (-sum(shares.get(n, [0])), n)):
+        present, held, gone = shares.get(name, [0, 0, 0])
+        spent = seconds.get(name, {})
+        row = (
+            name,
+            *(show_size(size) for size in (present, held, gone)),
+            *(
+                show_seconds(sum(spent[w].seconds for w in what if w in spent))
+                for what in (("recompute",), ("stall", "reload"))
+            ),
+        )
+        if not wanted or wanted.lower() in name.lower():
+            rows.append(row)
+    return rows
+
+
+STATE_HEAD = ("model states", "resident", "below", "moved a pass")
+STATE_WIDTHS = (40, 10, 10, 14)
+NO_STATES = ("none has left", "", "", "")
+
+
+def state_rows(watched: RunState) -> list[tuple[str, ...]]:
+    """Where each kind is and what moved of it a pass, beside what the link moves meanwhile; nothing where no state has left."""
+    found = watched.flows()
+    if found is None or not (found.states_moved_bytes or found.states_below_bytes):
+        return []
+    rows = [
+        (
+            f.kind.replace("_", " "),
+            show_size(f.resident_bytes),
+            show_size(f.below_bytes),
+            show_size(f.moved_bytes),
+        )
+        for f in found.each
+    ]
+    took = f"the link meanwhile ({show_seconds(found.pass_seconds)} a pass)"
+    return [*rows, (took, "", "", show_size(found.link_bytes))]
+
+
+HOLDER_HEAD = ("what the program itself holds", "bytes")
+HOLDER_WIDTHS = (50, 12)
+
+
+def holder_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
+    """Model states by kind, then by module."""
+    found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
+    found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
+    return [(clean(name), show_size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
+
+
+def log_lines(watched: RunState, wanted: str = "") -> list[str]:
+    """The event log, oldest first."""
+    said = [f"{seconds:9.1f} s  {clean(text)}" for seconds, text in watched.log]
+    return [line for line in said if wanted.lower() in line.lower()]
+
+
+def table(head: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], glyphs: Glyphs) -> list[Line]:
+    """A table of fixed widths; a module's path loses its beginning."""
+    lines: list[Line] = [[(" ".join(name.ljust(w) for name, w in zip(head, widths, strict=True)), "bold")]]
+    for row in rows:
+        parts = [
+            fit(part, w, glyphs, keep_end=name == "module").ljust(w)
+            for part, w, name in zip(row, widths, head, strict=True)
+        ]
+        lines.append([(" ".join(parts), "")])
+    return lines
+
+
+def once(watched: RunState, width: int, height: int, glyphs: Glyphs) -> list[Line]:
+    """One screen: what `--once` prints and a plain terminal repeats."""
+    lines = [
+        title(watched, width, glyphs),
+        figures(watched, width, glyphs),
+        *chart(watched, width, 6, glyphs),
+        legend(MEMORY, glyphs, tier(watched)),
+        activity(watched, width, glyphs),
+        *strip(watched, width, 2, glyphs),
+        [*legend(SPACE, glyphs), (age(watched, watched.map), STYLES["leaving"])],
+    ]
+    states = state_rows(watched)
+    if states:
+        lines += table(STATE_HEAD, STATE_WIDTHS, states, glyphs)
+    room = max(3, height - len(lines) - 1)
+    return [*lines, *table(CELL_HEAD, CELL_WIDTHS, cell_rows(watched)[: room - 1], glyphs)]
