@@ -1,7 +1,7 @@
 """`memmgr simulate --job`: which budget for which rank gives a distributed job's shortest step.
 
-The ranks' traces, the planner's curve of each, and the split of a total by `policies/plan/split.py`, beside the equal one. First a tenth
-of the need apart, then finer where the split is.
+The ranks' traces, the planner's curve of each, and the split of a total by `policies/plan/split.py`, beside the equal one. First
+a tenth of the need apart, then finer where the split is.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def _files(given: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(one for one in path.iterdir() if one.is_file() and is_trace(one))
             if not inside:
-                raise Refused(f"{path}: no traces in this folder; memmgr trace inside torchrun writes one for each rank")
+                raise Refused(
+                    f"{path}: no traces in this folder; memmgr trace inside torchrun writes one for each rank"
+                )
             found += inside
         else:
             found.append(path)

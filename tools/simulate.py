@@ -228,7 +228,9 @@ def _check_picture(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace) -> int:
     """The budgets of a job's ranks."""
     if args.log or args.ratio or args.budget or args.sweep:
-        raise _Refused("--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass")
+        raise _Refused(
+            "--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass"
+        )
     if args.policy == "all":
         raise _Refused("--job needs one policy, not all")
     _check_picture(args)

@@ -217,9 +217,7 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(
-        self, *, repeats: bool = False, modules: Sequence[str] = (), scratch: Sequence[int] = ()
-    ) -> Measured:
+    def measured(self, *, repeats: bool = False, modules: Sequence[str] = (), scratch: Sequence[int] = ()) -> Measured:
         """The period that was noted last; `repeats`: the one before it was the same; the rest as `timeline.measured` has it."""
         return measured(
             self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules, scratch=scratch

@@ -63,9 +63,7 @@ def seconds_of(columns: TimelineColumns) -> float:
 
 
 class _Builder:
-    def __init__(
-        self, columns: TimelineColumns, repeats: bool, modules: Sequence[str], scratch: Sequence[int]
-    ) -> None:
+    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str], scratch: Sequence[int]) -> None:
         c = columns
         numbers = np.frombuffer(c["module"], dtype=np.uint32).tolist()
         self.module = [modules[n] if 0 < n < len(modules) else "" for n in numbers]

@@ -30,8 +30,8 @@ def job(*words: object) -> int:
 @pytest.fixture
 def unequal(tmp_path: Path) -> Path:
     """A heavy rank and a light one."""
-    rank(tmp_path, 0, 8)
-    rank(tmp_path, 1, 2)
+    rank(tmp_path, 0, 5)
+    rank(tmp_path, 1, 1)
     return tmp_path
 
 
@@ -90,9 +90,9 @@ def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "not all" in refused(unequal, "--total", "99B", "--policy", "all")
     small = refused(unequal, "--total", "3B")
     assert "3 B are less than what fits" in small and "rank 0" in small and "rank 1" in small
-    rank(unequal, 1, 2, job="run 8")
+    rank(unequal, 1, 1, job="run 8")
     assert "not one job" in refused(unequal, "--total", "99B") and "run 8" in refused(unequal, "--total", "99B")
-    rank(unequal, 1, 2, world=4)
+    rank(unequal, 1, 1, world=4)
     assert "number of ranks" in refused(unequal, "--total", "99B")
     plain = tmp_path / "plain.trace"
     write_trace(plain, Training(2).trace())
