@@ -36,7 +36,9 @@ TOO_LATE = (
     "start the script with MEMMGR_BUDGET set or by `memmgr run`"
 )
 LEFT = f"{INSTALL_VARIABLE}=0 or allocator:native has left torch's own allocator in place"
-NOT_NATIVE = "memmgr's CUDA allocator is in place already: MEMMGR_CONF=allocator:native or MEMMGR_INSTALL=0 leave torch's own there"
+NOT_NATIVE = (
+    "memmgr's CUDA allocator is there already: MEMMGR_CONF=allocator:native or MEMMGR_INSTALL=0 keep torch's own"
+)
 
 _library: ctypes.CDLL | None = None
 _torchs = 0  # the address of the table of torch's own allocator, once a budget may be kept in it

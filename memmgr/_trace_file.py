@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,35 @@ from memmgr.policies.trace import HELD, VERSION, Op, OpKind, Storage, TierLink, 
 _MAGIC = "memmgr_trace"
 
 
-def write_trace(path: Path, trace: Trace) -> None:
+ABOUT = ("rank", "world_size", "job", "host")
+"""What the head may say of the process: its rank of how many, in which job, on which machine."""
+
+
+def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None) -> None:
     """Writes a whole trace.
+
+    Args:
+        path: compressed if it ends in .gz.
+        trace: the pass.
+        about: of `ABOUT`, what is known.
 
     Raises:
         OSError: the file cannot be written.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as file:
-        for record in _records(trace):
+        for record in _records(trace, about or {}):
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def _records(trace: Trace) -> Iterator[dict[str, Any]]:
+def _records(trace: Trace, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The lines: the head, what happens in its order, the end."""
     yield {
         _MAGIC: VERSION,
         "device": trace.device,
         "links": [asdict(link) for link in trace.links],
         "copy_on_write": trace.copy_on_write,
+        **{key: about[key] for key in ABOUT if about.get(key) is not None},
     }
     unpinned: dict[int, list[int]] = {}
     for i, s in enumerate(trace.storages):
@@ -88,6 +98,16 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not a text file") from None
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Of `ABOUT`, what a trace file says; nothing where it is none."""
+    if not is_trace(path):
+        return {}
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        head = _object(1, file.readline())
+    return {key: head[key] for key in ABOUT if key in head}
 
 
 def is_trace(path: Path) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import warnings
 from pathlib import Path
@@ -11,6 +13,7 @@ from memmgr._consumers import log_path
 from memmgr._telemetry import Telemetry
 from memmgr._trace_file import write_trace
 from memmgr.native.pager import Pager
+from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
@@ -21,7 +24,7 @@ class TraceFile:
     """The file for which the user asked (`budget(trace=)`): one pass, the first from `number` on that ends well.
 
     Args:
-        path: where; compressed if the name ends in .gz.
+        path: where; compressed if the name ends in .gz. With several ranks each has a file of its own, `run.rank1.trace`.
         number: of the pass, from 1.
         telemetry: names the modules of its ops.
     """
@@ -49,8 +52,12 @@ class TraceFile:
         """This is it."""
         self.trace = trace
         self._telemetry.name_modules(False)
+        about = {**where_in_job(lambda types: []), "host": socket.gethostname()}
+        path = Path(log_path(self._path))
+        if "RANK" not in os.environ and (about["world_size"] or 1) > 1:  # no launcher: the process group says it
+            path = path.with_suffix(f".rank{about['rank']}{path.suffix}")
         try:
-            write_trace(Path(log_path(self._path)), trace)
+            write_trace(path, trace, about if about["rank"] is not None else None)
         except OSError as error:
             warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 

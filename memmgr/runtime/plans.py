@@ -21,13 +21,17 @@ from memmgr.policies.trace import TierLink, TraceError
 from memmgr.policies.trace.smooth import smoothed
 
 from .planners import PLANNERS, Planner, Scheduled
-from .timeline import Measured, measured, rows
+from .timeline import Measured, measured, rows, seconds_of
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
 FIRST_PLANS = 3  # sequences that are planned although they were met once
-MOST_TRIES = 4  # plans that run short, each with twice the margin
+MOST_TRIES = 4  # plans that run short; each leaves more room where the period has shown why, else everywhere
+SHORT_IN_A_ROW = 2  # periods
 MARGIN = 0.01  # of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)
+PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # what a plan is taken to cost before it is made
+FREE_PLANS = 8  # made without asking what they cost
+PLANNING_SHARE = 0.25  # of the run's time, what the later ones may take of a processor
 
 
 def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
@@ -35,7 +39,7 @@ def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
 
     Args:
         limit_bytes: the run's.
-        tries: how many plans ran short so far; each time a plan leaves twice as much free.
+        tries: how many plans ran short so far for no reason that was seen; each time a plan leaves twice as much free.
     """
     found = [int(limit_bytes * (1.0 - MARGIN * 2**tries))]
     if not tries:
@@ -51,6 +55,8 @@ class _Known:
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     repeats: bool  # whether the period before it was the same
     tries: int = 0
+    margin: int = 0  # tries for no reason that was seen
+    short: int = 0  # periods in a row that followed the plan and ran short
     made: Scheduled | None = None
     error: str = ""
 
@@ -100,6 +106,8 @@ class Plans:
         self.cpu_seconds_per_byte = 0.0
         self.made = 0
         self.seconds = 0.0
+        self._cpu_seconds = 0.0
+        self._opened = time.perf_counter()
 
     @property
     def asked(self) -> bool:
@@ -120,7 +128,7 @@ class Plans:
 
         What is in it may have grown (a cache), so it is measured anew each time.
         """
-        if not self._busy() and self._offload:  # without gradient nothing is recorded that could run again
+        if self._may_plan() and self._offload:  # without gradient nothing is recorded that could run again
             self._begin(ended, lambda: self._known_anew(ended, repeats=True))
 
     def _begin(self, ended: PeriodInfo, to_plan: Callable[[], _Known | None]) -> None:
@@ -150,29 +158,55 @@ class Plans:
         repeats = self._offload and ended["before"] == key  # what lives on cannot leave without a tier
         known = self._known.get(key)
         if known is None:
-            before = key in self._met
+            first, before = not self._met, key in self._met
             self._met[key] = None
             while len(self._met) > MOST_MET:
                 self._met.popitem(last=False)
-            # The first ones (the very first makes the optimizer's states, and never comes again); later only what has come
-            # before: where no period is like another, planning buys nothing.
-            if self._busy() or (len(self._known) >= FIRST_PLANS and not before):
+            # The first ones; later only what has come before: where no period is like another, planning buys nothing.
+            if not self._may_plan() or (len(self._known) >= FIRST_PLANS and not before):
+                return None
+            # The very first makes the optimizer's states, and never comes again. One that comes again at once gets a better
+            # plan, as a cycle. Beside short periods both would be there too late to be followed.
+            if not before and (first or self._offload) and self._shorter_than_a_plan():
                 return None
             return self._known_anew(ended, repeats=repeats)
         self._known.move_to_end(key)
-        if self._busy():
+        if not self._may_plan():
             return None
         if trials < known.trials or repeats > known.repeats:
             known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
-            known.tries = 0  # what did not fit, or ran short, was another plan
-        elif ended["followed"] and ended["short"] and known.tries < MOST_TRIES:
-            known.tries += 1
+            known.tries = known.margin = known.short = 0  # what did not fit, or ran short, was another plan
+        elif ended["followed"] and self._runs_short(known, ended["short"]):
+            self._make_room(known)
         else:
             return None
         return known
 
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def _runs_short(self, known: _Known, short: bool) -> bool:
+        """Whether it does so time and again: the first period under a plan begins with what another order has left."""
+        known.short = known.short + 1 if short else 0
+        return known.short >= SHORT_IN_A_ROW and known.tries < MOST_TRIES
+
+    def _make_room(self, known: _Known) -> None:
+        """For what its ops needed this time and had not needed when they were measured; if that is nothing, by the margin."""
+        known.tries += 1
+        known.short = 0
+        now = self.measured(repeats=known.repeats, scratch=known.of.scratch)
+        if sum(now.scratch) > sum(known.of.scratch):
+            known.of = now
+        else:
+            known.margin += 1
+
+    def _may_plan(self) -> bool:
+        """Nothing is being planned, and planning has not taken too much of the run."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        spent = PLANNING_SHARE * (time.perf_counter() - self._opened)
+        return self.made < FREE_PLANS or self._cpu_seconds < spent
+
+    def _shorter_than_a_plan(self) -> bool:
+        columns = self._pager.timeline()
+        return seconds_of(columns) < PLAN_SECONDS + PLAN_SECONDS_PER_OP * (len(columns["op"]) // 4)
 
     def links(self) -> tuple[TierLink, ...]:
         """The tier below, as it was measured."""
@@ -183,20 +217,22 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(self, *, repeats: bool = False, modules: Sequence[str] = ()) -> Measured:
-        """The period that was noted last; `repeats`: the one before it was the same; `modules`: their paths by number."""
-        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
+    def measured(self, *, repeats: bool = False, modules: Sequence[str] = (), scratch: Sequence[int] = ()) -> Measured:
+        """The period that was noted last; `repeats`: the one before it was the same; the rest as `timeline.measured` has it."""
+        return measured(
+            self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules, scratch=scratch
+        )
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None
-        begun = time.perf_counter()
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
         known.error = ""
         try:
             trace = smoothed(known.of.trace)
             link = trace.links[0] if trace.links else None
             found = (
                 self._planner(trace, limit, link, self._policy.recomputes)
-                for limit in budgets(self.limit_bytes, known.tries)
+                for limit in budgets(self.limit_bytes, known.margin)
             )
             made = next((made for made in found if made is not None), None)
             if made is None:  # one that runs short is better than none
@@ -211,6 +247,7 @@ class Plans:
             known.tries = MOST_TRIES
         took = time.perf_counter() - begun
         self.seconds += took
+        self._cpu_seconds += time.thread_time() - begun_cpu
         if known.error:
             self._happened("no_plan", ops=len(known.of.trace.ops), text=known.error)
         elif known.made is not None:

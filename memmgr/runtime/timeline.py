@@ -4,7 +4,8 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 
 - A storage is one version of a cell; small storages are not in it. What was there when the period began is a constant.
 - `c.elsewhere` is the most that was resident and no cell's: small tensors, what C++ holds for itself.
-- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after.
+- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after. What others gave
+  back meanwhile hides some of it, so ops that look alike have what the neediest of them had.
 - Two-valued bytes can leave all but a bit for each element: their op makes the bits, and another makes the bytes of them.
 - What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
 - `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
@@ -45,6 +46,7 @@ class Measured:
         ordinal: of each storage, its cell's; -1: it has none.
         before: of each storage that the cycle begins with, its cell's in the period before, as the pager takes it.
         hashes: by which the pager knows the period again.
+        scratch: of each of the pager's ops, in bytes.
     """
 
     trace: Trace
@@ -52,10 +54,16 @@ class Measured:
     ordinal: list[int]
     before: dict[int, int]
     hashes: bytes
+    scratch: list[int]
+
+
+def seconds_of(columns: TimelineColumns) -> float:
+    """What the period took."""
+    return sum(float(np.frombuffer(columns[part], dtype=np.float32).sum()) for part in ("seconds", "before"))
 
 
 class _Builder:
-    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str]) -> None:
+    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str], scratch: Sequence[int]) -> None:
         c = columns
         numbers = np.frombuffer(c["module"], dtype=np.uint32).tolist()
         self.module = [modules[n] if 0 < n < len(modules) else "" for n in numbers]
@@ -86,6 +94,19 @@ class _Builder:
         self.hashes = c["hashes"]
         self.turn = c["turn"]
         self.backward_at: int | None = None
+        self.take_the_most(scratch)
+
+    def take_the_most(self, known: Sequence[int]) -> None:
+        """Of what ops that look alike needed beyond their outputs, and of what is known of the same ops."""
+        looks = []
+        most: dict[tuple[object, ...], int] = {}
+        for k, number in enumerate(self.op):
+            part = slice(self.first_touch[k], self.first_touch[k + 1])
+            sizes = (self.sizes[ordinal] for ordinal in self.touched[part])
+            ways = (flags & (_WRITES | _MAKES) for flags in self.flags[part])
+            looks.append((number, k < self.turn, *zip(sizes, ways, strict=True)))
+            most[looks[-1]] = max(most.get(looks[-1], 0), self.scratch[k], known[k] if known else 0)
+        self.scratch = [most[look] for look in looks]
 
     def storage(self, name: str, size: int, ordinal: int = -1) -> int:
         self.storages.append(Storage(name, size, len(self.ops)))
@@ -200,6 +221,7 @@ def measured(
     *,
     repeats: bool = False,
     modules: Sequence[str] = (),
+    scratch: Sequence[int] = (),
 ) -> Measured:
     """The period that ended last.
 
@@ -209,14 +231,15 @@ def measured(
         device: the type of the managed one.
         repeats: whether the period before it was the same, so that the trace is a cycle.
         modules: paths of modules by their number; the first is nobody's.
+        scratch: `Measured.scratch` of an earlier period of the same ops, which counts where it was more.
 
     Raises:
         TraceError: the columns do not make a trace.
     """
-    builder = _Builder(columns, repeats, modules)
+    builder = _Builder(columns, repeats, modules, scratch)
     trace = builder.build(links, device).check()
     before = {s: _BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
-    return Measured(trace, builder.position, builder.ordinal, before, builder.hashes)
+    return Measured(trace, builder.position, builder.ordinal, before, builder.hashes, builder.scratch)
 
 
 @dataclass(frozen=True)

@@ -359,7 +359,9 @@ def test_without_any_one_wait_they_do_not(fake_driver_path, name: str) -> None:
 
 
 def test_the_list_of_names_is_complete() -> None:
-    sources = [build.CORE / name for name in ("device.cpp", "device_lent.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")]
+    sources = [
+        build.CORE / name for name in ("device.cpp", "device_lent.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")
+    ]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
     assert found == {*NAMES, LENT}
 

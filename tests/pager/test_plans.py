@@ -184,7 +184,7 @@ class Deviating(models.Training):
             h = x
             for i, layer in enumerate(layers):
                 h = torch.tanh(layer(h))
-                if i == 5 and self.step_number in (4, 6):
+                if i == 5 and self.step_number in (6, 8):
                     h = h * torch.sigmoid(h) + h.detach().clone()
             return h.square().mean()
 
@@ -193,10 +193,10 @@ class Deviating(models.Training):
 
 @pytest.mark.parametrize("policy", ["auto", "evict"])
 def test_a_period_that_deviates_is_finished_without_the_plan(policy: str) -> None:
-    got, figures, limit = under(Deviating, 0.65, policy)
-    assert got == trained(Deviating, STEPS)
-    assert figures[3]["planned_passes"] == figures[2]["planned_passes"]
-    assert figures[4]["planned_passes"] == figures[3]["planned_passes"] + 1
+    got, figures, limit = under(Deviating, 0.65, policy, STEPS + 2)
+    assert got == trained(Deviating, STEPS + 2)
+    assert figures[5]["planned_passes"] == figures[4]["planned_passes"] > 0
+    assert figures[6]["planned_passes"] == figures[5]["planned_passes"] + 1
     assert figures[-1]["resident_bytes.peak"] <= limit
 
 

@@ -106,7 +106,7 @@ def test_torchs_own_allocator_cannot_come_back(cuda: pytest.MonkeyPatch) -> None
     cuda.setattr(_cuda, "build", lambda: Path("x.so"))
     cuda.setattr(_cuda, "_load", lambda path: Library())
     assert _cuda.install() is None
-    with pytest.raises(RuntimeError, match="in place already: MEMMGR_CONF=allocator:native"):
+    with pytest.raises(RuntimeError, match="there already: MEMMGR_CONF=allocator:native"):
         memmgr.budget("1GB", device="cuda", allocator="native")
     with pytest.raises(ValueError, match="allocator: 'mine' is none of auto, native"):
         memmgr.budget("1GB", allocator="mine")

@@ -20,6 +20,7 @@ The pass is an operator log (--format dtr) or a trace file (--format trace, the 
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
 
 With --sweep instead of one budget: the slowdown at budgets from all of the need down to a tenth of it, and a picture (--picture).
+With --job instead of --log: which budget for which rank of a distributed job gives the shortest step.
 
 Exit code: 0 for an answer, "does not fit" included; 2 for a file or an option that makes no sense.
 """
@@ -53,7 +54,7 @@ from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
-from memmgr.tools.view import plot
+from memmgr.tools.view import plot, simulate_job, sweep_text
 
 RULES = (
     "dtr_eq",
@@ -109,18 +110,19 @@ class _Refused(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="the pass")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="the pass")
     parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
     parser.add_argument(
         "--policy",
         metavar="NAME",
         help="one of the above (default: plan, what a live run does; for operator logs auto)",
     )
-    budget = parser.add_mutually_exclusive_group(required=True)
+    budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
     budget.add_argument("--budget", metavar="SIZE", help="12GB, 800MiB, need*0.6, auto, none")
     budget.add_argument("--sweep", action="store_true", help="all of the need down to a tenth of it")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --sweep: its curves as a .png or .svg")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of --sweep or --job: the curves, a .png or .svg")
+    simulate_job.add_arguments(parser)
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
     parser.add_argument(
         "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
@@ -144,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 def _one_line() -> Iterator[None]:
     try:
         yield
-    except (TraceError, ValueError, OSError) as error:
+    except (TraceError, ValueError, OSError, simulate_job.Refused) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         raise _Refused(" ".join(text.split())) from None
 
@@ -164,6 +166,14 @@ def _without_solvers_words() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.job is not None:
+        return _job(args)
+    if args.log is None:
+        raise _Refused("of what? --log FILE of a pass, --job FILE ... of the ranks of a distributed job")
+    if args.ratio is None and args.budget is None and not args.sweep:
+        raise _Refused("in how much? --ratio 0.6, --budget 12GB or --sweep")
+    if args.total or args.host_total or args.limit:
+        raise _Refused("--total, --host-total and --limit are of a --job")
     trace = _read(args.log, args.format)
     if not trace.ops:
         raise _Refused(f"{args.log}: no ops")
@@ -208,14 +218,37 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep(args: argparse.Namespace, trace: Trace) -> int:
-    """The slowdown by budget: a row a budget, a column a policy, and the bound."""
-    if args.schedule_out:
-        raise _Refused("--schedule-out needs one budget, not --sweep")
+def _check_picture(args: argparse.Namespace) -> None:
     if args.picture and args.picture.suffix not in (".png", ".svg"):
         raise _Refused(f"--picture: {args.picture} ends in neither .png nor .svg")
     if args.picture and not plot.available():
         raise _Refused("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+
+
+def _job(args: argparse.Namespace) -> int:
+    """The budgets of a job's ranks."""
+    if args.log or args.ratio or args.budget or args.sweep:
+        raise _Refused(
+            "--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass"
+        )
+    if args.policy == "all":
+        raise _Refused("--job needs one policy, not all")
+    _check_picture(args)
+    name = args.policy or "plan"
+
+    def seconds(trace: Trace, budget: int) -> float | None:
+        peak = max(trace.unmanaged_peak[0], 1)
+        found = _simulate(trace, name, budget / peak, budget, _tier(trace, args.link), None)[0]
+        return None if found.overhead is None else found.overhead * trace.seconds
+
+    return simulate_job.run(args, seconds)
+
+
+def _sweep(args: argparse.Namespace, trace: Trace) -> int:
+    """The slowdown by budget: a row a budget, a column a policy, and the bound."""
+    if args.schedule_out:
+        raise _Refused("--schedule-out needs one budget, not --sweep")
+    _check_picture(args)
     peak, tier = trace.unmanaged_peak[0], _tier(trace, args.link)
     names = _all(trace, tier) if args.policy == "all" else [args.policy]
     found: list[list[Result]] = []
@@ -239,37 +272,12 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
         f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: does not fit)"
     )
     if len(names) == 1:
-        _show_one(found)
+        sweep_text.show_one(found)
     else:
-        _show_systems(names, found)
+        sweep_text.show_systems(names, found)
     if args.picture:
         print(args.picture)
     return 0
-
-
-def _factor(overhead: float | None) -> str:
-    return "-" if overhead is None else f"{overhead:.3f}"
-
-
-def _show_one(found: list[list[Result]]) -> None:
-    """A row a budget."""
-    rows = [
-        [f"{r.ratio:.0%}", megabytes(r.budget_bytes), _factor(r.overhead), _factor(r.lower_bound), _bar(r.overhead)]
-        for (r,) in found
-    ]
-    table(["budget", "", found[0][0].policy, "bound", ""], rows)
-
-
-def _show_systems(names: list[str], found: list[list[Result]]) -> None:
-    """A row a policy, a column a budget, and the bound below them all."""
-    rows = [[name, *(_factor(row[i].overhead) for row in found)] for i, name in enumerate(names)]
-    rows.append(["bound", *(_factor(row[0].lower_bound) for row in found)])
-    table(["", *(f"{row[0].ratio:.0%}" for row in found)], rows)
-
-
-def _bar(overhead: float | None) -> str:
-    """What a run takes longer, a character for five per cent."""
-    return "" if overhead is None else ("#" * min(30, round(20 * (overhead - 1)))).ljust(30)
 
 
 def _read(path: Path, form: str | None) -> Trace:

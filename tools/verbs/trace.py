@@ -7,6 +7,10 @@
 A pass is one forward and its backward. The second one is recorded (the first compiles and is not like the others), every op
 with its time, what it reads and makes, and when the program lets go. The script runs to its end as under memmgr run, with the
 same bits. Without --budget nothing leaves memory; with one the trace says what the pass takes under it.
+
+Each rank of a distributed job writes a file of its own, for memmgr simulate --job:
+
+    torchrun --nproc-per-node 2 --no-python memmgr trace --out run.trace train.py
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memmgr._conf import Refused
+from memmgr._conf import Refused, local_ranks
 from memmgr._sizes import show_size
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb
@@ -79,9 +83,15 @@ def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]
     if trace is None:
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
+    from memmgr._consumers import log_path
+
     peak, _ = trace.unmanaged_peak
-    name = args.out if Path(args.out).is_file() else args.trace
-    return [
-        f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms. Next:",
-        f"  memmgr simulate --log {shlex.quote(name)} --policy all --ratio 0.6",
-    ]
+    own, whole = log_path(args.out), log_path(args.trace)  # a rank's has its number
+    name = str(own if own.is_file() else whole)
+    said = f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
+    if whole == Path(args.trace):
+        return [f"{said} Next:", f"  memmgr simulate --log {shlex.quote(name)} --policy all --ratio 0.6"]
+    if os.environ.get("RANK") != "0":
+        return [said]
+    total = -(-peak * local_ranks() * 6 // 10_000_000)
+    return [f"{said} Next:", f"  memmgr simulate --job {shlex.quote(str(own.parent))} --total {total}MB"]

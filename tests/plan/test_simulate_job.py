@@ -1,0 +1,106 @@
+"""`memmgr simulate --job`: the budgets of ranks that wait for each other, and what is no job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memmgr._trace_file import read_about, write_trace
+from memmgr.policies.trace import Op, OpKind, Trace
+from memmgr.tools import cli
+from memmgr.tools.view import simulate_job
+
+from .test_paging import Training
+
+
+def rank(folder: Path, number: int, layers: int, world: int = 2, **about: Any) -> Trace:
+    trace = Training(layers).trace()
+    said = {"rank": number, "world_size": world, "job": "run 7", "host": "here", **about}
+    write_trace(folder / f"run.rank{number}.trace", trace, said)
+    return trace
+
+
+def job(*words: object) -> int:
+    return cli.main(["simulate", "--job", *(str(word) for word in words)])
+
+
+@pytest.fixture
+def unequal(tmp_path: Path) -> Path:
+    """A heavy rank and a light one."""
+    rank(tmp_path, 0, 5)
+    rank(tmp_path, 1, 1)
+    return tmp_path
+
+
+def test_the_heavy_rank_gets_more(unequal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = [simulate_job.Rank(0, p, simulate_job.read_trace(p)).need_bytes for p in sorted(unequal.iterdir())]
+    total = int(sum(needs) * 0.75)
+    assert job(unequal, "--total", f"{total}B", "--json") == 0
+    shown, said = capsys.readouterr()
+    found = json.loads(shown)
+    assert "rank 0 in" in said and "rank 1 in" in said, "progress"
+    heavy, light = found["ranks"]
+    assert (heavy["rank"], light["rank"]) == (0, 1) and [heavy["need_bytes"], light["need_bytes"]] == needs
+    assert heavy["budget_bytes"] > heavy["equal_bytes"] and heavy["budget_bytes"] + light["budget_bytes"] <= total
+    assert found["unmanaged_step_seconds"] <= found["step_seconds"] < found["equal_step_seconds"]
+    assert found["step_seconds"] == max(heavy["seconds"], light["seconds"])
+    for one in (heavy, light):  # the curve is the simulator's own
+        budget, seconds = one["curve"][len(one["curve"]) // 2]
+        assert cli.main(["simulate", "--log", one["trace"], "--budget", f"{budget}B", "--json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert alone["overhead"] * alone["unmanaged_seconds"] == pytest.approx(seconds)
+    # No device has more than so much, and both are on one host.
+    limit = heavy["budget_bytes"] - 1
+    words = ("--host-total", f"{total}B", "--limit", f"{limit}B", "--json")
+    assert job(*sorted(unequal.iterdir()), *words) == 0
+    bounded = json.loads(capsys.readouterr().out)
+    assert bounded["ranks"][0]["budget_bytes"] <= limit and bounded["step_seconds"] >= found["step_seconds"]
+
+
+def test_a_table_and_a_picture(unequal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(unequal, "--limit", "60B", "--picture", unequal / "job.svg") == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[2:5]] == ["0", "1", "step"]
+    assert "case $RANK in 0) export MEMMGR_BUDGET=" in shown and "<svg" in (unequal / "job.svg").read_text()
+
+
+def test_waiting_is_nobodys_own_time() -> None:
+    trace = Training(2).trace()
+    wait = (Op("c10d::allreduce_", 5.0, (), (), OpKind.VIEW), Op("(between ops)", 2.0, (), (), OpKind.VIEW))
+    ran = replace(trace, ops=(*trace.ops, *wait, Op("(between ops)", 1.0, (), (), OpKind.VIEW)))
+    assert simulate_job.waiting_seconds(trace) == 0.0 and simulate_job.waiting_seconds(ran) == 7.0
+    assert simulate_job.Rank(0, Path(), ran, waits=7.0).own_seconds == pytest.approx(trace.seconds + 1.0)
+
+
+def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        assert job(*words) == 2
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("memmgr simulate: ")
+        return str(last)
+
+    zero, one = sorted(unequal.iterdir())
+    assert "of 2 ranks 1 missing" in refused(zero, "--total", "99B")
+    assert "rank 0 twice" in refused(zero, zero, "--total", "99B")
+    assert "how much is there?" in refused(unequal)
+    assert "--log, --ratio" in refused(unequal, "--total", "99B", "--ratio", "0.5")
+    assert "not all" in refused(unequal, "--total", "99B", "--policy", "all")
+    small = refused(unequal, "--total", "3B")
+    assert "3 B are less than what fits" in small and "rank 0" in small and "rank 1" in small
+    rank(unequal, 1, 1, job="run 8")
+    assert "not one job" in refused(unequal, "--total", "99B") and "run 8" in refused(unequal, "--total", "99B")
+    rank(unequal, 1, 1, world=4)
+    assert "number of ranks" in refused(unequal, "--total", "99B")
+    plain = tmp_path / "plain.trace"
+    write_trace(plain, Training(2).trace())
+    assert read_about(plain) == {} and "of which rank" in refused(plain, "--total", "99B")
+    (tmp_path / "empty").mkdir()
+    assert "no traces in this folder" in refused(tmp_path / "empty", "--total", "99B")
+    assert cli.main(["simulate", "--log", str(plain), "--sweep", "--total", "9B"]) == 2
+    assert "are of a --job" in capsys.readouterr().err
+    assert cli.main(["simulate", "--total", "9B"]) == 2
+    assert "of what?" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Which measured periods get a plan, and which get another one: by what the pager says of them, without a pager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memmgr.policies.rules.registry import parse_policy
+from memmgr.runtime import plans
+from memmgr.runtime.planners import Scheduled
+from memmgr.runtime.timeline import measured
+
+LIMIT = 1_000_000
+READS, MAKES, RECIPE = 0, 2 | 4, 4
+
+
+def columns(scratch: list[int], seconds: float = 0.01) -> Any:
+    """Three ops that look alike, each of which makes 1000 bytes of the same 500; `scratch`: of each."""
+    touched = [ordinal for k in range(3) for ordinal in (0, k + 1)]
+
+    def packed(values: list[Any], kind: str) -> bytes:
+        return np.array(values, dtype=kind).tobytes()
+
+    return {
+        "names": ["mm"], "op": packed([0] * 3, "i4"), "first_touch": packed([0, 2, 4], "u4"),
+        "seconds": packed([seconds] * 3, "f4"), "before": packed([0.0] * 3, "f4"), "scratch": packed(scratch, "u8"),
+        "other": packed([0] * 3, "u8"), "module": packed([0] * 3, "u4"), "ordinal": packed(touched, "u4"),
+        "flags": bytes([READS, MAKES] * 3), "bits": packed([0] * 6, "u4"), "sizes": packed([500] + [1000] * 3, "u8"),
+        "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3,
+    }  # fmt: skip
+
+
+class FakePager:
+    """Hands out a period, and takes plans."""
+
+    def __init__(self) -> None:
+        self.noted = columns([0, 0, 0])
+
+    def timeline(self) -> Any:
+        return self.noted
+
+    def link(self) -> tuple[float, float]:
+        return 1e-9, 1e-9
+
+    def add_plan(self, *_: Any) -> None:
+        pass
+
+
+class Run:
+    """A run of which period after period ends; says which of them get a plan, and for how many bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: str = "auto", *, offload: bool = True) -> None:
+        self.asked: list[int] = []
+        self.of: list[Any] = []
+
+        def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled:
+            self.asked.append(budget_bytes)
+            self.of.append(trace)
+            return Scheduled((), 1.0)
+
+        self.pager: Any = FakePager()
+        self.plans = plans.Plans(self.pager, LIMIT, policy=parse_policy(policy), planned=True, offload=offload)
+        self.plans._planner = planner
+        self.before = 0
+
+    def ends(self, key: int, *, followed: bool = False, short: bool = False, trials: int = 0) -> bool:
+        """A period ends; whether it gets a plan."""
+        made = len(self.asked)
+        info: Any = {
+            "hash": key, "before": self.before, "ops": 3, "followed": followed, "short": short, "trials": trials,
+        }  # fmt: skip
+        self.before = key
+        self.plans.period_ended(info)
+        self.plans.close()
+        return len(self.asked) > made
+
+
+def test_a_program_that_repeats_has_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first period makes the optimizer's states; the second is the first of those that come again."""
+    run = Run(monkeypatch)
+    assert [run.ends(key) for key in (1, 2, 2)] == [False, False, True]
+    assert not any(run.ends(2, followed=True) for _ in range(9))
+
+
+def test_without_a_tier_the_second_period_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, "evict", offload=False)
+    assert [run.ends(key) for key in (1, 2, 2, 2)] == [False, True, False, False]
+
+
+def test_a_long_period_is_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.pager.noted = columns([0, 0, 0], seconds=60.0)
+    assert [run.ends(key) for key in (1, 2, 2)] == [True, True, True], "the last one as a cycle"
+
+
+def test_sequences_in_turn_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    assert not any(run.ends(key) for key in (9, 1, 2, 3, 4, 5))
+    assert all(run.ends(key) for key in (1, 2, 3, 4, 5))
+    assert not any(run.ends(key, followed=True) for key in (1, 2, 3, 4, 5))
+
+
+def test_the_first_period_under_a_plan_may_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    assert [run.ends(key) for key in (1, 2, 2)][-1]
+    assert not run.ends(2, followed=True, short=True)
+    assert not run.ends(2, followed=True)
+    assert not run.ends(2, followed=True, short=True), "not in a row"
+    assert run.ends(2, followed=True, short=True)
+
+
+def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    for key in (1, 2, 2):
+        run.ends(key)
+    run.pager.noted = columns([0, 0, 700])
+    assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
+    assert run.asked[-1] == run.asked[-2], "the margin is as it was"
+    assert run.of[-1].unmanaged_peak[0] > run.of[-2].unmanaged_peak[0]
+    run.pager.noted = columns([0, 600, 0])  # less than is known
+    assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
+    assert run.asked[-1] == int(LIMIT * (1 - 2 * plans.MARGIN)), "nothing is seen, so it is the margin"
+    assert run.of[-1].unmanaged_peak == run.of[-2].unmanaged_peak
+    tried = sum(run.ends(2, followed=True, short=True) for _ in range(20))
+    assert tried == plans.MOST_TRIES - 2
+
+
+def test_planning_takes_its_share_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first ones."""
+    run = Run(monkeypatch)
+    run.plans._cpu_seconds = 1e9
+    for key in range(1, 40):
+        run.ends(key)
+    made = sum(run.ends(key) for key in range(1, 40))
+    assert made == plans.FREE_PLANS
+    run.plans._cpu_seconds = 0.0
+    assert run.ends(39), "none is lost: it comes again"
+
+
+def test_ops_that_look_alike_need_what_the_neediest_needs() -> None:
+    """What others give back while an op runs hides what it takes."""
+    period = measured(columns([0, 40, 7]), (), scratch=[0, 0, 50])
+    assert period.scratch == [50, 50, 50]
+    assert measured(columns([0, 40, 7]), ()).scratch == [40, 40, 40]
