@@ -154,11 +154,7 @@ def returning() -> dict[str, Any]:
     with memmgr.budget(int(weights() * 0.7), quiet=True) as mm:
         made = run(lambda: figures.append(mm.stats()))
     between = [
-        (
-            after["planned_passes"] - before["planned_passes"],
-            after["reads_ahead"] - before["reads_ahead"],
-            after["plans"] - before["plans"],
-        )
+        tuple(after[key] - before[key] for key in ("planned_passes", "reads_ahead"))
         for before, after in zip(figures, figures[1:], strict=False)
     ]
     return {
