@@ -26,8 +26,7 @@ struct Going {
 struct Follower {
   std::list<FollowedPlan> plans;  // the latest first
   const FollowedPlan* leads = nullptr;
-  bool decided = false;  // a plan leads, or none does
-  bool repeats = false;  // the period before was the plan's as well: it may name cells by their ordinals in that one
+  bool decided = false;                                      // a plan leads, or none does
   size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
   std::deque<Going> going;
   std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
@@ -57,7 +56,6 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
     f.deferred.clear();
     return;
   }
-  f.repeats = hash_before_locked() == plan->hashes.back();
   f.departures = at_or_after(plan->departures, position);
   f.writes = at_or_after(plan->writes, position);
   f.reads = at_or_after(plan->reads, position);
@@ -72,7 +70,8 @@ uint32_t& turn_of(Follower& f, uint32_t ordinal) {
 
 // Null: it has died, or is not the cell that the plan means.
 Cell* cell_locked(const Follower& f, uint32_t ordinal) {
-  return (ordinal & kBefore) && !f.repeats ? nullptr : cell_of_ordinal_locked(ordinal);
+  if (!(ordinal & kBefore)) return cell_of_ordinal_locked(ordinal);
+  return f.leads ? cell_before_locked(ordinal & ~kBefore, f.leads->hashes.back()) : nullptr;
 }
 
 void depart_locked(Follower& f, const PlanRow& row) {

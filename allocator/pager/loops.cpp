@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kLeastOps = 16;  // a shorter turn costs more to end than a plan gains
 constexpr size_t kFirstPatience = 64, kMostPatience = 100000;
+constexpr size_t kMostKnown = 8;  // loops
 
 // What is told to who waits.
 struct Told {
@@ -46,31 +47,61 @@ void LoopSeeker::backward() {
 void LoopSeeker::passed(size_t ops) { longest_pass_ = std::max(longest_pass_, ops); }
 
 void LoopSeeker::forget(const Cell* c) {
-  std::replace(cells_.begin(), cells_.end(), c, static_cast<const Cell*>(nullptr));
+  const auto forget_in = [&](Beginning& b) {
+    std::replace(b.cells.begin(), b.cells.end(), c, static_cast<const Cell*>(nullptr));
+  };
+  forget_in(at_);
+  std::for_each(known_.begin(), known_.end(), forget_in);
 }
 
-bool LoopSeeker::begin_at(const OpInfo* info, const Frame& frame) {
-  c10::SmallVector<const Cell*, 4> old;
-  for (const Touched& t : frame.cells())
-    if (t.cell->serial < begun_) old.push_back(t.cell);
-  if (old.empty()) return false;
-  info_ = info;
-  cells_ = std::move(old);
-  begun_ = serial_of_next_locked();
-  better_ = 0;
-  return true;
+bool LoopSeeker::Beginning::lost() const {
+  return std::all_of(cells.begin(), cells.end(), [](const Cell* c) { return c == nullptr; });
 }
 
-bool LoopSeeker::met(const OpInfo* info, const Frame& frame) const {
+bool LoopSeeker::Beginning::met(const OpInfo* op, const Frame& frame) const {
   const auto touched = [&](const Cell* known) {
     return !known ||
            std::any_of(frame.cells().begin(), frame.cells().end(), [&](const Touched& t) { return t.cell == known; });
   };
-  return info == info_ && !lost() && std::all_of(cells_.begin(), cells_.end(), touched);
+  return op == info && !lost() && std::all_of(cells.begin(), cells.end(), touched);
 }
 
-bool LoopSeeker::lost() const {
-  return std::all_of(cells_.begin(), cells_.end(), [](const Cell* c) { return c == nullptr; });
+bool LoopSeeker::begin_at(const OpInfo* info, const Frame& frame) {
+  Beginning here{info, {}, 0};
+  for (const Touched& t : frame.cells())
+    if (t.cell->serial < begun_) here.cells.push_back(t.cell);
+  if (here.cells.empty()) return false;
+  at_ = std::move(here);
+  begun_ = serial_of_next_locked();
+  better_ = 0;
+  between_.clear();
+  return true;
+}
+
+bool LoopSeeker::begin_again(size_t ops, const OpInfo* info, const Frame& frame) {
+  if (at_.ops && ops <= at_.ops) return false;  // it may be a part of this one
+  const auto found = std::find_if(known_.begin(), known_.end(), [&](const Beginning& b) { return b.met(info, frame); });
+  if (found == known_.end()) return false;
+  at_ = *found;
+  begun_ = serial_of_next_locked();
+  better_ = 0;
+  settled_ = true;
+  patience_ = std::max(kFirstPatience, 2 * at_.ops);
+  return true;
+}
+
+void LoopSeeker::remember() {
+  std::erase_if(known_, [&](const Beginning& b) { return b.lost() || (b.info == at_.info && b.cells == at_.cells); });
+  known_.insert(known_.begin(), at_);
+  if (known_.size() > kMostKnown) known_.pop_back();
+}
+
+void LoopSeeker::settle(const Timeline& turn) {
+  if (settled_ || between_.size() != turn.ops.size()) return;
+  settled_ = true;
+  for (size_t i = 0; i < between_.size(); ++i) between_[i] = std::min(between_[i], turn.ops[i].before);
+  const auto longest = std::max_element(between_.begin(), between_.end());
+  if (*longest > 2 * between_.front()) better_ = static_cast<size_t>(longest - between_.begin());
 }
 
 bool LoopSeeker::begins(bool asked, size_t ops, const OpInfo* info, const Frame& frame) {
@@ -85,18 +116,25 @@ bool LoopSeeker::begins(bool asked, size_t ops, const OpInfo* info, const Frame&
 LoopSeeker::Turn LoopSeeker::ends(const Timeline& turn, const OpInfo* info, const Frame& frame) {
   const size_t n = turn.ops.size();
   if (better_ && n == better_ && begin_at(info, frame)) return Turn::kCut;
-  if (n >= kLeastOps && met(info, frame)) {
+  if (n >= kLeastOps && at_.met(info, frame)) {
     patience_ = std::max(kFirstPatience, 2 * n);
-    if (turn.before == turn.hash() && !settled_) {
-      settled_ = true;
-      const auto longest = std::max_element(turn.ops.begin(), turn.ops.end(),
-                                            [](const OpNote& a, const OpNote& b) { return a.before < b.before; });
-      if (longest->before > 2 * turn.ops.front().before) better_ = static_cast<size_t>(longest - turn.ops.begin());
+    better_ = 0;  // that op touched nothing of old
+    if (turn.before == turn.hash()) {
+      settle(turn);
+      if (!better_ && at_.ops != n) {
+        at_.ops = n;
+        remember();
+      }
+    }
+    if (!settled_) {
+      between_.clear();
+      for (const OpNote& op : turn.ops) between_.push_back(op.before);
     }
     return Turn::kWhole;
   }
+  if (begin_again(n, info, frame)) return Turn::kCut;
   const bool late = n >= patience_;
-  if (!(late || lost()) || !begin_at(info, frame)) return Turn::kGoesOn;
+  if (!(late || at_.lost()) || !begin_at(info, frame)) return Turn::kGoesOn;
   if (late) patience_ = std::min(2 * patience_, kMostPatience);
   settled_ = false;
   return Turn::kCut;

@@ -3,6 +3,8 @@
 // the first backward, and after one once more ops have run than in two passes.
 #pragma once
 
+#include <vector>
+
 #include "follow.h"
 #include "timeline.h"
 
@@ -12,6 +14,10 @@ namespace memmgr::pager {
 // in the loop, and the op at hand takes its place, for twice as long (Brent 1980, "An improved Monte Carlo
 // factorization algorithm", section 2). Once two turns were the same, the loop begins where the program did most
 // between two ops (what chooses the next token, what fetches the next batch): a new prompt then begins with a turn.
+// What is done for long between two ops once says nothing: of two turns the shorter time counts.
+//
+// Where a loop began is remembered: after a prompt, a training or another loop its turns begin there again, so they are
+// the ones that have a plan.
 //
 // Known limitations: of loops in loops it finds the inner one that is long enough. What several threads do at once
 // repeats itself by chance only. Guarded by the graph's lock.
@@ -31,19 +37,33 @@ class LoopSeeker {
   void forget(const Cell* c);
 
  private:
+  // An op that begins turns, known by the cells of old that it touches.
+  struct Beginning {
+    const OpInfo* info = nullptr;
+    c10::SmallVector<const Cell*, 4> cells;  // null: it has died
+    size_t ops = 0;                          // of a turn; 0: no two were the same yet
+
+    bool lost() const;
+    bool met(const OpInfo* op, const Frame& frame) const;
+  };
+
   // False: the op touches no cell that is old enough.
   bool begin_at(const OpInfo* info, const Frame& frame);
-  bool met(const OpInfo* info, const Frame& frame) const;
-  bool lost() const;
+  // The turn was the same as the one before: do turns begin where they should?
+  void settle(const Timeline& turn);
+  void remember();
+  // Another loop that is known begins.
+  bool begin_again(size_t ops, const OpInfo* info, const Frame& frame);
 
   bool wanted_ = false, backwards_ = false;
   size_t longest_pass_ = 0;
-  const OpInfo* info_ = nullptr;
-  c10::SmallVector<const Cell*, 4> cells_;  // that the op touched; null: it has died
-  uint64_t begun_ = ~uint64_t{0};           // the serial of what was made next then
-  size_t patience_ = 0;                     // ops
-  size_t better_ = 0;                       // the position at which turns shall begin instead; 0: they begin well
-  bool settled_ = false;                    // and that will not be asked again
+  Beginning at_;
+  std::vector<Beginning> known_;   // of loops, the latest first
+  std::vector<float> between_;     // of the turn before, by position: seconds
+  uint64_t begun_ = ~uint64_t{0};  // the serial of what was made next then
+  size_t patience_ = 0;            // ops
+  size_t better_ = 0;              // the position at which turns shall begin instead; 0: they begin well
+  bool settled_ = false;           // and that will not be asked again
 };
 
 // Memory that is short begins to be noted by itself; see note_shortage().

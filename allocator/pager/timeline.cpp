@@ -38,6 +38,18 @@ Period& period() {
   return *p;
 }
 
+// The last turn of a loop that was the same as the one before. Guarded by the graph's lock.
+struct Steady {
+  uint64_t hash = 0;
+  std::vector<std::pair<uint32_t, Cell*>> cells;  // by ordinal, those that live on; null: it has died since
+  uint64_t until = 0;                             // serials from here on are of cells that came later
+};
+
+Steady& steady() {
+  static auto* s = new Steady;
+  return *s;
+}
+
 LoopSeeker& seeker() {
   static auto* s = new LoopSeeker;
   return *s;
@@ -112,6 +124,14 @@ std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& 
   LoopTurn turn{next_locked(p, true), how == LoopSeeker::Turn::kWhole};
   p.loop = true;
   if (turn.whole) learn_order_locked(turn.ended, p.previous);
+  if (turn.whole && turn.ended.before == turn.ended.hash()) {
+    Steady& s = steady();
+    s.hash = turn.ended.hash();
+    s.until = serial_of_next_locked();
+    s.cells.clear();
+    for (uint32_t i = 0; i < p.previous.size(); ++i)
+      if (p.previous[i]) s.cells.emplace_back(i, p.previous[i]);
+  }
   use_order_locked(true);
   p.last_end = last_end;  // what the program did since then is a part of its turn
   if (!turn.whole) p.noted.before = 0;
@@ -192,6 +212,10 @@ void forget_in_timeline_locked(Cell* c) {
   Period& p = period();
   seeker().forget(c);
   forget_in_order_locked(c);
+  if (Steady& s = steady(); c->serial < s.until) {
+    for (auto& [ordinal, cell] : s.cells)
+      if (cell == c) cell = nullptr;
+  }
   uint32_t prior = kNoOrdinal;
   if (c->period == p.number && c->ordinal < p.live.size()) {
     p.live[c->ordinal] = nullptr;
@@ -209,13 +233,19 @@ void note_death_locked(const Cell* c) {
 }
 
 Cell* cell_of_ordinal_locked(uint32_t ordinal) {
-  const Period& p = period();
-  const std::vector<Cell*>& cells = ordinal & kBefore ? p.previous : p.live;
-  ordinal &= ~kBefore;
-  return ordinal < cells.size() ? cells[ordinal] : nullptr;
+  const std::vector<Cell*>& live = period().live;
+  return ordinal < live.size() ? live[ordinal] : nullptr;
 }
 
-uint64_t hash_before_locked() { return period().noted.before; }
+Cell* cell_before_locked(uint32_t ordinal, uint64_t hash) {
+  const Period& p = period();
+  if (p.noted.before == hash) return ordinal < p.previous.size() ? p.previous[ordinal] : nullptr;
+  const Steady& s = steady();
+  if (s.hash != hash) return nullptr;
+  const auto found = std::lower_bound(s.cells.begin(), s.cells.end(), ordinal,
+                                      [](const auto& at, uint32_t o) { return at.first < o; });
+  return found != s.cells.end() && found->first == ordinal ? found->second : nullptr;
+}
 
 void turn_period() {
   if (!timeline_on.load(std::memory_order_relaxed) && !short_begins_loops.load(std::memory_order_relaxed)) return;
@@ -243,6 +273,7 @@ Timeline next_period(bool noted) {
 void seek_loops(bool on) {
   std::lock_guard<std::mutex> lock(graph_lock());
   seeker().reset(on);
+  steady() = Steady();
   forget_order_locked();
   use_order_locked(false);
   if (on) begin_wait_for_loop();

@@ -76,10 +76,11 @@ class Moment {
 
 void forget_in_timeline_locked(Cell* c);
 void note_death_locked(const Cell* c);
-// The cell of this period with that ordinal, of the period before with kBefore in it; null: it has died.
+// The cell of this period with that ordinal; null: it has died.
 Cell* cell_of_ordinal_locked(uint32_t ordinal);
-// The hash of the period before this one; 0: it was not noted.
-uint64_t hash_before_locked();
+// The cell with that ordinal of the last period that had this hash: the one before, or the last turn that was the same
+// as the one before it, whatever came since. Null: it has died, or there is none.
+Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 
 // An outermost backward begins here.
 void turn_period();

@@ -133,6 +133,61 @@ def prompts() -> dict[str, Any]:
     return {"same": same(made, other), "read": ahead, "without": without, "followed": followed}
 
 
+def returning() -> dict[str, Any]:
+    """A loop, and between its tokens something long that is no turn of it: turns with a plan in each round, and what the first reads ahead."""
+
+    def run(each: Callable[[], None] = lambda: None) -> list[Tensor]:
+        model, other = decoder(), Decoder(3 * LAYERS).eval()
+        made = generated(model, 12)
+        for _ in range(3):
+            with torch.no_grad():
+                made.append(other(torch.ones(1, WIDTH)))
+            other.cache.clear()
+            each()
+            made += generated(model, 2)
+            each()
+            made += generated(model, 3)
+            each()
+        return made
+
+    plain, figures = run(), []
+    with memmgr.budget(int(weights() * 0.7), quiet=True) as mm:
+        made = run(lambda: figures.append(mm.stats()))
+    between = [
+        tuple(after[key] - before[key] for key in ("planned_passes", "reads_ahead"))
+        for before, after in zip(figures, figures[1:], strict=False)
+    ]
+    return {
+        "same": same(made, plain),
+        "between": between,
+        "within": mm.stats()["resident_bytes.peak"] <= mm.stats()["budget_bytes"],
+    }
+
+
+def hiccups() -> dict[str, Any]:
+    """The program waits between two turns, and once in each turn somewhere else for longer: how long it did before a turn."""
+    pager.load().count_ticks(0)
+    model, made = decoder(), []
+
+    def stumble(layer: nn.Module, args: Any) -> None:
+        if layer is model.layers[7 if len(made) % 2 else 3]:
+            time.sleep(0.1)
+
+    def each() -> None:
+        made.append(None)
+        time.sleep(0.02)
+
+    with memmgr.budget(weights() // 2, quiet=True):
+        for layer in model.layers:
+            layer.register_forward_pre_hook(stumble)
+        generated(model, 10, each)
+        settled()
+        runtime: Any = _budget.current()
+        known = list(runtime.plans._known.values())[-1]
+    ops = [op for op in known.of.trace.ops if op.inputs or op.name == BETWEEN]
+    return {"first": ops[0].name == BETWEEN and ops[0].seconds}
+
+
 def trained(model: nn.Module, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(steps):

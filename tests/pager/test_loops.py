@@ -76,3 +76,17 @@ def test_a_turn_begins_where_the_program_does_most_between_two_ops() -> None:
     """What chooses the next token: so a new prompt begins with a turn, wherever the loop was found."""
     got = alone("alignment")
     assert got["first"] == got["most"] > 0.015
+
+
+def test_a_loop_that_comes_back_has_its_plan_at_once() -> None:
+    """Its turns begin where they did before, and the first of them names its weights as the last one did."""
+    got = alone("returning")
+    assert got["same"] and got["within"]
+    for planned, ahead in got["between"][0::3]:
+        assert planned >= 1 and ahead >= 2  # of two turns, one began with what came between
+    for planned, ahead in got["between"][1::3]:
+        assert planned == 3 and ahead >= 3
+
+
+def test_a_pause_inside_of_a_turn_does_not_move_its_beginning() -> None:
+    assert 0.015 < alone("hiccups")["first"] < 0.09
