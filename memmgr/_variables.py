@@ -24,33 +24,37 @@ said = False
 """What is wrong with the variables was said, or will be."""
 
 
-def unknown() -> list[str]:
-    """A sentence about each variable that nobody reads."""
-    names = sorted(name for name in os.environ if name.startswith("MEMMGR_") and name not in VARIABLES | OF_TESTS)
-    return [f"{name} is not a variable of memmgr{_near(name)}" for name in names]
+def unknown() -> dict[str, bool]:
+    """A sentence about each variable that nobody reads, and whether one is meant that there is."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith("MEMMGR_") and name not in VARIABLES | OF_TESTS:
+            near = _near(name)
+            rest = f":{near}" if near else "; those there are: " + ", ".join(sorted(VARIABLES))
+            found[f"{name} is not a variable of memmgr{rest}"] = bool(near)
+    return found
 
 
 def _near(name: str) -> str:
     from ._meant import meant  # which loads more than a start needs
 
-    near = meant(name, VARIABLES, 0.8).replace("'", "").removeprefix(";")
-    return ":" + near if near else "; those there are: " + ", ".join(sorted(VARIABLES))
+    return meant(name, VARIABLES, 0.8).replace("'", "").removeprefix(";")
 
 
 def refuse_unknown() -> None:
-    """Ends the process where a variable is misspelt; with `strict:off` it is a warning.
+    """Ends the process where a variable is misspelt; with `strict:off`, and where it may be somebody else's, it is a warning.
 
     Raises:
         Refused: `strict` is on.
     """
     global said
-    found = [] if said else unknown()
+    found = {} if said else unknown()
     said = True
     if not found:
         return
     from ._conf import is_strict, refuse
 
-    line = "; ".join(found)
-    if is_strict(os.environ.get("MEMMGR_CONF", "")):
-        refuse(f"{line} (MEMMGR_CONF=strict:off makes this a warning)")
-    warnings.warn(f"memmgr: {line}", stacklevel=3)
+    misspelt = [line for line, near in found.items() if near]
+    if misspelt and is_strict(os.environ.get("MEMMGR_CONF", "")):
+        refuse(f"{'; '.join(misspelt)} (MEMMGR_CONF=strict:off makes this a warning)")
+    warnings.warn(f"memmgr: {'; '.join(found)}", stacklevel=3)

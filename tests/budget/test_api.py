@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import memmgr
+from memmgr import _variables
 
 from .outside import watch
 
@@ -195,6 +196,15 @@ def test_a_misspelt_variable_ends_it_before_anything_is_trained(door: str, stric
     else:
         assert (done.returncode, done.stdout) == (0, "went on\n"), (done.stdout, done.stderr)
         assert done.stderr.count(SAID) == 1 and "UserWarning" in done.stderr, done.stderr
+
+
+def test_a_variable_that_may_be_anothers_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memmgr._variables.said", False)
+    monkeypatch.setenv("MEMMGR_OF_ANOTHER_TOOL", "1")
+    with pytest.warns(
+        UserWarning, match="MEMMGR_OF_ANOTHER_TOOL is not a variable of memmgr; those there are: MEMMGR_BUDGET"
+    ):
+        _variables.refuse_unknown()
 
 
 TRAIN = "import torch\nprint('begun')\ntorch.ones(4, requires_grad=True).exp().sum().backward()\nprint('trained')"

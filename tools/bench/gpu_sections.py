@@ -299,11 +299,12 @@ def allocator(device: str, quick: bool) -> bool:
         _line(order, run["allocator"], *sizes, _yes(same))
     # The model before the import: torch's own allocator stays, which takes whole segments.
     limit = int(0.9 * native["reserved_peak_bytes"])
-    late = _probed("train", "late", str(limit))
-    same = late["digest"] == native["digest"]
-    good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= limit
-    sizes = (megabytes(limit), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
-    _line("late", late["allocator"], *sizes, _yes(same))
+    for name, settings in (("late", ""), ("late, expandable segments", "expandable_segments:True")):
+        late = _probed("train", "late", str(limit), PYTORCH_CUDA_ALLOC_CONF=settings)
+        same = late["digest"] == native["digest"]
+        good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= limit
+        sizes = (megabytes(limit), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
+        _line(name, late["allocator"], *sizes, _yes(same))
     print(flush=True)
     _head("host time", "torch's own", "memmgr, mapped")
     theirs, ours = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
