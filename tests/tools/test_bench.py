@@ -201,7 +201,10 @@ def test_other_bits_are_no() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--models", "GPT3"], "'GPT3' is none of GPT, Llama"),
+        (
+            ["--models", "GPT3"],
+            "'GPT3' is none of GPT, Llama, BERT, ResNet, U-Net, DenseNet, ViT, LSTM, TreeLSTM, GAN; did you mean 'GPT'?",
+        ),
         (["--systems", "auto,magic"], "'magic' is none of unmanaged"),
         (["--budgets", "50%,lots"], "'lots' is neither a percentage"),
         (["--budgets", "0%"], "'0%' is neither"),

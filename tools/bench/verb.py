@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memmgr._meant import meant
 from memmgr._sizes import parse_size
 from memmgr.tools.common.console import ProgressBar, table
 from memmgr.tools.common.usage_error import UsageError
@@ -95,7 +96,7 @@ def _chosen(text: str, option: str, known: Sequence[str]) -> list[str]:
     for part in text.split(","):
         name = by_name.get(part.strip().lower().replace("-", ""))
         if name is None:
-            raise UsageError(f"{option}: {part.strip()!r} is none of {', '.join(known)}")
+            raise UsageError(f"{option}: {part.strip()!r} is none of {', '.join(known)}{meant(part.strip(), known)}")
         found.append(name)
     return list(dict.fromkeys(found))
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -34,6 +35,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from memmgr._conf import Refused, local_ranks
+from memmgr._meant import meant
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
 from memmgr._variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
@@ -169,7 +171,7 @@ def _load(args: argparse.Namespace) -> tuple[CodeType, ModuleType]:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
-        raise UsageError(f"cannot read {args.script}: {error.strerror}") from None
+        raise UsageError(f"cannot read {args.script}: {error.strerror}{_meant_beside(path)}") from None
     except (SyntaxError, ValueError):
         traceback.print_exc(limit=0)
         raise SystemExit(1) from None
@@ -188,6 +190,14 @@ def _find(name: str) -> importlib.machinery.ModuleSpec:
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         raise UsageError(f"no module named {name} that can be run")
     return spec
+
+
+def _meant_beside(path: str) -> str:
+    """A script with almost this name, in the same folder."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        return meant(name, [found for found in os.listdir(folder) if found.endswith(".py")], 0.75)
+    return ""
 
 
 def _find_in(folder: str) -> importlib.machinery.ModuleSpec:
