@@ -111,10 +111,6 @@ class budget:
             pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
             None of this has run on a GPU yet.
-        allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
-            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. It stays what
-            it is: expandable segments, MemPool, graph trees, every statistic. What it caches in pieces counts, too, so the
-            floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
             of what is free, at most twice the limit. On the CPU device: memory beside the budget that the machine has to
             spare, as page cache of the first so many bytes of the disk tier, which the system takes back when it needs it;
@@ -133,6 +129,10 @@ class budget:
             own, `run.rank1.jsonl`.
         trace: a file for the trace of one pass, for `memmgr simulate` (JSON, an op a line); compressed if the name ends in .gz.
         trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
+        allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
+            that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. It stays what
+            it is: expandable segments, MemPool, graph trees, every statistic. What it caches in pieces counts, too, so the
+            floor is a little higher. Set before the import: `MEMMGR_CONF=allocator:native`.
 
     Raises:
         ValueError: a size, policy or folder that is not one.
@@ -155,7 +155,6 @@ class budget:
         limit: int | str | None,
         *,
         device: torch.device | str | None = None,
-        allocator: str = "auto",
         host: int | str | None = None,
         disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None = None,
         policy: str | Policy = "auto",
@@ -164,6 +163,7 @@ class budget:
         log: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_pass: int = 2,
+        allocator: str = "auto",
         _throttle: int = 0,
         _placement: str = DEFAULT_PLACEMENT,
         _plan: bool = True,

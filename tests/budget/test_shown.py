@@ -75,5 +75,5 @@ def test_a_share_of_an_accelerator_is_not_asked_for_before(monkeypatch: pytest.M
     """CUDA is asked nothing before the budget opens, so its share is all that can be said."""
     from memmgr import _budget
 
-    monkeypatch.setattr(_budget._device, "resolve", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(_budget._device, "resolve", lambda device, allocator: torch.device("cuda"))
     assert "80% of the device, policy auto, on cuda" in repr(memmgr.budget("80%"))
