@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import os
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,15 @@ import torch.distributed as dist
 from exactness import children
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@contextlib.contextmanager
+def one_launcher() -> Iterator[None]:
+    """One torchrun at a time on this machine: it looks for a free port, and lets go of it before its ranks take it. The ranks
+    of two jobs then meet each other (seen: a rank's line twice, another one's never, an abort in gloo)."""
+    with open(Path(tempfile.gettempdir()) / "memmgr-tests-torchrun.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def begin(module: str, *words: str, world: int, folder: Path, timeout: float) -> list[subprocess.Popen[str]]:

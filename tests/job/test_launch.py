@@ -14,7 +14,7 @@ import pytest
 from memmgr import budget
 from memmgr.observe.summary import spread
 
-from .ranks import ENVIRONMENT
+from .ranks import ENVIRONMENT, one_launcher
 
 TRAIN = """
 import hashlib, os, sys, torch, torch.distributed as dist
@@ -31,7 +31,7 @@ for step in range(4):
     opt.zero_grad()
     if step == 2 and sys.argv[1:] and dist.get_rank() == 1:
         torch.ones(10_000_000)
-print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest() + "\\n", end="")
+print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest() + "\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
@@ -48,9 +48,10 @@ def folder(tmp_path: Path) -> Path:
 
 def _launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "ACCELERATE_LOG_LEVEL": "ERROR", **variables}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
-    )
+    with one_launcher():
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+        )
     assert done.returncode == 0, done.stderr
     return done
 

@@ -15,7 +15,7 @@ from memmgr._trace_file import read_about, read_trace
 from memmgr.tools import cli
 from memmgr.tools.view.simulate_job import waiting_seconds
 
-from .ranks import ENVIRONMENT
+from .ranks import ENVIRONMENT, one_launcher
 from .test_launch import TORCHRUN
 
 PIPELINE = """
@@ -52,10 +52,11 @@ MEMMGR = [sys.executable, "-m", "memmgr.tools.cli"]
 
 
 def launch(folder: Path, *words: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *TORCHRUN, *words], cwd=folder, capture_output=True, text=True, timeout=120,
-        env={**os.environ, **ENVIRONMENT, **variables},
-    )  # fmt: skip
+    with one_launcher():
+        done = subprocess.run(
+            [sys.executable, "-m", *TORCHRUN, *words], cwd=folder, capture_output=True, text=True, timeout=120,
+            env={**os.environ, **ENVIRONMENT, **variables},
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from job.ranks import one_launcher
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -32,7 +34,8 @@ def _run(command: str | list[str]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
     environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = shlex.split(command) if isinstance(command, str) else command
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    with one_launcher() if words[0] in ("torchrun", "accelerate") else contextlib.nullcontext():
+        return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job.ranks import one_launcher
 
 from memmgr._advice import advice, own_checkpointing
 from memmgr.tools.common.usage_error import UsageError
@@ -197,7 +198,8 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.
 def test_under_torchrun(folder: Path, plain_bits: str) -> None:
     """Two processes; what they say to each other is tests/exactness/test_distributed.py's."""
     words = ["-m", "memmgr.tools.cli", "run", "--budget", "9MB", "--write-log", "run.jsonl", "train.py"]
-    done = python(*LAUNCH, *words, cwd=folder)
+    with one_launcher():
+        done = python(*LAUNCH, *words, cwd=folder)
     assert done.returncode == 0 and re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2, (
         done.stderr
     )
@@ -207,7 +209,8 @@ def test_under_torchrun(folder: Path, plain_bits: str) -> None:
 
 @pytest.mark.slow
 def test_around_torchrun(folder: Path, plain_bits: str) -> None:
-    done = memmgr("run", "--budget", "9MB", "--log", "run.jsonl", *LAUNCH, "train.py", cwd=folder)
+    with one_launcher():
+        done = memmgr("run", "--budget", "9MB", "--log", "run.jsonl", *LAUNCH, "train.py", cwd=folder)
     assert done.returncode == 0 and re.findall("^bits (.*)$", done.stdout, re.MULTILINE) == [plain_bits] * 2, (
         done.stderr
     )
