@@ -78,14 +78,13 @@ class Purposes:
 
     def look(self) -> None:
         """Finds models and optimizers. In any thread."""
-        modules = self._native.objects_of((torch.nn.Module,))
-        optimizers = self._native.objects_of((torch.optim.Optimizer,))
+        # One look for both: the garbage collector hands out all that it knows, half a million objects in some processes.
+        owners = self._native.objects_of((torch.nn.Module, torch.optim.Optimizer))
+        optimizers = [owner for owner in owners if issubclass(type(owner), torch.optim.Optimizer)]
         states = [tensor for _, _, tensor in model_states((), optimizers)]
-        self._owners = [weakref.ref(owner) for owner in (*modules, *optimizers)]
+        self._owners = [weakref.ref(owner) for owner in owners]
         self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATE)
-        self._native.set_purpose(
-            [part for p in parameters_of((*modules, *optimizers)) for part in plain(p)], Purpose.PARAMETER
-        )
+        self._native.set_purpose([part for p in parameters_of(owners) for part in plain(p)], Purpose.PARAMETER)
 
 
 def parameters_of(owners: Iterable[Any]) -> list[torch.Tensor]:
