@@ -1,3 +1,4 @@
+// Long: one class, whose streams, blocks, copies and pools share its masks and locks.
 #include "device.h"
 
 #include <errno.h>

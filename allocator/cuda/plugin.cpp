@@ -3,7 +3,7 @@
 //
 // Compiled on the user's machine for the torch that is installed there (memmgr/_cuda.py). One translation unit; links
 // c10 and c10_cuda; no Python. The devices' memory is the core's (memmgr/device.h); what an allocation under a budget
-// does is the pager's (memmgr/plugin.h).
+// does is the pager's (memmgr/plugin.h). Long: one subclass with an answer for each of torch's virtual functions.
 #include "memmgr/plugin.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
