@@ -128,20 +128,23 @@ class Native {
     if (!asked || bytes == 0) return f();
     if (tl_asking) return Ask(bytes, true, f);
     for (bool may_grow = false, more = true, looked = false;;) {
+      uint64_t wanted = bytes > kSmall ? bytes : Segment(bytes);  // small blocks have segments of their own
       try {
         auto taken = Ask(bytes, may_grow, f);
         asked->taken(bytes);
         return taken;
       } catch (const NoRoom&) {
-        if (std::exchange(looked, !looked)) {
+        if (looked) {
+          looked = false;
           may_grow = true;
           continue;
         }
       } catch (const c10::OutOfMemoryError&) {
         if (!more) asked->out_of_memory(bytes);
-        looked = true;
+        wanted = Segment(bytes);
       }
-      more = !Capturing(ordinal) && MakeRoom(*asked, std::max(bytes, Segment(bytes) / (looked ? 1 : 2))) > 0;
+      looked = true;
+      more = !Capturing(ordinal) && MakeRoom(*asked, wanted) > 0;
       may_grow = !more;
     }
   }
@@ -180,6 +183,8 @@ class Native {
   }
 
  private:
+  static constexpr uint64_t kMiB = 1 << 20, kSmall = kMiB;  // up to here torch takes a block from its small pool
+
   static uint64_t MakeRoom(const mm_plugin_hooks& asked, uint64_t bytes) {
     tl_asking = true;
     const uint64_t released = asked.make_room(bytes);
@@ -192,9 +197,8 @@ class Native {
   // By how much torch grows for a request of this size (c10/cuda/CUDACachingAllocator.cpp, get_allocation_size), at
   // least: its expandable segments grow by less.
   static uint64_t Segment(uint64_t bytes) {
-    constexpr uint64_t kMiB = 1 << 20;
     if (c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments()) return bytes;
-    if (bytes <= kMiB) return 2 * kMiB;
+    if (bytes <= kSmall) return 2 * kMiB;
     return bytes < 10 * kMiB ? 20 * kMiB : (bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
   }
 
