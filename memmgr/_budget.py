@@ -49,6 +49,11 @@ def current() -> PagerRuntime | None:
     return _current
 
 
+def _before_fork() -> None:
+    if _current is not None:
+        _current.finish_steps()
+
+
 def _in_child() -> None:
     global _current, _calls_lock
     _calls_lock = threading.RLock()  # a thread that is not here may have it
@@ -58,7 +63,7 @@ def _in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:

@@ -2,6 +2,7 @@
 
 #include "budget.h"
 #include "hold.h"
+#include "pending.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -50,6 +51,7 @@ void begin_capture() {
     captures++;
     return;
   }
+  finish_all_pending();
   finish_transfers();
   const bool may_evict =
       std::exchange(budget.options.may_evict, false);  // for their room others are only written below

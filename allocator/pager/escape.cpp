@@ -4,6 +4,7 @@
 
 #include "budget.h"
 #include "foreign.h"
+#include "pending.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "threads.h"
@@ -46,6 +47,7 @@ void foreign_write(c10::StorageImpl* s) {
   } else if (called && !tl_foreign) {
     return;
   }
+  finish_pending_of(s);
   counters.foreign_writes++;
   escape(c, Escape::kForeignWrite);
 }

@@ -10,7 +10,9 @@
 #include <unordered_map>
 
 #include "budget.h"
+#include "module.h"
 #include "ops.h"
+#include "pending.h"
 #include "private_member.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -96,7 +98,10 @@ void collect(PyObject* o, int depth, std::vector<StoragePtr>* found) {
 // Calls `call` with these in memory, pinned and counted as written.
 template <class Call>
 PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
-  PyObject* pin = pin_arguments(std::move(storages));
+  PyObject* pin = guarded([&] {
+    finish_all_pending();  // it may know of tensors that are not among its arguments
+    return pin_arguments(std::move(storages));
+  });
   if (!pin) return nullptr;
   PyObject* result;
   {
@@ -228,6 +233,7 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
     const auto name = fn.operator_name();
     if (!name || !shown_ops().count(*name)) return nullptr;
   }
+  finish_all_pending();
   auto call = std::make_unique<ForeignCall>();
   for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
   if (saved)

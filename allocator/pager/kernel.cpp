@@ -17,6 +17,7 @@
 #include "hold.h"
 #include "list_ops.h"
 #include "ops.h"
+#include "pending.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -242,6 +243,14 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
   return !first || !first->isTensor() || first->unsafeToTensorImpl()->has_storage();
 }
 
+// Before any of our own work for this op, since what ends now are ops like it.
+void finish_pending(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
+  if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
+  if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
+  const size_t n = std::min(info->arguments, stack.size());
+  for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
+}
+
 // What a composite reads raw, in memory while the frame lives. Such a one may write as well.
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
@@ -262,6 +271,7 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
   std::optional<ForeignScope> scope;
   if (inside && budget.open.load(std::memory_order_acquire) && tl_regions == 0) {
     OpInfo* info = info_of(op);
+    finish_pending(op, info, *stack);
     pin_for_reader(read, info, *stack);
     if (info->reads_raw == RawReads::kAll) scope.emplace();  // what its ops make it reads as well
   }
@@ -280,6 +290,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   }
   OpInfo* info = info_of(op);
   inside->count_op();
+  if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0)) finish_pending(op, info, *stack);
   switch (info->kind) {
     case OpClass::kView:
       if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;

@@ -57,6 +57,8 @@ void set_python_error() {
     throw;
   } catch (const c10::OutOfMemoryError& e) {
     set_out_of_memory(e.what_without_backtrace());
+  } catch (python_error& e) {
+    e.restore();
   } catch (const WrongBytes& e) {
     PyErr_SetString(recompute_error ? recompute_error : PyExc_RuntimeError, e.what_without_backtrace());
   } catch (const c10::Error& e) {

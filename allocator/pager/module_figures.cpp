@@ -177,6 +177,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   COUNTER(loop_turns)
   COUNTER(short_periods)
   COUNTER(slices)
+  COUNTER(pending_slices)
   COUNTER(remat_ns)
   COUNTER(stall_ns)
   COUNTER(room_ns)

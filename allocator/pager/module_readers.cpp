@@ -9,6 +9,7 @@
 #include "foreign.h"
 #include "frame.h"
 #include "module.h"
+#include "pending.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "reducer.h"
@@ -28,6 +29,40 @@ PyObject* py_see_this_thread(PyObject*, PyObject* on) {
 PyObject* py_making_states(PyObject*, PyObject* on) {
   tl_making_states = PyObject_IsTrue(on) == 1;
   Py_RETURN_NONE;
+}
+
+std::vector<StoragePtr> storages_of(PyObject* list) {
+  std::vector<StoragePtr> storages;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) storages.push_back(storage_of(PyList_GET_ITEM(list, i)));
+  return storages;
+}
+
+// put_off(run, written, read) -> does it wait? Called with no arguments before anybody reads or writes one of the
+// tensors, which only `run` may hold under the names that are given here.
+PyObject* py_put_off(PyObject*, PyObject* args) {
+  PyObject *run, *written, *read;
+  if (!PyArg_ParseTuple(args, "OO!O!", &run, &PyList_Type, &written, &PyList_Type, &read)) return nullptr;
+  return guarded([&] {
+    const SliceStorages storages{storages_of(written), storages_of(read)};
+    return PyBool_FromLong(budget.open && add_pending(run, storages));
+  });
+}
+
+// any_away(tensors) -> are the bytes of one of them not in memory?
+PyObject* py_any_away(PyObject*, PyObject* list) {
+  if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "any_away() takes a list");
+  for (const StoragePtr& s : storages_of(list)) {
+    const Cell* c = s ? cell_of(s.get()) : nullptr;
+    if (c && (c->state.load() & kAbsent)) Py_RETURN_TRUE;
+  }
+  Py_RETURN_FALSE;
+}
+
+PyObject* py_finish_put_off(PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    finish_all_pending();
+    Py_RETURN_NONE;
+  });
 }
 
 // name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
@@ -53,6 +88,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     const StoragePtr s = storage_of(o);
     if (!s || !budget.open) Py_RETURN_FALSE;
+    finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
@@ -110,6 +146,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
   self->region = self->reader = false;
   PyObject* result = guarded([&]() -> PyObject* {
+    for (const StoragePtr& s : storages) finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
     try {
       for (StoragePtr& s : storages) {
@@ -248,6 +285,9 @@ PyMethodDef reader_methods[] = {
     {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
     {"making_states", py_making_states, METH_O,
      "an optimizer makes its states in this thread (True), or has made them"},
+    {"put_off", py_put_off, METH_VARARGS, "put_off(run, written, read): it waits until somebody needs one of these"},
+    {"any_away", py_any_away, METH_O, "any_away(tensors): are bytes of one of them not in memory?"},
+    {"finish_put_off", py_finish_put_off, METH_NOARGS, "what was put off and has not run yet runs"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},

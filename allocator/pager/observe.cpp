@@ -1,4 +1,5 @@
 #include "observe.h"
+#include "pending.h"
 
 #include <sys/mman.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -141,6 +142,7 @@ PyObject* py_ops_astray(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLo
 
 // end_pass() -> (resident, unmanaged): the most in the pass that ends in this thread
 PyObject* py_end_pass(PyObject*, PyObject*) {
+  drop_unread_pending();
   end_of_pass();
   mm_arena_stats a{};
   if (budget.arena) mm_arena_stats_get(budget.arena, &a);

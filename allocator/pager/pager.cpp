@@ -25,6 +25,7 @@
 #include "observe.cpp"
 #include "ops.cpp"
 #include "order.cpp"
+#include "pending.cpp"
 #include "pools/cpu_arena.cpp"
 #include "pools/device.cpp"
 #include "pools/scratch.cpp"

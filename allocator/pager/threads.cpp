@@ -18,6 +18,7 @@
 #include "fork.h"
 #include "hold.h"
 #include "kernel.h"
+#include "pending.h"
 #include "recipe.h"
 #include "reclaim.h"
 
@@ -133,6 +134,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
   counters.unseen_ops++;
+  finish_all_pending();
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();

@@ -126,6 +126,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("admission_waits", "counter", "ops that waited until others gave room"),
     Figure(
         "slices",
+        "pending_slices",
         "counter",
         "pieces in which list ops over many tensors ran, since all at once would take too much room",
     ),

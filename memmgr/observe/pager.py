@@ -85,6 +85,7 @@ _COUNTED = (
     "late_reads",
     "short_periods",
     "slices",
+    "pending_slices",
 )
 
 

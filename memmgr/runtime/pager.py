@@ -204,9 +204,13 @@ class PagerRuntime:
             self._periods.close()
             self.plans.close()
             self._ranker.close()
-            self._steps.remove()
-            self._graphs.remove()
-            self.native.close()
+            if failed:  # what fails now leaves a step half done
+                self.native.set_limit(UNLIMITED)
+            try:
+                self._steps.remove()
+            finally:
+                self._graphs.remove()
+                self.native.close()
         finally:
             self._readers.remove()  # last: other threads may have read meanwhile what was away
             self.job.close(failed=failed and not self.ended_well)
@@ -220,6 +224,10 @@ class PagerRuntime:
             *self._ranker.complaints(),
         ):  # last: a warning may be an exception here, and everything is closed
             warnings.warn(f"memmgr: {text}", RuntimeWarning, stacklevel=3)
+
+    def finish_steps(self) -> None:
+        """What optimizers' steps have left to do is done now."""
+        self._steps.finish()
 
     def disable_in_child(self) -> None:
         """In a forked child: what its parent had away comes back when it is read; nothing else is managed.

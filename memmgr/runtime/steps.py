@@ -1,8 +1,11 @@
-"""Optimizers' steps in slices of their lists, and their states without bytes until they are touched.
+"""Optimizers' steps in slices of their lists, each when it is needed, and states without bytes until they are touched.
 
 A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
 states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that what a slice
 needs comes once and leaves once. What they compute for one index depends on no other.
+
+A slice waits until somebody needs what it writes: as a rule the next forward, which meets the parameters one after the other
+and computes beside the transfers, where a step on its own has little to compute while all states move.
 """
 
 from __future__ import annotations
@@ -44,8 +47,13 @@ class SlicedSteps:
                     self._patches.wrap(kind, "_init_group", self._without_bytes)
 
     def remove(self) -> None:
-        """Undoes them."""
+        """Undoes them; what waits runs first."""
         self._patches.undo()
+        self.finish()
+
+    def finish(self) -> None:
+        """What waits runs."""
+        self._pager.finish_put_off()
 
     def _without_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -71,8 +79,14 @@ class SlicedSteps:
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
+            waits = _may_wait(params, args, kwargs) and any(self._pager.any_away(one) for one in lists)
+            if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
+                # Whoever saved one of these for a backward learns now that it has changed.
+                torch.autograd.graph.increment_version([t for one in lists if one is not args[GRADIENTS - 1] for t in one])
             for first, end in zip(cuts, cuts[1:], strict=False):
                 parts = [a[first:end] if any(a is whole for whole in lists) else a for a in (params, *args)]
+                if waits and self._put_off(original, parts, kwargs):
+                    continue
                 original(*parts, **kwargs)
                 for whole, part in zip((params, *args), parts, strict=True):
                     if any(whole is one for one in lists):
@@ -80,6 +94,42 @@ class SlicedSteps:
             return None
 
         return step
+
+    def _put_off(self, original: Callable[..., None], parts: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Does the slice wait? Its tensors are held by other names, which have the bytes and versions of their own."""
+        parts = [[t.data for t in part] if isinstance(part, list) else part for part in parts]
+        stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+
+        def run() -> None:
+            if stream is None or stream == (now := torch.accelerator.current_stream(self._device)):
+                return original(*parts, **kwargs)
+            stream.wait_stream(now)
+            with stream:
+                original(*parts, **kwargs)
+            return now.wait_stream(stream)
+
+        written = [t for i, part in enumerate(parts) if i != GRADIENTS and isinstance(part, list) for t in part]
+        return self._pager.put_off(run, written, parts[GRADIENTS])
+
+
+GRADIENTS = 1
+"""Which argument of torch's functions has them: after the parameters. They are read, the other lists are written."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Only what is known by its numbers alone: lists of plain tensors, and settings that nobody changes meanwhile."""
+    if torch.is_grad_enabled() or kwargs.get("capturable") or kwargs.get("differentiable") or not args:
+        return False
+    for value in (params, *args, *kwargs.values()):
+        if isinstance(value, list):
+            if value and (len(value) != len(params) or any(type(t) not in _PLAIN or t.is_inference() for t in value)):
+                return False
+            if any(t.layout is not torch.strided for t in value):
+                return False
+        elif not isinstance(value, bool | int | float | str | None):
+            return False
+    return isinstance(args[GRADIENTS - 1], list)
 
 
 def _alike(lists: list[list[Any]], device: torch.device) -> bool:

@@ -1,0 +1,416 @@
+"""Slices of optimizers' steps that wait until somebody needs them: nobody can tell (rule 14)."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from exactness.harness import bits
+from torch import nn
+
+import memmgr
+from memmgr.native import pager as native
+
+from .test_slices import FUSED, OPTIMIZERS
+
+WIDTH, DEPTH = 96, 8
+LIMIT = "500kB"
+"""Parameters, gradients and AdamW's states take 1.2 MB."""
+
+
+class Training(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.model(torch.randn(16, WIDTH, generator=generator)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def parameter(self) -> torch.Tensor:
+        return next(self.model.parameters())
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state[self.parameter()]
+
+
+def begun(make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, steps: int = 2, **how: Any) -> Training:
+    """Training of some steps, whose last may wait."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    made = Training(model, make(model.parameters(), **(how or {"fused": True})))
+    for i in range(steps):
+        made.step(i)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else_cuts() -> Iterator[None]:
+    gc.collect()
+    yield
+
+
+def waiting(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and how many slices it has made wait."""
+    before = native.load().stats()["pending_slices"]
+    return run(), native.load().stats()["pending_slices"] - before
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training(name: str, way: str, beyond: Callable[[str], int]) -> None:
+    """Parameters, states and gradients after six steps, one of them without gradients for half of the parameters."""
+    if way == "fused" and name not in FUSED:
+        pytest.skip("torch has no fused one")
+
+    def run() -> list[Any]:
+        made = begun(OPTIMIZERS[name], steps=3, **{way: True})
+        for layer in (m for m in list(made.model)[::4] if isinstance(m, nn.Linear)):
+            layer.requires_grad_(False)
+        made.step(3)
+        made.model.requires_grad_(True)
+        for i in range(4, 6):
+            made.step(i)
+        kept = [*made.model.parameters(), *(v for s in made.optimizer.state.values() for v in s.values())]
+        return [bits(t) for t in kept]
+
+    want = run()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert got == want
+    if name not in ("SGD", "Adafactor"):  # whose lists have holes: no momenta, no columns
+        assert slices > 0, "nothing waited, so nothing was tested"
+
+
+# ---- who needs it ----------------------------------------------------------------------------------------------------
+
+
+def _saved(t: torch.Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(t, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def _safetensors(t: torch.Tensor) -> Any:
+    from safetensors.torch import load, save
+
+    return load(save({"t": t.detach()}))["t"]
+
+
+def _address(t: torch.Tensor) -> Any:
+    return torch.tensor(list((ctypes.c_float * 64).from_address(t.data_ptr())))
+
+
+def _in_a_thread(t: torch.Tensor) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(t.detach().clone()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _compiled(t: torch.Tensor) -> Any:
+    return torch.compile(lambda x: x * 2 + 1)(t.detach())
+
+
+def _forked(t: torch.Tensor) -> Any:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, t.detach().double().sum().numpy().tobytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        return torch.from_numpy(np.frombuffer(pipe.read()).copy())
+
+
+def _shared(t: torch.Tensor) -> Any:
+    return t.detach().share_memory_().clone()
+
+
+def _flushed(t: torch.Tensor) -> Any:
+    """The step is as it was called, not as it is read."""
+    torch.set_flush_denormal(True)
+    try:
+        return t.detach().clone()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an op": lambda t: t.detach() * 1,
+    "a view": lambda t: t.detach().flatten()[1:5].clone(),
+    "item": lambda t: t.detach().flatten()[0].item(),
+    "tolist": lambda t: torch.tensor(t.detach().tolist()),
+    "numpy": lambda t: torch.from_numpy(t.detach().numpy().copy()),
+    "a buffer": lambda t: torch.from_numpy(np.from_dlpack(t.detach()).copy()),
+    "dlpack": lambda t: torch.from_dlpack(t.detach()).clone(),
+    "an address": _address,
+    "its storage": lambda t: torch.tensor(t.untyped_storage().tolist()[:256]),
+    "print": lambda t: repr(t.detach()),
+    "save": _saved,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t.detach())),
+    "safetensors": _safetensors,
+    "deepcopy": lambda t: copy.deepcopy(t.detach()),
+    "a thread": _in_a_thread,
+    "compiled": _compiled,
+    "a fork": _forked,
+    "shared": _shared,
+    "inference mode": torch.inference_mode()(lambda t: t * 1),
+    "vmap": lambda t: torch.vmap(lambda row: row * 2)(t.detach().reshape(-1, 8)),
+    "autocast": torch.autocast("cpu")(lambda t: (part := t.detach().flatten()[:64].reshape(8, 8)) @ part),
+    "flushing": _flushed,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_sees_the_step(name: str, beyond: Callable[[str], int]) -> None:
+    """Parameters, large and small, and states, read by all ways that there are."""
+    if name == "compiled":
+        READERS[name](torch.zeros(WIDTH, WIDTH))  # compiled now: inductor's own time is not of interest
+
+    def read() -> tuple[list[Any], int]:
+        made, slices = waiting(begun)
+        last = list(made.model)[-2]
+        read = READERS[name]
+        found = [read(last.weight), read(made.states()["exp_avg"]), read(list(made.model)[2].bias)]
+        return [f if isinstance(f, str) else bits(f) for f in found], slices
+
+    want, none = read()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = read()
+    assert not none and slices > 0, "nothing waited, so nothing was tested"
+    assert got == want
+
+
+def _new_data(made: Training) -> None:
+    made.parameter().data = made.parameter().data * 0.5
+
+
+WRITERS: dict[str, Callable[[Training], Any]] = {
+    "of a parameter": lambda made: made.parameter().data.mul_(0.5),
+    "through a view": lambda made: made.parameter().detach()[3:5].fill_(2.0),
+    "data=": _new_data,
+    "copy_": lambda made: nn.init.constant_(list(made.model)[4].weight, 3.0),
+    "of a state": lambda made: made.states()["exp_avg"].zero_(),
+    "of a storage": lambda made: made.parameter().untyped_storage().fill_(0),
+    "of the step": lambda made: made.states()["step"].fill_(1.0),
+    "of numpy": lambda made: made.parameter().detach().numpy().__setitem__((0, 0), 5.0),
+    "load_state_dict": lambda made: made.model.load_state_dict({k: v * 2 for k, v in made.model.state_dict().items()}),
+    "of a setting": lambda made: made.optimizer.param_groups[0].update(lr=0.5),
+    "of the states": lambda made: made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict())),
+    "no states": lambda made: made.optimizer.state.clear(),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_write_comes_after_the_step(name: str, beyond: Callable[[str], int]) -> None:
+    def run() -> list[Any]:
+        made = begun()
+        WRITERS[name](made)
+        made.step(7)
+        return [bits(p) for p in made.model.parameters()]
+
+    want = run()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert slices > 0 and got == want
+
+
+def test_a_write_to_a_gradient_comes_after_the_step(beyond: Callable[[str], int]) -> None:
+    """`zero_grad(set_to_none=False)`, and gradients that are summed over two passes."""
+
+    def run() -> list[Any]:
+        made = begun(steps=0)
+        for i in range(4):
+            made.model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            made.optimizer.step()
+            if i != 2:
+                made.optimizer.zero_grad(set_to_none=False)
+        return [bits(t) for p in made.model.parameters() for t in (p, p.grad)]
+
+    want = run()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert slices > 0 and got == want
+
+
+# ---- the rest of the program -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_a_graph_from_before_the_step(way: str, beyond: Callable[[str], int]) -> None:
+    """As in plain torch: what it has saved has been changed, which a fused step does not tell."""
+
+    def run() -> list[Any]:
+        made = begun(**{way: True})
+        loss = made.model(torch.randn(16, WIDTH)).square().mean()
+        loss.backward(retain_graph=True)
+        made.optimizer.step()
+        if way == "foreach":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+        return [bits(p.grad) for p in made.model.parameters()]
+
+    want = run()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert slices > 0 and got == want
+
+
+def test_hooks_see_the_step(beyond: Callable[[str], int]) -> None:
+    seen: list[Any] = []
+
+    def run() -> list[Any]:
+        made = begun(steps=0)
+        made.optimizer.register_step_post_hook(lambda *_: seen.append(bits(made.parameter())))
+        averaged = torch.optim.swa_utils.AveragedModel(made.model)
+        for i in range(3):
+            made.step(i)
+            averaged.update_parameters(made.model)
+        return [*seen, *(bits(p) for p in averaged.parameters())]
+
+    want = run()
+    seen.clear()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert slices > 0 and got == want
+
+
+def test_the_end_of_the_budget(beyond: Callable[[str], int]) -> None:
+    """In order, and by an exception."""
+    want = [bits(p) for p in begun().model.parameters()]
+    for error in (None, ValueError):
+        try:
+            with memmgr.budget(beyond(LIMIT), quiet=True):
+                made, slices = waiting(begun)
+                if error is not None:
+                    raise error
+        except ValueError:
+            pass
+        assert slices > 0 and [bits(p) for p in made.model.parameters()] == want
+        del made
+
+
+def test_a_model_that_has_gone_takes_nothing(beyond: Callable[[str], int]) -> None:
+    """One after the other in one budget, as in a search for hyperparameters."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        slices = 0
+        for _ in range(4):
+            made, more = waiting(begun)
+            gone = weakref.ref(made.parameter())
+            del made
+            gc.collect()
+            assert gone() is None
+            slices += more
+        assert slices > 0
+        x = nn.Parameter(torch.ones(4))
+        (x * 2).sum().backward()  # a pass ends
+        del x
+        gc.collect()
+        native.load().drain()
+        left = sum(cell["nbytes"] for cell in native.load().cells())
+    assert left < 100_000, f"{left:,} bytes are held for a step that nobody will see"
+
+
+def test_what_fails_fails_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
+    """And once: a step that has failed in its middle is not done again."""
+    calls: list[int] = []
+
+    def broken() -> None:
+        calls.append(1)
+        raise ValueError("broken")
+
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        t = torch.zeros(4096)
+        assert native.load().put_off(broken, [t.data], [])
+        for again in (False, True):
+            if again:
+                assert float(t.sum()) == 0
+            else:
+                with pytest.raises(ValueError, match="broken"):
+                    t.sum()
+    assert calls == [1]
+
+
+def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None:
+    """Whoever has an address reads without asking."""
+    want = begun().parameter().detach().clone()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun(steps=0)
+        seen = made.parameter().detach().numpy()
+        made.step(0)
+        made.step(1)
+        assert np.array_equal(seen, want.numpy())
+
+
+def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
+    """Four read what one of them has to make; whoever waits does not hold the GIL."""
+    want = [bits(p) for p in begun().model.parameters()]
+    for _ in range(5):
+        with memmgr.budget(beyond(LIMIT), quiet=True):
+            made, slices = waiting(begun)
+            barrier = threading.Barrier(4)
+            found: list[list[Any]] = []
+
+            def read(made: Training = made, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                found.append([bits(p.detach() * 1) for p in made.model.parameters()])
+
+            threads = [threading.Thread(target=read) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        assert slices > 0 and len(found) == 4 and all(f == want for f in found)
+        del made
+
+
+def test_what_all_fits_does_not_wait() -> None:
+    """Nothing of the step is away, so nothing would be gained; gradients would live longer."""
+    with memmgr.budget("1GB", quiet=True):
+        native.load().set_slice_bytes(1000)
+        _, slices = waiting(begun)
+    assert slices == 0
+
+
+def test_saved_while_training_goes_on(beyond: Callable[[str], int], tmp_path: Path) -> None:
+    """Checkpoint and resume, in plain torch and in a budget: the same file's contents, the same training after it."""
+
+    def run(name: str) -> list[Any]:
+        made = begun()
+        torch.save({"model": made.model.state_dict(), "optimizer": made.optimizer.state_dict()}, tmp_path / name)
+        made.step(5)
+        saved = torch.load(tmp_path / name)
+        again = begun(steps=0)
+        again.model.load_state_dict(saved["model"])
+        again.optimizer.load_state_dict(saved["optimizer"])
+        again.step(5)
+        pairs = zip(made.model.parameters(), again.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        return [bits(t) for t in (*saved["model"].values(), *again.model.parameters())]
+
+    want = run("plain")
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(lambda: run("managed"))
+    assert slices > 0 and got == want
