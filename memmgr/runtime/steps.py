@@ -82,7 +82,9 @@ class SlicedSteps:
             waits = _may_wait(params, args, kwargs) and any(self._pager.any_away(one) for one in lists)
             if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
                 # Whoever saved one of these for a backward learns now that it has changed.
-                torch.autograd.graph.increment_version([t for one in lists if one is not args[GRADIENTS - 1] for t in one])
+                torch.autograd.graph.increment_version(
+                    [t for one in lists if one is not args[GRADIENTS - 1] for t in one]
+                )
             for first, end in zip(cuts, cuts[1:], strict=False):
                 parts = [a[first:end] if any(a is whole for whole in lists) else a for a in (params, *args)]
                 if waits and self._put_off(original, parts, kwargs):
