@@ -1,5 +1,4 @@
 #include "observe.h"
-#include "pending.h"
 
 #include <sys/mman.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,6 +12,7 @@
 #include <tuple>
 
 #include "budget.h"
+#include "pending.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 
