@@ -34,6 +34,13 @@ class Native(Protocol):
     def arena_stats(self) -> dict[str, int]: ...
 
 
+class Backwards(Protocol):
+    """What is used of the passes."""
+
+    @property
+    def in_backward(self) -> bool: ...
+
+
 class Purposes:
     """The purposes of one budget's cells.
 
@@ -43,11 +50,13 @@ class Purposes:
 
     Known limitations: models and optimizers are looked for at passes 1, 2, 4, 8 ... once memory has been short, when the
     budget closes, and when a reader of the telemetry asks: what is made in between counts as other until then. Gradients are
-    known where their backward ends; one that an earlier end has found no parameter for is other.
+    known where their backward ends, but while another thread is in one; one that an earlier end has found no parameter for
+    is other.
     """
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, backwards: Backwards) -> None:
         self._native = native
+        self._backwards = backwards
         # Of who has them: torch refuses to swap tensors of which there are weak references.
         self._owners: list[weakref.ref[Any]] = []
         self._gradients: dict[int, tuple[int, int]] = {}
@@ -65,7 +74,13 @@ class Purposes:
         gradients: list[torch.Tensor] = []
         kept = 0
         for parameter in parameters_of(ref() for ref in self._owners):
-            gradient = parameter.grad if parameter.requires_grad and parameter.is_leaf else None
+            if not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            # Autograd puts gradients in place without the GIL, so nobody may look while another thread's backward runs.
+            # Between this question and the look Python changes no threads.
+            if self._backwards.in_backward:
+                return
+            gradient = parameter.grad
             if gradient is None:
                 continue
             gradients += plain(gradient)
