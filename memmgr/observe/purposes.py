@@ -37,8 +37,7 @@ class Native(Protocol):
 class Backwards(Protocol):
     """What is used of the passes."""
 
-    @property
-    def in_backward(self) -> bool: ...
+    in_several_threads: bool
 
 
 class Purposes:
@@ -50,8 +49,7 @@ class Purposes:
 
     Known limitations: models and optimizers are looked for at passes 1, 2, 4, 8 ... once memory has been short, when the
     budget closes, and when a reader of the telemetry asks: what is made in between counts as other until then. Gradients are
-    known where their backward ends, but while another thread is in one; one that an earlier end has found no parameter for
-    is other.
+    known where their backward ends, and where one thread trains; one that an earlier end has found no parameter for is other.
     """
 
     def __init__(self, native: Native, backwards: Backwards) -> None:
@@ -76,9 +74,9 @@ class Purposes:
         for parameter in parameters_of(ref() for ref in self._owners):
             if not parameter.requires_grad or not parameter.is_leaf:
                 continue
-            # Autograd puts gradients in place without the GIL, so nobody may look while another thread's backward runs.
-            # Between this question and the look Python changes no threads.
-            if self._backwards.in_backward:
+            # Torch 2.13 destroys the heap where a thread asks for the gradients of a model that another one trains. Between
+            # this question and the look Python changes no threads.
+            if self._backwards.in_several_threads:
                 return
             gradient = parameter.grad
             if gradient is None:
