@@ -134,6 +134,8 @@ def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[st
                 return False
             if any(t.layout is not torch.strided for t in value):
                 return False
+            if any(t.dim() and t.shape != p.shape for t, p in zip(value, params, strict=False)):
+                return False  # a step that fails does so in its call
         elif not isinstance(value, bool | int | float | str | None):
             return False
     return isinstance(args[GRADIENTS - 1], list)

@@ -357,6 +357,16 @@ def test_what_fails_fails_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, be
     assert calls == [1]
 
 
+def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -> None:
+    """A state of another shape, as a checkpoint of another model leaves it."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun(foreach=True)
+        made.model(torch.randn(16, WIDTH)).square().mean().backward()
+        made.states()["exp_avg"] = torch.zeros(3)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            made.optimizer.step()
+
+
 def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None:
     """Whoever has an address reads without asking."""
     want = begun().parameter().detach().clone()
