@@ -26,6 +26,7 @@ class Native(Protocol):
     def set_learning(self, on: bool) -> None: ...
     def set_module(self, number: int) -> None: ...
     def ops_astray(self) -> int: ...
+    def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
 
 class Modules:
@@ -175,12 +176,9 @@ class Modules:
                         continue
                     seen.add(id(tensor))
                     kinds[kind] += tensor.nbytes
-                    total += tensor.nbytes
-                    grad = tensor.grad if tensor.is_leaf else None
-                    if grad is not None:
-                        kinds["gradients"] += grad.nbytes
-                        total += grad.nbytes
-                    del grad
+                    gradient = self._native.gradient_bytes(tensor)
+                    kinds["gradients"] += gradient
+                    total += tensor.nbytes + gradient
                 if total:
                     modules[name or "?"] = modules.get(name or "?", 0) + total
         for key, found in list(self._optimizers.items()):

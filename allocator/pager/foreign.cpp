@@ -233,7 +233,7 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
     const auto name = fn.operator_name();
     if (!name || !shown_ops().count(*name)) return nullptr;
   }
-  finish_all_pending();
+  finish_all_pending(true);
   auto call = std::make_unique<ForeignCall>();
   for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
   if (saved)

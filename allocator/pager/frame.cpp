@@ -47,7 +47,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (!s) return;
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
-    if (!adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
+    if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
     make_room_for(s);
     c = adopt(s);
     if (!c) return;

@@ -19,7 +19,7 @@ struct Touched {
 
 class Frame {
  public:
-  Frame() = default;
+  explicit Frame(bool adopts = true) : adopts_(adopts) {}  // or are cells alone of interest?
   ~Frame() { release(); }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
@@ -79,6 +79,7 @@ class Frame {
 
   c10::SmallVector<Touched, 12> cells_;
   c10::SmallVector<Touched, 4> small_;
+  const bool adopts_;
   bool writes_small_ = false;
   size_t pinned_ = 0;
   bool declares_writes_ = false;

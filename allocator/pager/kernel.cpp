@@ -246,6 +246,7 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
 // Before any of our own work for this op, since what ends now are ops like it.
 void finish_pending(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
   if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
+  if (info->keeps) return finish_all_pending();
   if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
   const size_t n = std::min(info->arguments, stack.size());
   for (size_t i = stack.size() - n; i < stack.size(); ++i) finish_pending_of(stack[i]);
@@ -278,12 +279,29 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);  // the composite itself; its ops find us again
 }
 
+// In a compiled region: what it makes stays the region's. What it touches need not be: a custom op may know of more
+// than the region was given.
+void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0)) finish_pending(op, info, *stack);
+  Frame frame(false);
+  if (info->kind != OpClass::kView && info->kind != OpClass::kMetadata)
+    touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
+  frame.pin_all();
+  frame.begin_writes();
+  if (info->kind == OpClass::kForeign)
+    op.redispatchBoxed(below, stack);  // its ops find us again
+  else
+    call_below(op, below, stack);
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;
   if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
   if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || done_in_child)) {
+    const bool in_region = inside && tl_regions > 0 && !done_in_child;
+    if (in_region) return of_region(op, info_of(op), below, stack);
     inside.reset();
     call_below(op, below, stack);
     return;

@@ -37,15 +37,17 @@ std::vector<StoragePtr> storages_of(PyObject* list) {
   return storages;
 }
 
-// put_off(run, written, read) -> does it wait? Called with no arguments before anybody reads or writes one of the
-// tensors, which only `run` may hold under the names that are given here.
+// put_off(run, tensors) -> does it wait? Called with no arguments before anybody reads or writes one of the tensors,
+// which only `run` may hold under the names that are given here.
 PyObject* py_put_off(PyObject*, PyObject* args) {
-  PyObject *run, *written, *read;
-  if (!PyArg_ParseTuple(args, "OO!O!", &run, &PyList_Type, &written, &PyList_Type, &read)) return nullptr;
-  return guarded([&] {
-    const SliceStorages storages{storages_of(written), storages_of(read)};
-    return PyBool_FromLong(budget.open && add_pending(run, storages));
-  });
+  PyObject *run, *tensors;
+  if (!PyArg_ParseTuple(args, "OO!", &run, &PyList_Type, &tensors)) return nullptr;
+  return guarded([&] { return PyBool_FromLong(budget.open && add_pending(run, storages_of(tensors))); });
+}
+
+PyObject* py_let_slices_wait(PyObject*, PyObject* on) {
+  let_slices_wait(PyObject_IsTrue(on) == 1);
+  Py_RETURN_NONE;
 }
 
 // any_away(tensors) -> are the bytes of one of them not in memory?
@@ -58,9 +60,12 @@ PyObject* py_any_away(PyObject*, PyObject* list) {
   Py_RETURN_FALSE;
 }
 
-PyObject* py_finish_put_off(PyObject*, PyObject*) {
+// finish_put_off([quietly]): quietly: whoever needs what fails is told.
+PyObject* py_finish_put_off(PyObject*, PyObject* args) {
+  int quietly = 0;
+  if (!PyArg_ParseTuple(args, "|p", &quietly)) return nullptr;
   return guarded([&]() -> PyObject* {
-    finish_all_pending();
+    finish_all_pending(quietly);
     Py_RETURN_NONE;
   });
 }
@@ -285,9 +290,10 @@ PyMethodDef reader_methods[] = {
     {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
     {"making_states", py_making_states, METH_O,
      "an optimizer makes its states in this thread (True), or has made them"},
-    {"put_off", py_put_off, METH_VARARGS, "put_off(run, written, read): it waits until somebody needs one of these"},
+    {"put_off", py_put_off, METH_VARARGS, "put_off(run, tensors): it waits until somebody needs one of these"},
+    {"let_slices_wait", py_let_slices_wait, METH_O, "may they from here on? What waits already does not end by this"},
     {"any_away", py_any_away, METH_O, "any_away(tensors): are bytes of one of them not in memory?"},
-    {"finish_put_off", py_finish_put_off, METH_NOARGS, "what was put off and has not run yet runs"},
+    {"finish_put_off", py_finish_put_off, METH_VARARGS, "what was put off and has not run yet runs"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},

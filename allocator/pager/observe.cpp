@@ -328,6 +328,16 @@ PyObject* py_storage_info(PyObject*, PyObject* o) {
                        bytes, PyBool_FromLong(counted));
 }
 
+// gradient_bytes(tensor) -> bytes of its gradient, for threads that do not train it: torch 2.13 destroys the heap where
+// one of them gets the gradient itself, as an object of Python's.
+PyObject* py_gradient_bytes(PyObject*, PyObject* o) {
+  if (!THPVariable_Check(o)) return PyErr_Format(PyExc_TypeError, "gradient_bytes() takes a tensor");
+  const at::Tensor& t = THPVariable_Unpack(o);
+  if (!t.defined() || !t.is_leaf()) return PyLong_FromLong(0);
+  const at::Tensor& gradient = t.grad();
+  return PyLong_FromUnsignedLongLong(gradient.defined() ? gradient.numel() * gradient.itemsize() : 0);
+}
+
 // resident_cells() -> [(its storage's address, 0: it has died; bytes)]
 PyObject* py_resident_cells(PyObject*, PyObject*) {
   std::vector<std::pair<unsigned long long, unsigned long long>> found;
@@ -414,6 +424,7 @@ PyMethodDef observe_methods[] = {
     {"memory_map", py_memory_map, METH_O, "memory_map(columns)"},
     {"objects_of", py_objects_of, METH_O, "objects_of(types): what the garbage collector knows of them"},
     {"storage_info", py_storage_info, METH_O, "storage_info(tensor) -> (address, bytes in memory, bytes, counted)"},
+    {"gradient_bytes", py_gradient_bytes, METH_O, "gradient_bytes(tensor): of another thread's model, too"},
     {"resident_cells", py_resident_cells, METH_NOARGS, "[(storage's address, bytes)]"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -247,6 +247,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
     native = is_native(handle);
+    keeps = native && space != "c10d";
     if (!writes)  // one that declares nothing may write to all that it was given
       for (size_t i = 0; i < may_hold_tensors.size(); ++i)
         if ((written[i] = may_hold_tensors[i])) writes++;

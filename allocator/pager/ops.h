@@ -41,6 +41,7 @@ struct OpInfo {
   RawReads reads_raw = RawReads::kNone;
   bool dear = false;    // to run again, as Coop has it: convolutions, products, and what consists of them
   bool native = false;  // not torch's, with a kernel of C++: it may keep addresses to itself
+  bool keeps = false;   // the same, and it may read what it was given earlier
   int generator = -1;   // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   bool always_training = false;                            // it has no such argument

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <thread>
 #include <unordered_map>
@@ -16,6 +17,7 @@
 #include "numerics.h"
 #include "pools/pool.h"
 #include "reclaim.h"
+#include "threads.h"
 
 namespace memmgr::pager {
 
@@ -24,12 +26,12 @@ std::atomic<int> pending_slices{0};
 namespace {
 
 struct Slice {
-  PyObject* run;                                              // counted
-  std::vector<c10::StorageImpl*> storages;                    // all, once
-  std::vector<std::pair<c10::StorageImpl*, size_t>> written;  // with the references that the slice has
-  at::ThreadLocalState state;  // grad mode, autocast, functorch, modes: as the step had them
+  PyObject* run;                                          // counted
+  std::unordered_map<c10::StorageImpl*, size_t> tensors;  // how many the slice has of each storage
+  at::ThreadLocalState state;                             // grad mode, autocast, functorch, modes: as the step had them
   int numerics = numerics_now();
-  std::thread::id runner{};  // set: it is under way
+  std::thread::id runner{};      // set: it is under way
+  std::exception_ptr failure{};  // it has run, and whoever needed it could not be told
 };
 using SlicePtr = std::shared_ptr<Slice>;
 
@@ -37,6 +39,7 @@ struct Pending {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::condition_variable ended;
   std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage;
+  bool may_wait = false;
 };
 
 Pending& pending() {
@@ -47,47 +50,75 @@ Pending& pending() {
 void end(const SlicePtr& slice) {
   {
     std::lock_guard<std::mutex> lock(pending().lock);
-    for (c10::StorageImpl* s : slice->storages) pending().of_storage.erase(s);
+    for (const auto& [s, n] : slice->tensors) pending().of_storage.erase(s);
   }
   pending_slices--;
   pending().ended.notify_all();
 }
 
-// Once, in whichever thread needs it first. A slice that fails has ended all the same: like a step that fails in its
-// middle it has changed some of its tensors, and running it again would change these twice.
-void finish(const SlicePtr& slice) {
-  {
-    std::unique_lock<std::mutex> lock(pending().lock);
-    const auto waits = [&] {
-      const auto found = pending().of_storage.find(slice->storages.front());
-      return found != pending().of_storage.end() && found->second == slice;
-    };
-    if (!waits() || slice->runner == std::this_thread::get_id()) return;
-    if (slice->runner != std::thread::id()) {
-      lock.unlock();
-      WithoutGil free;
-      lock.lock();
-      pending().ended.wait(lock, [&] { return !waits(); });
-      lock.unlock();  // before the GIL
-      return;
+// Is it this thread's now? Waits where another has begun it.
+bool begin(const SlicePtr& slice) {
+  const auto waits = [&] {
+    const auto found = pending().of_storage.find(slice->tensors.begin()->first);
+    return found != pending().of_storage.end() && found->second == slice;
+  };
+  std::optional<WithoutGil> free;
+  std::unique_lock<std::mutex> lock(pending().lock);  // ends before the GIL is taken
+  while (waits()) {
+    if (slice->runner == std::this_thread::get_id()) return false;
+    if (slice->runner == std::thread::id()) {
+      slice->runner = std::this_thread::get_id();
+      return true;
     }
-    slice->runner = std::this_thread::get_id();
+    if (!free) {
+      lock.unlock();
+      free.emplace();
+      lock.lock();
+    } else {
+      pending().ended.wait(lock);
+    }
   }
+  return false;
+}
+
+// What it has thrown.
+std::exception_ptr run(const SlicePtr& slice) {
   const PyGILState_STATE gil = PyGILState_Ensure();
+  std::exception_ptr failure;
   PyObject* result;
   {
     at::ThreadLocalStateGuard as_it_was(slice->state);
     NumericsGuard numerics(slice->numerics);
+    const int regions = std::exchange(tl_regions, 0);  // it is none of their code
     result = PyObject_CallNoArgs(slice->run);
+    tl_regions = regions;
   }
-  python_error error;
-  const bool failed = !result;
-  if (failed) error.persist();
+  if (!result) {
+    python_error error;
+    error.persist();
+    failure = std::make_exception_ptr(error);
+  }
   Py_XDECREF(result);
-  end(slice);
   Py_CLEAR(slice->run);
   PyGILState_Release(gil);
-  if (failed) throw error;
+  return failure;
+}
+
+// Once, in whichever thread needs it first. A slice that fails has ended all the same: like a step that fails in its
+// middle it has changed some of its tensors, and running it again would change these twice. `quietly`: who needs it
+// cannot be told, and the next who does is.
+void finish(const SlicePtr& slice, bool quietly = false) {
+  if (!begin(slice)) return;
+  std::exception_ptr failure = slice->failure ? slice->failure : run(slice);
+  if (failure && quietly) {
+    std::lock_guard<std::mutex> lock(pending().lock);
+    slice->failure = failure;
+    slice->runner = {};
+    pending().ended.notify_all();
+    return;
+  }
+  end(slice);
+  if (failure) std::rethrow_exception(failure);
 }
 
 void finish_each(const c10::SmallVector<SlicePtr, 4>& slices) {
@@ -115,65 +146,61 @@ void collect_locked(const c10::IValue& v, c10::SmallVector<SlicePtr, 4>* found) 
   }
 }
 
-// Its bytes are read by others than ops and readers, who are asked before.
+template <class What>
+void finish_of(const What& what) {
+  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
+  c10::SmallVector<SlicePtr, 4> found;
+  {
+    std::lock_guard<std::mutex> lock(pending().lock);
+    collect_locked(what, &found);
+  }
+  finish_each(found);
+}
+
+// Is every reader of its bytes an op or one of ours? Whoever has an address has a pin, too.
 bool is_watched(const c10::StorageImpl* s) {
   std::lock_guard<std::mutex> lock(graph_lock());
-  const Cell* c = cell_of(s);
-  if (c) return c->escape == Escape::kNone && c->standing_pins == 0;
+  if (const Cell* c = cell_of(s)) return (c->state.load() & kPinMask) == 0;
   const auto deleter = pointer_of(s).get_deleter();
   return deleter == budget.pool->deleter() || deleter == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
 }  // namespace
 
-bool add_pending(PyObject* run, const SliceStorages& storages) {
+bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
   drop_unread_pending();
   auto slice = std::make_shared<Slice>();
-  std::unordered_map<c10::StorageImpl*, size_t> written;
-  for (const auto* list : {&storages.written, &storages.read})
-    for (const StoragePtr& s : *list) {
-      if (!s || !is_watched(s.get())) return false;
-      if (list == &storages.written) ++written[s.get()];
-      slice->storages.push_back(s.get());
+  for (const StoragePtr& s : storages) {
+    if (!s || !is_watched(s.get())) return false;
+    ++slice->tensors[s.get()];
+  }
+  if (storages.empty()) return false;
+  for (;;) {  // others may add theirs while these end
+    c10::SmallVector<SlicePtr, 4> before;
+    {
+      std::lock_guard<std::mutex> lock(pending().lock);
+      if (!pending().may_wait) return false;
+      for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
+      if (before.empty()) {
+        Py_INCREF(run);
+        slice->run = run;
+        for (const auto& [s, n] : slice->tensors) pending().of_storage.emplace(s, slice);
+        counters.pending_slices++;
+        pending_slices++;
+        return true;
+      }
     }
-  if (written.empty()) return false;
-  slice->written.assign(written.begin(), written.end());
-  std::sort(slice->storages.begin(), slice->storages.end());
-  slice->storages.erase(std::unique(slice->storages.begin(), slice->storages.end()), slice->storages.end());
-  c10::SmallVector<SlicePtr, 4> before;
-  {
-    std::lock_guard<std::mutex> lock(pending().lock);
-    for (c10::StorageImpl* s : slice->storages) collect_locked(s, &before);
+    finish_each(before);
   }
-  finish_each(before);
-  Py_INCREF(run);
-  slice->run = run;
-  counters.pending_slices++;
-  pending_slices++;
+}
+
+void let_slices_wait(bool on) {
   std::lock_guard<std::mutex> lock(pending().lock);
-  for (c10::StorageImpl* s : slice->storages) pending().of_storage.emplace(s, slice);
-  return true;
+  pending().may_wait = on;
 }
 
-void finish_pending_of(const c10::IValue& value) {
-  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
-  c10::SmallVector<SlicePtr, 4> found;
-  {
-    std::lock_guard<std::mutex> lock(pending().lock);
-    collect_locked(value, &found);
-  }
-  finish_each(found);
-}
-
-void finish_pending_of(c10::StorageImpl* s) {
-  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
-  c10::SmallVector<SlicePtr, 4> found;
-  {
-    std::lock_guard<std::mutex> lock(pending().lock);
-    collect_locked(s, &found);
-  }
-  finish_each(found);
-}
+void finish_pending_of(const c10::IValue& value) { finish_of(value); }
+void finish_pending_of(c10::StorageImpl* s) { finish_of(s); }
 
 void drop_unread_pending() {
   if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
@@ -181,9 +208,11 @@ void drop_unread_pending() {
   {
     std::lock_guard<std::mutex> lock(pending().lock);
     for (const auto& [storage, slice] : pending().of_storage) {
-      if (slice->runner != std::thread::id() || slice->storages.front() != storage) continue;
-      const auto ours = [](const auto& w) { return c10::raw::intrusive_ptr::use_count(w.first) == w.second; };
-      if (std::all_of(slice->written.begin(), slice->written.end(), ours)) unread.push_back(slice);
+      if (slice->runner != std::thread::id() || slice->tensors.begin()->first != storage) continue;
+      const auto ours = [](const auto& t) { return c10::raw::intrusive_ptr::use_count(t.first) == t.second; };
+      if (!std::all_of(slice->tensors.begin(), slice->tensors.end(), ours)) continue;
+      slice->runner = std::this_thread::get_id();  // nobody begins it now
+      unread.push_back(slice);
     }
   }
   for (const SlicePtr& slice : unread) {
@@ -192,17 +221,23 @@ void drop_unread_pending() {
   }
 }
 
-void finish_all_pending() {
+void finish_all_pending(bool quietly) {
+  std::exception_ptr failure;
   while (pending_slices.load() > 0) {
     SlicePtr next;
     {
       std::lock_guard<std::mutex> lock(pending().lock);
       for (const auto& [storage, slice] : pending().of_storage)
-        if (slice->runner != std::this_thread::get_id()) next = slice;
+        if (slice->runner != std::this_thread::get_id() && !(quietly && slice->failure)) next = slice;
     }
-    if (!next) return;
-    finish(next);
+    if (!next) break;
+    try {
+      finish(next, quietly);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
   }
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace memmgr::pager

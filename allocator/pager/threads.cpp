@@ -134,7 +134,7 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
   if (is_backends_thread()) return nullptr;
   see_this_thread(true);
   counters.unseen_ops++;
-  finish_all_pending();
+  finish_all_pending(true);
   Depth inside;
   auto unseen = std::make_unique<Unseen>();
   auto all = hold_all();

@@ -126,9 +126,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("admission_waits", "counter", "ops that waited until others gave room"),
     Figure(
         "slices",
-        "pending_slices",
         "counter",
         "pieces in which list ops over many tensors ran, since all at once would take too much room",
+    ),
+    Figure(
+        "pending_slices", "counter", "pieces of optimizers' steps that waited until somebody needed what they write"
     ),
     Figure("unseen_ops", "counter", "first ops of threads that are older than the budget"),
     Figure("works_in_flight", "gauge", "collectives that are not done"),

@@ -44,7 +44,7 @@ class Passes:
 
     `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
     switched on there, as activation checkpointing does. `forward_floor_bytes` and `backward_floor_bytes` are the
-    floor where the last backward began, and where it ended.
+    floor where the last backward began, and where it ended. `in_several_threads`: more than one has begun a backward.
     """
 
     def __init__(self, native: Native, ended: Callable[[Pass], None]) -> None:
@@ -54,6 +54,8 @@ class Passes:
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
         self._under_way = 0
+        self._thread = 0  # whose was the first
+        self.in_several_threads = False
         self.count = 0
         self.seconds = 0.0
         self.checkpoint_seconds = 0.0
@@ -84,6 +86,8 @@ class Passes:
             here["depth"] = 1
             with self._lock:
                 self._under_way += 1
+                self._thread = self._thread or threading.get_ident()
+                self.in_several_threads |= self._thread != threading.get_ident()
             self._native.turn_period()
             self.forward_floor_bytes = self._native.stats()["floor_bytes"]
             begun = time.perf_counter()

@@ -34,6 +34,12 @@ class Native(Protocol):
     def arena_stats(self) -> dict[str, int]: ...
 
 
+class Backwards(Protocol):
+    """What is used of the passes."""
+
+    in_several_threads: bool
+
+
 class Purposes:
     """The purposes of one budget's cells.
 
@@ -43,11 +49,12 @@ class Purposes:
 
     Known limitations: models and optimizers are looked for at passes 1, 2, 4, 8 ... once memory has been short, when the
     budget closes, and when a reader of the telemetry asks: what is made in between counts as other until then. Gradients are
-    known where their backward ends; one that an earlier end has found no parameter for is other.
+    known where their backward ends, and where one thread trains; one that an earlier end has found no parameter for is other.
     """
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, backwards: Backwards) -> None:
         self._native = native
+        self._backwards = backwards
         # Of who has them: torch refuses to swap tensors of which there are weak references.
         self._owners: list[weakref.ref[Any]] = []
         self._gradients: dict[int, tuple[int, int]] = {}
@@ -65,7 +72,13 @@ class Purposes:
         gradients: list[torch.Tensor] = []
         kept = 0
         for parameter in parameters_of(ref() for ref in self._owners):
-            gradient = parameter.grad if parameter.requires_grad and parameter.is_leaf else None
+            if not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            # Torch 2.13 destroys the heap where a thread asks for the gradients of a model that another one trains. Between
+            # this question and the look Python changes no threads.
+            if self._backwards.in_several_threads:
+                return
+            gradient = parameter.grad
             if gradient is None:
                 continue
             gradients += plain(gradient)

@@ -68,7 +68,7 @@ class PagerRuntime:
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, config.device, self.passes)
         self._steps = SlicedSteps(self.native, config.device)
-        self._purposes = Purposes(self.native)
+        self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,
             self.native,

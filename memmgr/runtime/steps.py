@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from memmgr.native.pager import Pager
 from memmgr.readers.captures import is_capturing
@@ -45,15 +46,17 @@ class SlicedSteps:
             for kind in [kind for kind in vars(module).values() if isinstance(kind, type)]:
                 if kind.__module__ == module.__name__ and "_init_group" in vars(kind):
                     self._patches.wrap(kind, "_init_group", self._without_bytes)
+        self._pager.let_slices_wait(True)
 
     def remove(self) -> None:
-        """Undoes them; what waits runs first."""
+        """Undoes them. What waits runs, and nothing waits any more, in no thread that is in the middle of a step."""
         self._patches.undo()
-        self.finish()
+        self._pager.let_slices_wait(False)
+        self._pager.finish_put_off()
 
     def finish(self) -> None:
-        """What waits runs."""
-        self._pager.finish_put_off()
+        """What waits runs; whoever needs what fails is told then."""
+        self._pager.finish_put_off(True)
 
     def _without_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -110,8 +113,7 @@ class SlicedSteps:
                 original(*parts, **kwargs)
             return now.wait_stream(stream)
 
-        written = [t for i, part in enumerate(parts) if i != GRADIENTS and isinstance(part, list) for t in part]
-        return self._pager.put_off(run, written, parts[GRADIENTS])
+        return self._pager.put_off(run, [t for part in parts if isinstance(part, list) for t in part])
 
 
 GRADIENTS = 1
@@ -120,8 +122,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Only what is known by its numbers alone: lists of plain tensors, and settings that nobody changes meanwhile."""
+    """Only what is known by its numbers alone: lists of plain tensors, settings that nobody changes meanwhile, and no mode
+    that sees the ops of its block."""
     if torch.is_grad_enabled() or kwargs.get("capturable") or kwargs.get("differentiable") or not args:
+        return False
+    if _modes():
         return False
     for value in (params, *args, *kwargs.values()):
         if isinstance(value, list):
@@ -129,9 +134,17 @@ def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[st
                 return False
             if any(t.layout is not torch.strided for t in value):
                 return False
+            if any(t.dim() and t.shape != p.shape for t, p in zip(value, params, strict=False)):
+                return False  # a step that fails does so in its call
         elif not isinstance(value, bool | int | float | str | None):
             return False
     return isinstance(args[GRADIENTS - 1], list)
+
+
+def _modes() -> bool:
+    """Is one on, other than that of `torch.set_default_device`?"""
+    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(mode) is not DeviceContext for mode in functions)
 
 
 def _alike(lists: list[list[Any]], device: torch.device) -> bool:

@@ -89,6 +89,14 @@ at::Tensor op_sum(const at::Tensor& t) {
   return out;
 }
 
+// Of the tensor that it was last given to keep.
+at::Tensor op_sum_of_kept(const at::Tensor& t, bool keep) {
+  static auto* kept = new at::Tensor;
+  const at::Tensor out = op_sum(kept->defined() ? *kept : t);
+  *kept = keep ? t : at::Tensor();
+  return out;
+}
+
 void op_fill(const at::Tensor& t, double value) { fill(t, static_cast<float>(value)); }
 
 struct Square : torch::autograd::Function<Square> {
@@ -120,6 +128,7 @@ at::Tensor square(const at::Tensor& x) { return Square::apply(x); }
 
 TORCH_LIBRARY(memmgr_test, m) {
   m.def("sum(Tensor t) -> Tensor");
+  m.def("sum_of_kept(Tensor t, bool keep) -> Tensor");
   m.def("fill(Tensor t, float value) -> ()");
   m.def("composite(Tensor t) -> Tensor", &op_sum);
   m.def("square(Tensor t) -> Tensor");
@@ -131,6 +140,7 @@ TORCH_LIBRARY(memmgr_test, m) {
 }
 TORCH_LIBRARY_IMPL(memmgr_test, CPU, m) {
   m.impl("sum", &op_sum);
+  m.impl("sum_of_kept", &op_sum_of_kept);
   m.impl("fill", &op_fill);
 }
 TORCH_LIBRARY_IMPL(memmgr_test, Autograd, m) { m.impl("square", &square); }

@@ -41,6 +41,8 @@ with contextlib.redirect_stderr(said):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not SPEC.get("keep", False))
             readings.append(mm.stats())
+        with torch.no_grad():
+            model(x)  # slices of the last step that wait have its gradients until then
     stats = mm.stats()
 large = [p for p in model.parameters() if p.nbytes >= 64 << 10]
 print(

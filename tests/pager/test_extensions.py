@@ -133,6 +133,18 @@ def test_what_it_has_kept_stays_while_it_is_pinned(extension: Any, pager: native
     assert pager.take_away(t, 1) > 0
 
 
+def test_an_op_reads_what_it_has_kept_after_a_step_that_waits(extension: Any, pager: native.Pager) -> None:
+    """In the dispatcher, and in a compiled region."""
+    op = torch.ops.memmgr_test.sum_of_kept
+    for in_region in (False, True):
+        t, x = torch.zeros(1000), torch.zeros(4)
+        op(t, True)
+        assert pager.put_off(lambda data=t.data: data.fill_(1), [t.data])
+        region = pager.pin([x], False, True) if in_region else None
+        assert op(x, False).item() == 1000
+        del region
+
+
 def test_a_pin_outside_of_a_budget_is_nothing() -> None:
     with memmgr.pin(torch.ones(N)):
         pass

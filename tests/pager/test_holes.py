@@ -287,3 +287,46 @@ assert len(built) == 1
     good = Path(str(getattr(memmgr.native.pager.load(), "__file__", "")))
     done = subprocess.run([sys.executable, "-c", script, str(good), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+THREADS = """
+import sys, threading, torch, memmgr
+from torch import nn
+
+torch.set_num_threads(1)
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(96, 96), nn.Tanh())])
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+def train(seed, model, optimizer):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(25):
+        model(torch.randn(8, 96, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def all_trained():
+    pairs = [made(seed) for seed in range(4)]
+    threads = [threading.Thread(target=train, args=(seed, *pair)) for seed, pair in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [p.detach().clone() for model, _ in pairs for p in model.parameters()]
+
+want = all_trained()
+for _ in range(2):
+    with memmgr.budget("2MB", log=sys.argv[1], quiet=True):
+        got = all_trained()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    del got
+"""
+
+
+def test_nobody_asks_for_the_gradients_of_another_threads_model(tmp_path: Path) -> None:
+    """Torch 2.13 destroys the heap where a thread does."""
+    command = [sys.executable, "-c", THREADS, str(tmp_path / "log.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import ctypes
+import functools
 import gc
 import io
 import os
@@ -19,6 +21,8 @@ import pytest
 import torch
 from exactness.harness import bits
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memmgr
 from memmgr.native import pager as native
@@ -343,7 +347,7 @@ def test_what_fails_fails_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, be
 
     with memmgr.budget(beyond(LIMIT), quiet=True):
         t = torch.zeros(4096)
-        assert native.load().put_off(broken, [t.data], [])
+        assert native.load().put_off(broken, [t.data])
         for again in (False, True):
             if again:
                 assert float(t.sum()) == 0
@@ -351,6 +355,16 @@ def test_what_fails_fails_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, be
                 with pytest.raises(ValueError, match="broken"):
                     t.sum()
     assert calls == [1]
+
+
+def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -> None:
+    """A state of another shape, as a checkpoint of another model leaves it."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun(foreach=True)
+        made.model(torch.randn(16, WIDTH)).square().mean().backward()
+        made.states()["exp_avg"] = torch.zeros(3)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            made.optimizer.step()
 
 
 def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None:
@@ -362,6 +376,140 @@ def test_what_was_handed_out_does_not_wait(beyond: Callable[[str], int]) -> None
         made.step(0)
         made.step(1)
         assert np.array_equal(seen, want.numpy())
+
+
+def test_what_is_pinned_does_not_wait(beyond: Callable[[str], int]) -> None:
+    """`memmgr.pin` is for who has an address that no reader has handed out."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        t = torch.zeros(4096)
+        with memmgr.pin(t):
+            assert not native.load().put_off(lambda: None, [t.data])
+        assert native.load().put_off(lambda: None, [t.data])
+
+
+class _Counting(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return op(*args, **(kwargs or {}))
+
+
+class _Watching(TorchFunctionMode):
+    def __torch_function__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_step_in_its_block(beyond: Callable[[str], int]) -> None:
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun()
+        for mode in (_Counting(), _Watching()):
+            made.model(torch.randn(16, WIDTH)).square().mean().backward()
+            before = native.load().stats()["pending_slices"]
+            with mode:
+                made.optimizer.step()
+            assert native.load().stats()["pending_slices"] == before
+            assert not isinstance(mode, _Counting) or mode.ops > 0
+        with torch.device("cpu"):
+            assert waiting(lambda: made.step(3))[1] > 0
+
+
+def test_a_custom_op_that_knows_of_a_parameter(beyond: Callable[[str], int]) -> None:
+    """It reads one, and writes to a tensor, that are not among its arguments: in a compiled region, too."""
+    known: dict[str, torch.Tensor] = {}
+
+    @torch.library.custom_op("memmgr_pending::knowing", mutates_args=())
+    def knowing(x: torch.Tensor) -> torch.Tensor:
+        known["count"].add_(1)
+        return x * known["weight"].detach().sum()
+
+    def run(in_region: bool) -> list[Any]:
+        made = begun()
+        known.update(weight=made.parameter(), count=torch.zeros(WIDTH, WIDTH))
+        found = []
+        for i in range(3):
+            x = torch.ones(4)
+            region = native.load().pin([x], False, True) if in_region else None
+            found.append(bits(knowing(x)))
+            del region
+            made.step(i)
+        return [*found, bits(known["count"])]
+
+    try:
+        want = run(False)
+        for in_region in (False, True):
+            with memmgr.budget(beyond(LIMIT), quiet=True):
+                got, slices = waiting(functools.partial(run, in_region))
+                known.clear()
+            assert slices > 0 and got == want
+    finally:
+        known.clear()
+
+
+def _broken(data: torch.Tensor) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def run() -> None:
+        raise ValueError(f"broken: {data.shape}")
+
+    return run, [data]
+
+
+def test_what_fails_where_nobody_can_be_told(beyond: Callable[[str], int]) -> None:
+    """Before a fork, and at the first op of a thread that was not seen: who needs it is, and the rest is done."""
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    def unseen() -> None:
+        ended = threading.Event()
+        _thread.start_new_thread(lambda: (torch.ones(3) * 2, ended.set()), ())
+        assert ended.wait(60)
+
+    for call in (fork, unseen):
+        with memmgr.budget(beyond(LIMIT), quiet=True):
+            tensors = [torch.zeros(4096) for _ in range(3)]
+            assert native.load().put_off(*_broken(tensors[0].data))
+            for t in tensors[1:]:
+                assert native.load().put_off(functools.partial(t.data.fill_, 1), [t.data])
+            call()
+            with pytest.raises(ValueError, match="broken"):
+                tensors[0].sum()
+            assert [float(t.sum()) for t in tensors] == [0, 4096, 4096]
+
+
+def test_what_fails_at_the_end_of_a_budget(beyond: Callable[[str], int]) -> None:
+    """The rest is done all the same, and nothing of it waits for the next budget."""
+
+    tensors = [torch.zeros(4096) for _ in range(4)]
+    with pytest.raises(ValueError, match="broken"), memmgr.budget(beyond(LIMIT), quiet=True):
+        for t in tensors:
+            added = functools.partial(t.data.add_, 1)
+            assert native.load().put_off(*(_broken(t.data) if t is tensors[1] else (added, [t.data])))
+    assert [float(t[0]) for t in tensors] == [1, 0, 1, 1]
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        assert [float(t[0]) for t in tensors] == [1, 0, 1, 1]
+        native.load().let_slices_wait(False)  # as when it ends: another thread may be in the middle of a step
+        assert not native.load().put_off(lambda: None, [tensors[0].data])
+
+
+def test_threads_that_step_the_same_parameters(beyond: Callable[[str], int]) -> None:
+    """Hogwild: what is in the parameters is anybody's guess, but no step is lost."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun()
+        optimizers = [torch.optim.AdamW(made.model.parameters(), fused=True) for _ in range(3)]
+
+        def train(optimizer: torch.optim.Optimizer) -> None:
+            for _ in range(12):
+                made.model(torch.randn(16, WIDTH)).square().mean().backward()
+                optimizer.step()
+
+        threads = [threading.Thread(target=train, args=(optimizer,)) for optimizer in optimizers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert {float(o.state[p]["step"]) for o in optimizers for p in made.model.parameters()} == {12.0}
 
 
 def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
