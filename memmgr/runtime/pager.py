@@ -67,7 +67,7 @@ class PagerRuntime:
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self.passes = Passes(self.native, self._ended_pass)
         self._readers = Readers(self.native, config.device, self.passes)
-        self._steps = SlicedSteps(self.native, config.device)
+        self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
         self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,

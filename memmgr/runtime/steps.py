@@ -11,6 +11,7 @@ and computes beside the transfers, where a step on its own has little to compute
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +33,10 @@ class SlicedSteps:
     as they are; their list ops are cut one by one in the pager's kernel, and their states take memory when they are made.
     """
 
-    def __init__(self, pager: Pager, device: torch.device) -> None:
+    def __init__(self, pager: Pager, device: torch.device, small_bytes: int) -> None:
         self._pager = pager
         self._device = device
+        self._small_bytes = small_bytes
         self._patches = Patches()
 
     def install(self) -> None:
@@ -101,8 +103,15 @@ class SlicedSteps:
         return step
 
     def _put_off(self, original: Callable[..., None], parts: list[Any], kwargs: dict[str, Any]) -> bool:
-        """Does the slice wait? Its tensors are held by other names, which have the bytes and versions of their own."""
-        parts = [[t.data for t in part] if isinstance(part, list) else part for part in parts]
+        """Does the slice wait? Its tensors are held by other names, which have the bytes and versions of their own.
+
+        Small parameters never leave, so numpy's views of them from before the budget are good: these are done at once.
+        """
+        large = [p.nbytes >= self._small_bytes for p in parts[0]]
+        if not any(large):
+            return False
+        small = _chosen(parts, [not each for each in large])
+        parts = [[t.data for t in part] if isinstance(part, list) else part for part in _chosen(parts, large)]
         stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
 
         def run() -> None:
@@ -113,7 +122,14 @@ class SlicedSteps:
                 original(*parts, **kwargs)
             return now.wait_stream(stream)
 
-        return self._pager.put_off(run, [t for part in parts if isinstance(part, list) for t in part])
+        waits = self._pager.put_off(run, [t for part in parts if isinstance(part, list) for t in part])
+        if waits and small[0]:
+            original(*small, **kwargs)
+        return waits
+
+
+def _chosen(parts: list[Any], which: list[bool]) -> list[Any]:
+    return [list(itertools.compress(part, which)) if isinstance(part, list) else part for part in parts]
 
 
 GRADIENTS = 1

@@ -512,6 +512,17 @@ def test_threads_that_step_the_same_parameters(beyond: Callable[[str], int]) -> 
         assert {float(o.state[p]["step"]) for o in optimizers for p in made.model.parameters()} == {12.0}
 
 
+def test_small_tensors_do_not_wait(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
+    """They never leave, so who has looked at one since before the budget sees the step when it is done."""
+    monkeypatch.setenv("MEMMGR_PAGER_SMALL", "1000")  # a bias has 384 bytes
+    want = bits(list(begun().model)[-2].bias)
+    made = begun(steps=0)
+    seen = list(made.model)[-2].bias.detach().numpy()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        _, slices = waiting(lambda: [made.step(i) for i in range(2)])
+        assert slices > 0 and bits(torch.from_numpy(seen.copy())) == want
+
+
 def test_threads_meet_at_one_slice(beyond: Callable[[str], int]) -> None:
     """Four read what one of them has to make; whoever waits does not hold the GIL."""
     want = [bits(p) for p in begun().model.parameters()]
