@@ -31,6 +31,7 @@ class SlicedSteps:
 
     Known limitations: LBFGS works on flat vectors of all parameters, which are its floor. Optimizers of other packages run
     as they are; their list ops are cut one by one in the pager's kernel, and their states take memory when they are made.
+    On an accelerator no slice waits: whoever needs one may be on another stream than the step was, which nobody has tried.
     """
 
     def __init__(self, pager: Pager, device: torch.device, small_bytes: int) -> None:
@@ -84,7 +85,8 @@ class SlicedSteps:
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
-            waits = _may_wait(params, args, kwargs) and any(self._pager.any_away(one) for one in lists)
+            waits = self._device.type == "cpu" and _may_wait(params, args, kwargs)
+            waits = waits and any(self._pager.any_away(one) for one in lists)
             if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
                 # Whoever saved one of these for a backward learns now that it has changed.
                 torch.autograd.graph.increment_version(
@@ -112,17 +114,9 @@ class SlicedSteps:
             return False
         small = _chosen(parts, [not each for each in large])
         parts = [[t.data for t in part] if isinstance(part, list) else part for part in _chosen(parts, large)]
-        stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
-
-        def run() -> None:
-            if stream is None or stream == (now := torch.accelerator.current_stream(self._device)):
-                return original(*parts, **kwargs)
-            stream.wait_stream(now)
-            with stream:
-                original(*parts, **kwargs)
-            return now.wait_stream(stream)
-
-        waits = self._pager.put_off(run, [t for part in parts if isinstance(part, list) for t in part])
+        waits = self._pager.put_off(
+            lambda: original(*parts, **kwargs), [t for part in parts if isinstance(part, list) for t in part]
+        )
         if waits and small[0]:
             original(*small, **kwargs)
         return waits
