@@ -24,23 +24,20 @@ void make_room_for(const c10::StorageImpl* s) {
   }
 }
 
-void Frame::tensor(c10::TensorImpl* t, bool written) {
-  declares_writes_ |= written;
-  if (C10_LIKELY(t->has_storage())) {
-    storage(t->unsafe_storage().unsafeGetStorageImpl(), written);
-    return;
-  }
-  // Sparse tensors read their parts without an op.
+void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts) {
   if (t->layout() == c10::kSparse) {
     auto* sparse = static_cast<at::SparseTensorImpl*>(t);
-    tensor(sparse->indices().unsafeGetTensorImpl(), written);
-    tensor(sparse->values().unsafeGetTensorImpl(), written);
+    *parts = {sparse->indices().unsafeGetTensorImpl(), sparse->values().unsafeGetTensorImpl()};
   } else if (at::sparse_csr::is_sparse_compressed(t->layout())) {
     auto* sparse = static_cast<at::SparseCsrTensorImpl*>(t);
-    tensor(sparse->compressed_indices().unsafeGetTensorImpl(), written);
-    tensor(sparse->plain_indices().unsafeGetTensorImpl(), written);
-    tensor(sparse->values().unsafeGetTensorImpl(), written);
+    *parts = {sparse->compressed_indices().unsafeGetTensorImpl(), sparse->plain_indices().unsafeGetTensorImpl(),
+              sparse->values().unsafeGetTensorImpl()};
   }
+}
+
+void Frame::tensor(c10::TensorImpl* t, bool written) {
+  declares_writes_ |= written;
+  each_storage(t, [&](c10::StorageImpl* s) { storage(s, written); });
 }
 
 void Frame::storage(c10::StorageImpl* s, bool written) {
@@ -63,17 +60,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
 }
 
 void Frame::value(const c10::IValue& v, bool written) {
-  if (v.isTensor()) {
-    tensor(v.unsafeToTensorImpl(), written);
-  } else if (v.isList()) {
-    for (const c10::IValue& item : v.toListRef()) value(item, written);
-  } else if (v.isStorage()) {
-    storage(v.toStorage().unsafeGetStorageImpl(), written);
-  } else if (v.isTuple()) {
-    for (const c10::IValue& item : v.toTupleRef().elements()) value(item, written);
-  } else if (v.isGenericDict()) {
-    for (const auto& entry : v.toGenericDict()) value(entry.value(), written);
-  }
+  each_tensor(v, [&](c10::TensorImpl* t) { tensor(t, written); }, [&](c10::StorageImpl* s) { storage(s, written); });
 }
 
 void Frame::pin_all() {

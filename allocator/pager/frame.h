@@ -12,6 +12,36 @@ namespace memmgr::pager {
 // Memory of torch's default allocator counts from its adoption on: others leave for it first.
 void make_room_for(const c10::StorageImpl* s);
 
+void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts);
+
+// What has bytes in a tensor: one storage, or the parts of a sparse tensor, which are read without an op.
+template <class OnStorage>
+void each_storage(c10::TensorImpl* t, const OnStorage& on_storage) {
+  if (C10_LIKELY(t->has_storage())) {
+    on_storage(t->unsafe_storage().unsafeGetStorageImpl());
+  } else {
+    c10::SmallVector<c10::TensorImpl*, 3> parts;
+    parts_of_sparse(t, &parts);
+    for (c10::TensorImpl* part : parts) each_storage(part, on_storage);
+  }
+}
+
+// The tensors and the bare storages in a value.
+template <class OnTensor, class OnStorage>
+void each_tensor(const c10::IValue& v, const OnTensor& on_tensor, const OnStorage& on_storage) {
+  if (v.isTensor()) {
+    on_tensor(v.unsafeToTensorImpl());
+  } else if (v.isList()) {
+    for (const c10::IValue& item : v.toListRef()) each_tensor(item, on_tensor, on_storage);
+  } else if (v.isStorage()) {
+    on_storage(v.toStorage().unsafeGetStorageImpl());
+  } else if (v.isTuple()) {
+    for (const c10::IValue& item : v.toTupleRef().elements()) each_tensor(item, on_tensor, on_storage);
+  } else if (v.isGenericDict()) {
+    for (const auto& entry : v.toGenericDict()) each_tensor(entry.value(), on_tensor, on_storage);
+  }
+}
+
 struct Touched {
   Cell* cell;
   bool written;

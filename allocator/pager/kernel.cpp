@@ -244,7 +244,9 @@ bool is_view_of_storage(const c10::OperatorHandle& op, const torch::jit::Stack& 
 }
 
 // Before any of our own work for this op, since what ends now are ops like it.
-void finish_pending(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
+C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInfo* info,
+                                      const torch::jit::Stack& stack) {
+  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0)) return;
   if (info->kind == OpClass::kMetadata || tl_running_recipes > 0) return;
   if (info->keeps) return finish_all_pending();
   if (info->kind == OpClass::kView && !info->tells_stream && is_view_of_storage(op, stack)) return;
@@ -282,7 +284,7 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
 // In a compiled region: what it makes stays the region's. What it touches need not be: a custom op may know of more
 // than the region was given.
 void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
-  if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0)) finish_pending(op, info, *stack);
+  finish_pending(op, info, *stack);
   Frame frame(false);
   if (info->kind != OpClass::kView && info->kind != OpClass::kMetadata)
     touch_arguments(frame, info, stack->data() + stack->size() - info->arguments, info->arguments);
@@ -299,16 +301,15 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;
   if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || tl_regions > 0 || done_in_child)) {
-    const bool in_region = inside && tl_regions > 0 && !done_in_child;
-    if (in_region) return of_region(op, info_of(op), below, stack);
+  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
     inside.reset();
     call_below(op, below, stack);
     return;
   }
   OpInfo* info = info_of(op);
+  if (C10_UNLIKELY(tl_regions > 0)) return of_region(op, info, below, stack);
   inside->count_op();
-  if (C10_UNLIKELY(pending_slices.load(std::memory_order_relaxed) > 0)) finish_pending(op, info, *stack);
+  finish_pending(op, info, *stack);
   switch (info->kind) {
     case OpClass::kView:
       if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;

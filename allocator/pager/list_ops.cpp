@@ -15,7 +15,7 @@ constexpr uint64_t kUnlimitedSlice =
 
 uint64_t slice_bytes() {
   if (budget.options.slice_bytes) return budget.options.slice_bytes;
-  if (budget.options.torture) return 1;
+  if (budget.options.torture) return 1;  // every index is a slice
   const uint64_t limit = mm_arena_budget(budget.arena);
   return limit >= MM_UNLIMITED ? kUnlimitedSlice : limit / kSharesOfBudget;
 }

@@ -31,15 +31,17 @@ PyObject* py_making_states(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-std::vector<StoragePtr> storages_of(PyObject* list) {
+// Of the tensors and addresses in a list or tuple that have one.
+std::vector<StoragePtr> storages_of(PyObject* items) {
   std::vector<StoragePtr> storages;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) storages.push_back(storage_of(PyList_GET_ITEM(list, i)));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
+    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
   return storages;
 }
 
-// put_off(run, tensors) -> does it wait? Called with no arguments before anybody reads or writes one of the tensors,
-// which only `run` may hold under the names that are given here.
-PyObject* py_put_off(PyObject*, PyObject* args) {
+// add_pending(run, tensors) -> does it wait? Called with no arguments before anybody reads or writes one of the
+// tensors, which only `run` may hold under the names that are given here.
+PyObject* py_add_pending(PyObject*, PyObject* args) {
   PyObject *run, *tensors;
   if (!PyArg_ParseTuple(args, "OO!", &run, &PyList_Type, &tensors)) return nullptr;
   return guarded([&] { return PyBool_FromLong(budget.open && add_pending(run, storages_of(tensors))); });
@@ -54,14 +56,14 @@ PyObject* py_let_slices_wait(PyObject*, PyObject* on) {
 PyObject* py_any_away(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "any_away() takes a list");
   for (const StoragePtr& s : storages_of(list)) {
-    const Cell* c = s ? cell_of(s.get()) : nullptr;
+    const Cell* c = cell_of(s.get());
     if (c && (c->state.load() & kAbsent)) Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
 }
 
-// finish_put_off([quietly]): quietly: whoever needs what fails is told.
-PyObject* py_finish_put_off(PyObject*, PyObject* args) {
+// finish_pending([quietly]): quietly: whoever needs what fails is told.
+PyObject* py_finish_pending(PyObject*, PyObject* args) {
   int quietly = 0;
   if (!PyArg_ParseTuple(args, "|p", &quietly)) return nullptr;
   return guarded([&]() -> PyObject* {
@@ -191,9 +193,7 @@ PyObject* py_pin(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O|ppp", &sequence, &written, &region, &held)) return nullptr;
   PyObject* items = PySequence_Fast(sequence, "a sequence of tensors or storages' addresses");
   if (!items) return nullptr;
-  std::vector<StoragePtr> storages;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i)
-    if (StoragePtr s = storage_of(PySequence_Fast_GET_ITEM(items, i))) storages.push_back(std::move(s));
+  std::vector<StoragePtr> storages = storages_of(items);
   Py_DECREF(items);
   return new_pin(std::move(storages), written, region, !held);
 }
@@ -290,10 +290,11 @@ PyMethodDef reader_methods[] = {
     {"see_this_thread", py_see_this_thread, METH_O, "are the ops of this thread seen (rule 12)? returns what was"},
     {"making_states", py_making_states, METH_O,
      "an optimizer makes its states in this thread (True), or has made them"},
-    {"put_off", py_put_off, METH_VARARGS, "put_off(run, tensors): it waits until somebody needs one of these"},
+    {"add_pending", py_add_pending, METH_VARARGS,
+     "add_pending(run, tensors): it waits until somebody needs one of these"},
     {"let_slices_wait", py_let_slices_wait, METH_O, "may they from here on? What waits already does not end by this"},
     {"any_away", py_any_away, METH_O, "any_away(tensors): are bytes of one of them not in memory?"},
-    {"finish_put_off", py_finish_put_off, METH_VARARGS, "what was put off and has not run yet runs"},
+    {"finish_pending", py_finish_pending, METH_VARARGS, "what was put off and has not run yet runs"},
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},

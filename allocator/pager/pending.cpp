@@ -132,18 +132,8 @@ void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) {
 }
 
 void collect_locked(const c10::IValue& v, c10::SmallVector<SlicePtr, 4>* found) {
-  if (v.isTensor()) {
-    const c10::TensorImpl* t = v.unsafeToTensorImpl();
-    if (t->has_storage()) collect_locked(t->unsafe_storage().unsafeGetStorageImpl(), found);
-  } else if (v.isList()) {
-    for (const c10::IValue& item : v.toListRef()) collect_locked(item, found);
-  } else if (v.isStorage()) {
-    collect_locked(v.toStorage().unsafeGetStorageImpl(), found);
-  } else if (v.isTuple()) {
-    for (const c10::IValue& item : v.toTupleRef().elements()) collect_locked(item, found);
-  } else if (v.isGenericDict()) {
-    for (const auto& entry : v.toGenericDict()) collect_locked(entry.value(), found);
-  }
+  const auto collect = [&](c10::StorageImpl* s) { collect_locked(s, found); };
+  each_tensor(v, [&](c10::TensorImpl* t) { each_storage(t, collect); }, collect);
 }
 
 template <class What>
@@ -168,7 +158,6 @@ bool is_watched(const c10::StorageImpl* s) {
 }  // namespace
 
 bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
-  drop_unread_pending();
   auto slice = std::make_shared<Slice>();
   for (const StoragePtr& s : storages) {
     if (!s || !is_watched(s.get())) return false;

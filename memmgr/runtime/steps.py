@@ -24,6 +24,7 @@ from memmgr.readers.captures import is_capturing
 from memmgr.readers.patches import Patches
 
 _PREFIXES = ("_multi_tensor_", "_fused_")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SlicedSteps:
@@ -55,11 +56,11 @@ class SlicedSteps:
         """Undoes them. What waits runs, and nothing waits any more, in no thread that is in the middle of a step."""
         self._patches.undo()
         self._pager.let_slices_wait(False)
-        self._pager.finish_put_off()
+        self._pager.finish_pending()
 
     def finish(self) -> None:
         """What waits runs; whoever needs what fails is told then."""
-        self._pager.finish_put_off(True)
+        self._pager.finish_pending(True)
 
     def _without_bytes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -88,13 +89,11 @@ class SlicedSteps:
             waits = self._device.type == "cpu" and _may_wait(params, args, kwargs)
             waits = waits and any(self._pager.any_away(one) for one in lists)
             if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
-                # Whoever saved one of these for a backward learns now that it has changed.
-                torch.autograd.graph.increment_version(
-                    [t for one in lists if one is not args[GRADIENTS - 1] for t in one]
-                )
+                # Whoever saved one of these for a backward learns now that it has changed. The gradients have not.
+                torch.autograd.graph.increment_version([t for one in lists if one is not args[0] for t in one])
             for first, end in zip(cuts, cuts[1:], strict=False):
                 parts = [a[first:end] if any(a is whole for whole in lists) else a for a in (params, *args)]
-                if waits and self._put_off(original, parts, kwargs):
+                if waits and self._add_pending(original, parts, kwargs):
                     continue
                 original(*parts, **kwargs)
                 for whole, part in zip((params, *args), parts, strict=True):
@@ -104,7 +103,7 @@ class SlicedSteps:
 
         return step
 
-    def _put_off(self, original: Callable[..., None], parts: list[Any], kwargs: dict[str, Any]) -> bool:
+    def _add_pending(self, original: Callable[..., None], parts: list[Any], kwargs: dict[str, Any]) -> bool:
         """Does the slice wait? Its tensors are held by other names, which have the bytes and versions of their own.
 
         Small parameters never leave, so numpy's views of them from before the budget are good: these are done at once.
@@ -114,7 +113,7 @@ class SlicedSteps:
             return False
         small = _chosen(parts, [not each for each in large])
         parts = [[t.data for t in part] if isinstance(part, list) else part for part in _chosen(parts, large)]
-        waits = self._pager.put_off(
+        waits = self._pager.add_pending(
             lambda: original(*parts, **kwargs), [t for part in parts if isinstance(part, list) for t in part]
         )
         if waits and small[0]:
@@ -124,11 +123,6 @@ class SlicedSteps:
 
 def _chosen(parts: list[Any], which: list[bool]) -> list[Any]:
     return [list(itertools.compress(part, which)) if isinstance(part, list) else part for part in parts]
-
-
-GRADIENTS = 1
-"""Which argument of torch's functions has them: after the parameters. They are read, the other lists are written."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -148,7 +142,7 @@ def _may_wait(params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[st
                 return False  # a step that fails does so in its call
         elif not isinstance(value, bool | int | float | str | None):
             return False
-    return isinstance(args[GRADIENTS - 1], list)
+    return isinstance(args[0], list)
 
 
 def _modes() -> bool:

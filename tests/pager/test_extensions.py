@@ -139,7 +139,7 @@ def test_an_op_reads_what_it_has_kept_after_a_step_that_waits(extension: Any, pa
     for in_region in (False, True):
         t, x = torch.zeros(1000), torch.zeros(4)
         op(t, True)
-        assert pager.put_off(lambda data=t.data: data.fill_(1), [t.data])
+        assert pager.add_pending(lambda data=t.data: data.fill_(1), [t.data])
         region = pager.pin([x], False, True) if in_region else None
         assert op(x, False).item() == 1000
         del region
