@@ -31,7 +31,8 @@ for step in range(4):
     opt.zero_grad()
     if step == 2 and sys.argv[1:] and dist.get_rank() == 1:
         torch.ones(10_000_000)
-print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest() + "\\n", end="", flush=True)
+bits = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+os.write(1, f"bits {bits}\\n".encode())  # at once: both ranks write to one pipe
 dist.destroy_process_group()
 """
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
