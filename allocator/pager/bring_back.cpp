@@ -37,37 +37,37 @@ static bool make_instead(Cell* c) {
   return true;
 }
 
-void bring_back(Cell* c) {
-  Absence absence;
-  {
-    std::unique_lock<std::mutex> lock(graph_lock());
-    for (;;) {
-      uint32_t state = c->state.load(std::memory_order_acquire);
-      if (!(state & (kAbsent | kBusy))) {
-        lock.unlock();
-        use_here(c);
-        return;
-      }
-      if (state & kBusy) {
-        const bool reading = c->reading;
-        lock.unlock();
-        if (reading && finish_read(c)) {
-          lock.lock();
-          continue;
-        }
-        {
-          WithoutGil released;
-          lock.lock();
-          residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
-          lock.unlock();
-        }
+bool begin_coming_back(Cell* c) {
+  std::unique_lock<std::mutex> lock(graph_lock());
+  for (;;) {
+    uint32_t state = c->state.load(std::memory_order_acquire);
+    if (!(state & (kAbsent | kBusy))) return false;
+    if (state & kBusy) {
+      const bool reading = c->reading;
+      lock.unlock();
+      if (reading && finish_read(c)) {
         lock.lock();
         continue;
       }
-      if (c->state.compare_exchange_strong(state, state | kBusy, std::memory_order_acq_rel)) break;
+      {
+        WithoutGil released;
+        lock.lock();
+        residency_changed().wait(lock, [&] { return !(c->state.load() & kBusy) || c->reading; });
+        lock.unlock();
+      }
+      lock.lock();
+      continue;
     }
-    absence = c->absence;
+    if (c->state.compare_exchange_strong(state, state | kBusy, std::memory_order_acq_rel)) return true;
   }
+}
+
+void bring_back(Cell* c) {
+  if (!begin_coming_back(c)) {
+    use_here(c);
+    return;
+  }
+  Absence absence = c->absence;
   Wait wait;
   at::DataPtr bytes;
   try {

@@ -12,14 +12,22 @@ namespace memmgr::pager {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_, std::atomic<uint64_t>)
 
+static bool only_python_has(uint64_t counts) {
+  return c10::detail::refcount(counts) == 1 && c10::detail::has_pyobject(counts);
+}
+
+bool only_python_has(const Cell* c) {
+  const auto* s = static_cast<const c10::intrusive_ptr_target*>(c->storage._unsafe_get_target());
+  return s && only_python_has((s->*private_member(CountOfTarget())).load(std::memory_order_relaxed));
+}
+
 StoragePtr hold(Cell* c) {
   auto* s = static_cast<c10::StorageImpl*>(c->storage._unsafe_get_target());
   if (!s) return {};
   auto& counts = static_cast<c10::intrusive_ptr_target*>(s)->*private_member(CountOfTarget());
   uint64_t seen = counts.load(std::memory_order_relaxed);
   do {
-    const uint32_t strong = c10::detail::refcount(seen);
-    if (strong == 0 || (strong == 1 && c10::detail::has_pyobject(seen))) return {};
+    if (c10::detail::refcount(seen) == 0 || only_python_has(seen)) return {};
   } while (!counts.compare_exchange_weak(seen, seen + c10::detail::kReferenceCountOne, std::memory_order_acquire,
                                          std::memory_order_relaxed));
   return StoragePtr::reclaim(s);
@@ -30,6 +38,7 @@ void drop(StoragePtr storage) {
   if (c10::detail::has_pyobject(counts.load(std::memory_order_acquire))) drop_later(std::move(storage));
 }
 #else
+bool only_python_has(const Cell*) { return false; }
 StoragePtr hold(Cell* c) { return c->storage.lock(); }
 void drop(StoragePtr storage) { drop_later(std::move(storage)); }
 #endif

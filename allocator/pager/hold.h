@@ -7,6 +7,8 @@ namespace memmgr::pager {
 
 // A strong reference that never takes the GIL (rule 11); null where that cannot be had.
 StoragePtr hold(Cell* c);
+// Would it be null, for now: is a Python object all that has the storage?
+bool only_python_has(const Cell* c);
 // Gives such a reference back. Where that may take the GIL a thread of ours does it, which may be late: until then the
 // bytes stay.
 void drop(StoragePtr storage);          // no lock is held, and this is not malloc

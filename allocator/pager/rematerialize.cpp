@@ -94,6 +94,7 @@ void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Reci
     }
     const Version* v = at.recipe->tensors[at.next++].version;
     if (!v || has_bytes_locked(v) || (v->kept && v->cell)) continue;
+    if (v->cell && only_python_has(v->cell)) continue;  // whoever needs it makes it beside its storage
     TORCH_CHECK(v->recipe,
                 "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
     plan->uses[v]++;
@@ -115,7 +116,7 @@ class Input {
   // inputs of the op, which is more than the op needs: the next plan makes it first, where its bytes have a tier to
   // wait in. Where that has no room it would be dropped again and again.
   bool fetch(const Version* v, Source* source, bool beside_others) {
-    bool private_copy = false;
+    bool aside = false;
     for (;; std::this_thread::yield()) {
       std::lock_guard<std::mutex> lock(graph_lock());
       Cell* c = v->cell;
@@ -123,48 +124,42 @@ class Input {
       if (!pin_living_locked(c, ticks())) continue;
       const bool orphan = !c->storage._unsafe_get_target();
       pinned_ = c;
-      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others) return false;
-      if (!orphan) {
-        storage_ = hold(c);
-        private_copy = !storage_ && !c->resident();
-      }
+      if (!orphan) storage_ = hold(c);
+      aside = !orphan && !storage_ && !c->resident();
+      if (v->evicted && c->slot < 0 && may_be_offloaded() && !beside_others && !aside) return false;
       break;
     }
-    if (private_copy) return read_aside(source);
+    if (aside && begin_coming_back(pinned_)) {
+      read_aside();
+      source->data = aside_.get();
+      return true;
+    }
     bring_back(pinned_);
     source->data = pinned_->bytes.get();
     return true;
   }
 
  private:
-  // Only a Python object has the storage, so its pointer is left alone (rule 11); the copy below is read beside it.
-  bool read_aside(Source* source) {
-    if (pinned_->absence == Absence::kPacked) return unpack_aside(source);
-    if (pinned_->slot < 0) return false;
-    aside_ = pinned_->pool->allocate(pinned_->nbytes);
-    const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
-    TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
-    source->data = aside_.get();
-    return true;
-  }
-
-  bool unpack_aside(Source* source) {
-    uint32_t state = pinned_->state.load();
-    do {
-      if (!(state & kBusy) && (state & kAbsent)) continue;
-      std::this_thread::sleep_for(std::chrono::microseconds(100));  // somebody else moves it
-      return false;
-    } while (!pinned_->state.compare_exchange_weak(state, state | kBusy));
+  // Only a Python object has the storage, so its pointer is left alone (rule 11); this copy is read beside it.
+  void read_aside() {
     try {
-      aside_ = pinned_->pool->allocate(pinned_->nbytes);
+      if (pinned_->absence == Absence::kEvicted && pinned_->slot < 0) {
+        aside_ = rematerialize(pinned_);
+      } else {
+        aside_ = pinned_->pool->allocate(pinned_->nbytes);
+        if (pinned_->absence == Absence::kPacked) {
+          mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
+        } else {
+          const int wrong = mm_tier_read_now(budget.tier, pinned_->slot, aside_.get());
+          TORCH_CHECK(wrong >= 0, "memmgr: reading offloaded bytes back failed: ", std::strerror(-wrong));
+        }
+      }
+      check_sum(pinned_, aside_.get());
     } catch (...) {
       end_move(pinned_, true);
       throw;
     }
-    mm_bits_unpack(&pinned_->bits, aside_.get(), pinned_->nbytes);
     end_move(pinned_, true);
-    source->data = aside_.get();
-    return true;
   }
 
   Cell* pinned_ = nullptr;

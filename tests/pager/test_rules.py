@@ -350,6 +350,25 @@ def test_addresses_that_are_compared_never_look_shared(opened: native.Pager) -> 
     assert opened.name(tensors[0][4:]) == opened.name(tensors[0]) + 16
 
 
+# ---- rule 11: what only Python has -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turn", [0, 1], ids=["made again", "read back"])
+def test_what_only_a_storage_object_has_is_read_beside_it(opened: native.Pager, turn: int) -> None:
+    chain = [_numbers()]
+    for _ in range(20):
+        chain.append(chain[-1].sin())
+    last = chain.pop()
+    want = last.sum().item()
+    assert opened.take_away(last, 0) > 0
+    storages = [_away(opened, tensor, turn).untyped_storage() for tensor in chain[1:]]
+    chain.clear()
+    before = opened.stats()["rematerialized_ops"]
+    assert last.sum().item() == want
+    assert opened.stats()["rematerialized_ops"] - before == (20 if turn == 0 else 1)  # each once
+    assert len(storages) == 19
+
+
 # ---- rule 12: threads ------------------------------------------------------------------------------------------------
 
 
