@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forkserver
+
 CHILD = Path(__file__).with_name("child.py")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SAMPLE_SECONDS = 0.003
@@ -52,7 +54,7 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
     """
     settings = {k: v for k, v in os.environ.items() if not k.startswith(("MEMMGR_BUDGET", "MEMMGR_CONF"))}
     settings.update(env or {}, PYTHONUNBUFFERED="1", PYTHONWARNINGS="default")
-    child = subprocess.Popen(
+    child = forkserver.Popen(
         [sys.executable, str(CHILD), json.dumps(spec)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

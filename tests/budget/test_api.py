@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 
@@ -133,7 +134,7 @@ BAD_VARIABLES = [
 
 
 def _import_torch(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forkserver.run(
         [sys.executable, "-W", "always", "-c", "import torch; print(torch.ones(2).sum().item())"],
         capture_output=True,
         text=True,
@@ -214,7 +215,7 @@ TRAIN = "import torch\nprint('begun')\ntorch.ones(4, requires_grad=True).exp().s
 def test_a_budget_that_cannot_be_opened(more: str, code: int) -> None:
     """Only the first saved tensor finds out."""
     variables = {"MEMMGR_BUDGET": "1GB", "MEMMGR_CONF": f"disk:/proc,quiet:1{more}"}
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-W", "always", "-c", TRAIN],
         capture_output=True,
         text=True,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import forkserver
 import pytest
 import torch
 
@@ -71,7 +71,7 @@ def step():
 for _ in range(3):
     step()
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    done = forkserver.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"memmgr: peak .* of 8 MB .*, (\d+) passes", done.stderr) == ["3"], done.stderr
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -20,7 +22,7 @@ def start(module: str, *args: str, timeout: float, env: dict[str, str] | None = 
         "EXACTNESS_DUMP_AFTER": str(timeout - 3),
         **(env or {}),
     }
-    return subprocess.Popen(
+    return forkserver.Popen(
         [sys.executable, "-m", module if "." in module else f"exactness.{module}", *args],
         cwd=TESTS,
         env=full,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forkserver
 from exactness import children
 
 
@@ -28,7 +29,7 @@ def start(
         "PYTHONUNBUFFERED": "1",
         "EXACTNESS_DUMP_AFTER": str(timeout - 3),
     }
-    return subprocess.Popen(
+    return forkserver.Popen(
         [sys.executable, "-W", "error", "-m", "memdev.child", module, scenario, json.dumps(kwargs)],
         cwd=children.TESTS,
         env=env,

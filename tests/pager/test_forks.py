@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -211,7 +211,7 @@ def test_but_it_has_where_there_was_none_yet() -> None:
             os._exit(0 if ok else 1)
         print("ended", os.waitpid(pid, 0)[1])
     """
-    ended = subprocess.run(
+    ended = forkserver.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.stdout.strip().endswith("ended 0"), ended.stdout + ended.stderr

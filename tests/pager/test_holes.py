@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ print("survived")
 @pytest.mark.parametrize("made", ["inside", "before"])
 def test_memory_that_is_freed_by_asking_for_the_allocator_again(made: str) -> None:
     """oneDNN's tensors end by whatever allocator is in place then, which is another one than they came from."""
-    done = subprocess.run([sys.executable, "-c", MKLDNN, made], capture_output=True, text=True, timeout=120)
+    done = forkserver.run([sys.executable, "-c", MKLDNN, made], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "survived" in done.stdout, done.stderr
 
 
@@ -209,7 +209,7 @@ with memmgr.budget("1GB", policy="torture", quiet=True):
 def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> None:
     """Their callbacks met the trap: shapes were lost, a page of C++ stack was written for each, and torch's observer of
     execution traces crashed the process."""
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-c", PROFILED, what, str(tmp_path / "trace.json")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -285,7 +285,7 @@ pager.load()
 assert len(built) == 1
 """
     good = Path(str(getattr(memmgr.native.pager.load(), "__file__", "")))
-    done = subprocess.run([sys.executable, "-c", script, str(good), str(tmp_path)], capture_output=True, text=True)
+    done = forkserver.run([sys.executable, "-c", script, str(good), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -328,5 +328,5 @@ for _ in range(2):
 def test_nobody_asks_for_the_gradients_of_another_threads_model(tmp_path: Path) -> None:
     """Torch 2.13 destroys the heap where a thread does."""
     command = [sys.executable, "-c", THREADS, str(tmp_path / "log.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forkserver.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import forkserver
 
 from pager import loops
 
 
 def alone(what: str) -> dict[str, Any]:
     """What a function of loops.py says, in a process of its own."""
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-W", "error::RuntimeWarning", str(Path(loops.__file__)), what],
         capture_output=True,
         text=True,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -193,7 +193,7 @@ def test_what_a_slice_needs_comes_once() -> None:
     other tests have left could leave instead."""
 
     def moved(way: str) -> int:
-        done = subprocess.run([sys.executable, "-c", MOVED, way], capture_output=True, text=True)
+        done = forkserver.run([sys.executable, "-c", MOVED, way], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return int(done.stdout)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ CHILD = Path(__file__).parent / "states_child.py"
 def trained(**spec: Any) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "MEMMGR_PAGER_SMALL"}
     command = [sys.executable, CHILD, json.dumps(spec)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = forkserver.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from budget import models
@@ -234,7 +234,7 @@ for _ in range(3):
 def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = [sys.executable, "-P", "-m", "memmgr.tools.cli", "trace", "--out", "run.trace"]
-    done = subprocess.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = forkserver.run([*words, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "memmgr simulate --log run.trace" in done.stderr
     names = [op.name for _, op in program(read_trace(tmp_path / "run.trace"))]
@@ -242,7 +242,7 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert cli.main(["simulate", "--log", str(tmp_path / "run.trace"), "--ratio", "1", "--json"]) == 0
     assert '"feasible": true' in capfd.readouterr().out
-    late = subprocess.run(
+    late = forkserver.run(
         [*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert "3 whole passes, and pass 9 was to be recorded" in late.stderr

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from exactness.harness import Record, assert_left_clean, assert_same, global_state, reference
@@ -36,7 +37,7 @@ with memmgr.budget("64MB", quiet=True):
 
 def child(body: str, **environment: str) -> subprocess.Popen[str]:
     """A process that opens a budget, says so and goes on with `body`."""
-    process = subprocess.Popen(
+    process = forkserver.Popen(
         [sys.executable, "-P", "-c", CHILD.format(body)],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
@@ -181,7 +182,7 @@ def test_a_killed_process_leaves_an_address_that_the_next_look_removes(runtime: 
 
 
 def test_a_process_that_exits_with_its_budget_open_takes_its_address_away(runtime: Path) -> None:
-    process = subprocess.run(
+    process = forkserver.run(
         [sys.executable, "-P", "-c", "import memmgr; b = memmgr.budget('64MB'); b.__enter__(); raise SystemExit(3)"],
         capture_output=True,
         text=True,

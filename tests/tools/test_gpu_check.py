@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import forkserver
 import pytest
 
 from memmgr.tools import cli
-from memmgr.tools.bench import gpu_sections
+from memmgr.tools.bench import gpu_sections, runs
 from memmgr.tools.verbs import gpu_check
 
 
@@ -24,32 +29,42 @@ def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_crash_and_a_hang_cost_their_own_section_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = (("crashes", "One", 60), ("timings", "Two", 0.05), ("crashes", "Three", 60))
+    sections = (("crashes", "One", 60), ("timings", "Two", 0.05), ("crashes", "Three", 60), ("tests", "Four", 60))
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     keep = tmp_path / "kept"
     keep.mkdir()
     monkeypatch.setenv("OUT", str(keep))
     report = tmp_path / "report.md"
-    words = ["--device", "cpu", "--quick", "--sections", "crashes,timings", "--out", str(report)]
+    words = ["--device", "cpu", "--quick", "--sections", "crashes,timings,tests", "--out", str(report)]
     assert cli.main(["gpu-check", *words]) == 1
     text = report.read_text()
     assert text.count("KeyError") == 2
     assert "**Stopped after 0 s.**" in text
-    assert text.index("## One") < text.index("## Two") < text.index("## Three")
+    assert text.index("## One") < text.index("## Two") < text.index("## Three") < text.index("## Four")
+    assert text.count("Held.") == 1 and "A rehearsal" in text
     assert "| torch |" in text and "| CPU |" in text
     assert (keep / "report.md").read_text() == text
 
 
-def test_rehearsal_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OUT", raising=False)
-    report = tmp_path / "report.md"
-    code = cli.main(["gpu-check", "--device", "cpu", "--quick", "--out", str(report)])
-    text = report.read_text()
-    assert code == 0, text
-    assert "A rehearsal" in text
-    assert text.count("Held.") == len(gpu_check.SECTIONS)
-    assert "NO" not in text and "failed" not in text
-    assert "An op: " in text
+@pytest.fixture
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forked, and what a model needs is measured once."""
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=forkserver.Popen, PIPE=subprocess.PIPE))
+    measure, known = gpu_sections._unmanaged, dict[str, runs.RunResult]()
+
+    def unmanaged(spec: runs.RunSpec, **changes: Any) -> runs.RunResult:
+        key = repr(replace(spec, **changes))
+        return known.get(key) or known.setdefault(key, measure(spec, **changes))
+
+    monkeypatch.setattr(gpu_sections, "_unmanaged", unmanaged)
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_rehearsal_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    held = {name: section("cpu", True) for name, section in gpu_sections.SECTIONS.items()}
+    text = capsys.readouterr().out
+    assert all(held.values()), (held, text)
+    assert "NO" not in text and "failed" not in text and "An op: " in text
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 from job.ranks import one_launcher
 
@@ -47,8 +48,11 @@ print(__spec__ is None or __spec__.name, __package__, __builtins__ is not None, 
 """
 
 
-def python(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=100, **more)
+def python(*words: str, cwd: Path, start: Any = forkserver.run, **more: Any) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = start(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=100, **more
+    )
+    return done
 
 
 def memmgr(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -138,8 +142,8 @@ def test_inference_opens_it(folder: Path) -> None:
     [["look.py", "a", "-x", "--budget", "3"], ["./look.py"], ["pack", "b"], ["-m", "pack", "c"], ["-m", "pack.look"]],
 )
 def test_it_sees_what_it_would_see_under_python(folder: Path, words: list[str]) -> None:
-    plain = python(*words, cwd=folder)
-    done = memmgr("run", "--quiet", "--budget", "1GB", *words, cwd=folder)
+    plain = python(*words, cwd=folder, start=subprocess.run)
+    done = memmgr("run", "--quiet", "--budget", "1GB", *words, cwd=folder, start=subprocess.run)
     assert plain.returncode == 0 and (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
 
 
@@ -162,8 +166,8 @@ ENDS = [
 @pytest.mark.parametrize(("program", "code"), ENDS)
 def test_it_ends_as_it_would_end_under_python(tmp_path: Path, program: str, code: int) -> None:
     (tmp_path / "ends.py").write_text(program)
-    plain = python("ends.py", cwd=tmp_path)
-    done = memmgr("run", "--quiet", "ends.py", cwd=tmp_path)
+    plain = python("ends.py", cwd=tmp_path, start=subprocess.run)
+    done = memmgr("run", "--quiet", "ends.py", cwd=tmp_path, start=subprocess.run)
     assert plain.returncode == code
     assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
     assert [line.strip() for line in done.stderr.splitlines()] == [line.strip() for line in plain.stderr.splitlines()]
@@ -316,7 +320,7 @@ def test_the_environment_takes_a_share_too(folder: Path, plain_bits: str) -> Non
 
 def test_variables_that_a_script_spoils_end_it_with_two(folder: Path) -> None:
     (folder / "spoil.py").write_text("import os\nos.environ['MEMMGR_BUDGET'] = '12XB'\nimport torch\nprint('on')\n")
-    done = memmgr("run", "--budget", "8MB", "spoil.py", cwd=folder)
+    done = memmgr("run", "--budget", "8MB", "spoil.py", cwd=folder, start=subprocess.run)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("memmgr: MEMMGR_BUDGET: unknown unit")
 

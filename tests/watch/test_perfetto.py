@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 
 from memmgr.tools import cli
@@ -115,7 +115,7 @@ with memmgr.budget("1GB", device="cpu", quiet=True, log="run.jsonl"):
         w.mm(w).tanh().sum().backward()
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-P", "-c", script], cwd=tmp_path, check=True, timeout=300, env=environment)
+    forkserver.run([sys.executable, "-P", "-c", script], cwd=tmp_path, check=True, timeout=300, env=environment)
     events = traced(tmp_path, tmp_path / "run.jsonl")
     found = [e for e in events if e["ph"] == "X" and e["name"].startswith("pass ")]
     assert [e["name"] for e in found] == [f"pass {i}" for i in range(1, 6)]

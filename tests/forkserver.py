@@ -1,0 +1,231 @@
+"""`subprocess.run` and `subprocess.Popen` for Python programs, without the seconds that importing torch takes.
+
+A process that has imported torch, and nothing of memmgr, forks for each program what then becomes it: its arguments, folder,
+environment, standard streams. It ends as every interpreter does, and it is this process's child, as `Popen` makes it. Half of the
+suite's time was the start of interpreters.
+
+What torch or the C library read when they are loaded cannot be given to it any more. A program that sets such a variable gets an
+interpreter of its own, and so does one with an option that is not known here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+_READ_AT_LOAD = (
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS",
+    "MALLOC_",
+    "GLIBC_",
+    "ATEN_",
+    "TORCH_",
+    "PYTHON",
+    "ASAN",
+    "TSAN",
+    "CUDA",
+    "PATH",
+)
+_TAKEN_UP = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+_CODE = "from forkserver import serve; serve({})"
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+
+_lock = threading.Lock()
+
+
+def _at_load(environment: dict[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(_READ_AT_LOAD) and k not in _TAKEN_UP}
+
+
+@functools.cache
+def _server() -> tuple[socket.socket, dict[str, str]]:
+    """The socket to it, and its environment."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = dict(os.environ)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); {_CODE.format(its.fileno())}",
+        ],
+        env={
+            **{k: v for k, v in environment.items() if not k.startswith("MEMMGR_")},
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        },
+        pass_fds=[its.fileno()],
+        start_new_session=True,
+    )
+    its.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours, environment
+
+
+def _parsed(args: list[str]) -> dict[str, Any] | None:
+    """What the interpreter's options say; None: one is not known here."""
+    if args[0] != sys.executable:
+        return None
+    warnings, safe, rest = [], False, args[1:]
+    while rest and rest[0] in ("-W", "-P"):
+        if rest[0] == "-W":
+            warnings.append(rest[1])
+        safe = safe or rest[0] == "-P"
+        rest = rest[2 if rest[0] == "-W" else 1 :]
+    kind = rest[0] if rest and rest[0] in ("-c", "-m") else ""
+    if not rest or (not kind and rest[0].startswith("-")):
+        return None
+    return {"kind": kind, "what": rest[bool(kind)], "argv": rest[bool(kind) + 1 :], "warnings": warnings, "safe": safe}
+
+
+class Popen(subprocess.Popen[Any]):
+    """As `subprocess.Popen`; `args` a list that begins with `sys.executable`."""
+
+    def __init__(self, args: list[str], **more: Any) -> None:
+        self._session = bool(more.get("start_new_session"))
+        super().__init__(args, **more)
+
+    def _execute_child(self, args: Any, *more: Any) -> None:  # type: ignore[override]
+        cwd, env, pipes = more[4], more[5], more[9:15]
+        words = [os.fspath(word) for word in args]
+        environment = dict(os.environ if env is None else env)
+        request = _parsed(words)
+        if request is None or more[1] is not None or more[3] or more[8]:  # preexec_fn, pass_fds, shell
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        with _lock:
+            server, its = _server()
+            if _at_load(environment) != _at_load(its):
+                super()._execute_child(args, *more)  # type: ignore[misc]
+                return
+            request |= {
+                "cwd": os.fspath(cwd or os.getcwd()),
+                "env": environment,
+                "session": self._session,
+                "words": words,
+            }
+            streams = [ours if ours != -1 else standard for standard, ours in enumerate((pipes[0], pipes[3], pipes[5]))]
+            libc = ctypes.CDLL(None)
+            libc.prctl(_SUBREAPER, 1)
+            try:
+                socket.send_fds(server, [json.dumps(request).encode()], streams)
+                self.pid = int(server.recv(32))
+            finally:
+                libc.prctl(_SUBREAPER, 0)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run(
+    args: list[str], *, timeout: float | None = None, check: bool = False, **more: Any
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`."""
+    if more.pop("capture_output", False):
+        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    said = more.pop("input", None)
+    if said is not None:
+        more["stdin"] = subprocess.PIPE
+    with Popen(args, **more) as process:
+        try:
+            out, err = process.communicate(said, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# ---- the server --------------------------------------------------------------------------------------------------------
+
+
+def serve(number: int) -> None:
+    """Forks for each request until the socket closes; in what it forks, this runs the program."""
+    import gc
+
+    import numpy  # noqa: F401
+    import sympy  # noqa: F401  most of what torch's optimizers import on their way
+    import torch  # noqa: F401
+
+    gc.freeze()
+    server = socket.socket(fileno=number)
+    while True:
+        text, streams, _, _ = socket.recv_fds(server, 1 << 20, 3)
+        if not text:
+            os._exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:  # it ends at once, so that the program is a child of who asked
+            child = os.fork()
+            if child:
+                os.write(writing, str(child).encode())
+                os._exit(0)
+            os.close(reading)
+            os.close(writing)
+            server.close()
+            _become(json.loads(text), streams)
+            return
+        os.close(writing)
+        os.waitpid(between, 0)
+        server.send(os.read(reading, 32))
+        for descriptor in (reading, *streams):
+            os.close(descriptor)
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    import faulthandler
+    import runpy
+    import warnings
+
+    import torch
+
+    if request["session"]:
+        os.setsid()
+    for standard, descriptor in enumerate(streams):
+        os.dup2(descriptor, standard)
+    for descriptor in streams:
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    options = [*filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")), *request["warnings"]]
+    sys.warnoptions[:] = options
+    warnings._processoptions(options)  # type: ignore[attr-defined]
+    sys.orig_argv[:] = request["words"]
+    kind, what = request["kind"], request["what"]
+    sys.argv[:] = [kind or what, *request["argv"]]
+    sys.path.remove(str(Path(__file__).parent))
+    if not request["safe"]:
+        sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(what).resolve().parent)))
+    main = sys.modules["__main__"].__dict__
+    for name in ("serve", "sys"):
+        main.pop(name, None)
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        torch._import_device_backends()  # as importing it does at its end
+    if kind == "-m":
+        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        return
+    if not kind:
+        main["__file__"] = what
+    exec(compile(what if kind else Path(what).read_bytes(), "<string>" if kind else what, "exec"), main)
