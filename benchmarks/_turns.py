@@ -1,8 +1,11 @@
-"""Systems that take turns: each in a process of its own, one at work while the others wait."""
+"""Systems that take turns: each in a process of its own, one at work while the others, and what they started, are stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -36,25 +39,46 @@ def in_turns(systems: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], tu
     context = multiprocessing.get_context("spawn")
     rows: dict[str, dict[str, Any]] = {}
     pipes: dict[str, Connection] = {}
-    for system, (function, arguments) in systems.items():
-        ours, theirs = context.Pipe()
-        context.Process(target=_run, args=(function, arguments, theirs), daemon=True).start()
-        theirs.close()  # else `recv` waits for ever for a process that has died
-        wrong = ours.recv()
-        rows[system] = {"turns": []} if wrong is None else {"error": wrong}
-        if wrong is None:
-            pipes[system] = ours
-    for _ in range(turns):
-        for system, pipe in pipes.items():
-            pipe.send(True)
-            rows[system]["turns"].append(pipe.recv())
-    for system, pipe in pipes.items():
-        pipe.send(False)
-        rows[system] |= pipe.recv()
+    processes: dict[str, multiprocessing.process.BaseProcess] = {}
+
+    def answer(system: str) -> Any:
+        """What it says next. It is stopped then: memmgr's planner works beside the training, and would in others' turns."""
+        found = pipes[system].recv()
+        _signal(processes[system], signal.SIGSTOP)
+        return found
+
+    def ask(system: str, message: bool) -> Any:
+        _signal(processes[system], signal.SIGCONT)
+        pipes[system].send(message)
+        return answer(system)
+
+    try:
+        for system, (function, arguments) in systems.items():
+            pipes[system], theirs = context.Pipe()
+            processes[system] = context.Process(target=_run, args=(function, arguments, theirs), daemon=True)
+            processes[system].start()
+            theirs.close()  # else `recv` waits for ever for a process that has died
+            wrong = answer(system)
+            rows[system] = {"turns": []} if wrong is None else {"error": wrong}
+        going = [system for system, row in rows.items() if "error" not in row]
+        for _ in range(turns):
+            for system in going:
+                rows[system]["turns"].append(ask(system, True))
+        for system in going:
+            rows[system] |= ask(system, False)
+    finally:
+        for process in processes.values():
+            _signal(process, signal.SIGCONT)
     return rows
 
 
+def _signal(process: multiprocessing.process.BaseProcess, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid or 0, number)
+
+
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection) -> None:
+    os.setpgid(0, 0)
     try:
         function(*arguments, pipe)
     except Exception as error:

@@ -31,7 +31,7 @@ RSS_SLACK_BYTES = 64_000_000
 """What a managed process may take beside its budget: code, recipes, threads' stacks, copy buffers."""
 
 FULL = RunSpec("unmanaged", steps=10, sizes={"layers": 6, "heads": 6, "width": 384, "context": 256}, batch=12)
-QUICK = RunSpec("unmanaged", steps=3, sizes={"layers": 4, "heads": 4, "width": 128, "context": 128}, batch=12)
+QUICK = RunSpec("unmanaged", steps=12, sizes={"layers": 4, "heads": 4, "width": 128, "context": 128}, batch=12)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="auto", help="as in memmgr.budget (default auto)")
     parser.add_argument("--out", type=Path, default=Path("memmgr-demo.png"), help="the picture (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and three steps: a look at the machinery")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
