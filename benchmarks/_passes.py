@@ -173,7 +173,7 @@ def unet(n: int, seed: int) -> Trace:
 
 
 def dense(n: int, seed: int) -> Trace:
-    """Each layer reads all before it of its block (DenseNet): cheap concatenations, dear memory."""
+    """Each layer reads all before it of its block (DenseNet): cheap concatenations, expensive memory."""
     t = Tape(seed)
     x = t.op("conv", 1e-3, [t.constant(_MB)], 32 * _MB, weight=_MB)
     per = 12

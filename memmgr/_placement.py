@@ -17,7 +17,7 @@ class Placement:
         search: -1: in the order of the ranking, and addresses further up cure what has no run (remap); 0 score, 1 DTE,
             2 sliding window: within the budget's length of addresses, until the request fits there.
         remap: 0 first, 1 when nothing may leave that would help, 2 never.
-        apart: cheap and dear blocks from opposite ends.
+        apart: cheap and expensive blocks from opposite ends.
     """
 
     search: int

@@ -39,7 +39,7 @@ struct Options {
   int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving
   int remap = MM_REMAP_FIRST;  // what answers a request that has its bytes and no run of them (MM_REMAP_*)
   uint64_t slice_bytes = 0;    // of list ops (list_ops.h); 0: a share of the budget. For tests
-  bool apart = false;          // what is dear to make again lies at the other end (Coop, section 4.2)
+  bool apart = false;          // what is expensive to make again lies at the other end (Coop, section 4.2)
 };
 
 struct Budget {

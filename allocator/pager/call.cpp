@@ -80,7 +80,7 @@ void Call::run(Frame& frame) {
   const uint64_t begun = ticks();
   if (tl_depth == 1) {
     begin_scratch();
-    tl_side = info_->dear ? MM_SIDE_HIGH : MM_SIDE_LOW;
+    tl_side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
   }
   if (info_->seeded) drew = true;
   // Nobody draws between another's noting of the state and its draw.

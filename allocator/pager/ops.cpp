@@ -243,7 +243,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   for (const RawReader& raw : raw_readers())
     if (full == std::string("aten::") + raw.name) reads_raw = raw.reads;
   for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
-    dear |= name.find(part) != std::string::npos;
+    expensive |= name.find(part) != std::string::npos;
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
     native = is_native(handle);

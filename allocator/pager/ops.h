@@ -39,10 +39,10 @@ struct OpInfo {
   bool list_op = false;       // may run in slices (list_ops.h)
   bool tells_stream = false;  // to the allocator: that a stream uses the block
   RawReads reads_raw = RawReads::kNone;
-  bool dear = false;    // to run again, as Coop has it: convolutions, products, and what consists of them
-  bool native = false;  // not torch's, with a kernel of C++: it may keep addresses to itself
-  bool keeps = false;   // the same, and it may read what it was given earlier
-  int generator = -1;   // position of the generator
+  bool expensive = false;  // to run again, as Coop has it: convolutions, products, and what consists of them
+  bool native = false;     // not torch's, with a kernel of C++: it may keep addresses to itself
+  bool keeps = false;      // the same, and it may read what it was given earlier
+  int generator = -1;      // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   bool always_training = false;                            // it has no such argument
   std::vector<uint8_t> may_hold_tensors;                   // by argument

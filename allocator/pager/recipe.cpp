@@ -370,7 +370,7 @@ double seconds_to_make_locked(const Version* v) {
     const Version* at = open.pop_back_val();
     const Recipe* r = at->recipe;
     if (!r || std::find(seen.begin(), seen.end(), r) != seen.end()) continue;
-    if (seen.size() == kLooks) return seconds * 4;  // long: dear, however much it is
+    if (seen.size() == kLooks) return seconds * 4;  // long: expensive, however much it is
     seen.push_back(r);
     seconds += std::max(0.0, r->kind->seconds.load(std::memory_order_relaxed));
     for (const TensorArg& a : r->tensors)

@@ -30,7 +30,7 @@ import numpy as np
 from memmgr.policies.rules.types import Bools, Floats, Ints
 
 _WALK = 128
-"""A chain is followed over so many ops. What is longer is dear in any case, and every decision would pay for the walk."""
+"""A chain is followed over so many ops. What is longer is expensive in any case, and every decision would pay for the walk."""
 
 _UNWANTED = 1e-4
 """The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small

@@ -130,7 +130,7 @@ class Chain:
             first[i] = min(first[i], first[i - 1])
         return [*first[:-1], self.turn]
 
-    def remake(self, targets: Collection[int], low: int, high: int, there: Collection[int] = ()) -> list[int]:
+    def rematerialize(self, targets: Collection[int], low: int, high: int, there: Collection[int] = ()) -> list[int]:
         """The ops among low..high - 1 that make `targets` from what was made before and what is `there`."""
         storages, ops = self.trace.storages, self.trace.ops
         found: set[int] = set()

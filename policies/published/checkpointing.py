@@ -32,7 +32,7 @@ def checkpointed(chain: Chain) -> list[Step]:
         begin = chain.starts[i]
         events += runs_of(range(at, begin), again=False)
         low, high = chain.cuts[i], chain.cuts[i + 1]
-        events += runs_of(chain.remake(chain.interior[i], low, high, chain.crossing(high)), again=True)
+        events += runs_of(chain.rematerialize(chain.interior[i], low, high, chain.crossing(high)), again=True)
         at = begin
     return events + runs_of(range(at, len(chain.trace.ops)), again=False)
 

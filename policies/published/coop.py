@@ -3,7 +3,7 @@
 The budget is one arena. Pieces lie in it in order of address; a request takes the best fitting hole. Where there is none, a
 window of neighbouring pieces that is large enough leaves: the one with the smallest sum of h = cost / staleness, where the cost
 is that of a piece's evicted neighbourhood (DTR's union-find) and a hole's is 0. What cannot leave is in no window (*sliding
-window algorithm*). What is cheap to make and what is dear is placed from different ends of a hole (*cheap tensor
+window algorithm*). What is cheap to make and what is expensive is placed from different ends of a hole (*cheap tensor
 partitioning*). A write in place keeps its block (*recomputable in-place*).
 
 It is the only system here that pays for fragmentation: all others count bytes. Without addresses a window is any set, and what
@@ -26,7 +26,7 @@ from memmgr.policies.simulate.simulator import DoesNotFit, Run, Simulation, fini
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Do
 
-_DEAR = ("conv", "mm", "add_n")  # parts of the names of ops whose outputs are dear: convolutions, products, long sums
+_EXPENSIVE = ("conv", "mm", "add_n")  # parts of the names of ops: convolutions, products, long sums
 _TINY_SECONDS = 1e-9
 
 COOP = Policy("coop", FILTERS["dtr_eq"], DIRECTORS["evict"], off, offloads=False)
@@ -66,12 +66,12 @@ class _Coop(Simulation):
         self.placed: list[tuple[int, int, int]] = []  # (begin, end, storage), by address
         self.begin: dict[int, int] = {}
         self.cursor = 0  # where the next output goes: the window that `room` has found
-        self.dear = False
+        self.expensive = False
         self.heirs: dict[int, int] = {}  # what takes the block of what, in the op that runs
 
     def run_op(self, k: int, do: Do) -> None:
         op = self.trace.ops[k]
-        self.dear = any(part in op.name for part in _DEAR)
+        self.expensive = any(part in op.name for part in _EXPENSIVE)
         self.heirs = {new: old for old, new in op.writes if do is Do.COMPUTE and not self.trace.copy_on_write}
         super().run_op(k, do)
 
@@ -126,7 +126,7 @@ class _Coop(Simulation):
                     self.leave(s, Action.EVICT)
             holes = [(there[-1][1] - there[0][0], there[0][0])]
         size, begin = min(holes)
-        self.cursor = begin + size - need_bytes if self.dear else begin
+        self.cursor = begin + size - need_bytes if self.expensive else begin
 
     def _h(self, s: int, able: bool) -> float:
         if s < 0 or not able:

@@ -81,7 +81,7 @@ class Block:
         chain, whole = costs.chain, costs.trace
         low, high = chain.cuts[number], chain.cuts[number + 1]
         targets = costs.read_by_work(number) | costs.crossing[number + 1]
-        forward = chain.remake(targets, low, high, costs.crossing[number])
+        forward = chain.rematerialize(targets, low, high, costs.crossing[number])
         ops = [*forward, *(k for k in costs.work(number) if whole.ops[k].kind != OpKind.CONSTANT)]
         made = [s for k in ops for s in whole.ops[k].outputs]
         outside = sorted({s for k in ops for s in whole.ops[k].inputs} - set(made))

@@ -128,7 +128,7 @@ class Costs:
     def forward(self, i: int, targets: set[int]) -> tuple[float, int]:
         """Seconds of block i's forward, from its input to `targets`, and the most bytes beside the input."""
         low, high = self.chain.cuts[i], self.chain.cuts[i + 1]
-        ops = self.chain.remake(targets, low, high, self.crossing[i])
+        ops = self.chain.rematerialize(targets, low, high, self.crossing[i])
         last = {s: k for k in ops for s in (*self.trace.ops[k].inputs, *self.trace.ops[k].outputs)}
         live = most = 0
         for k in ops:
@@ -238,4 +238,4 @@ class Table:
         low, high = chain.cuts[s], chain.cuts[end]
         if first:
             return runs_of(range(low, high), again=False)
-        return runs_of(chain.remake(set(targets), low, high, self.costs.crossing[s]), again=True)
+        return runs_of(chain.rematerialize(set(targets), low, high, self.costs.crossing[s]), again=True)

@@ -74,11 +74,13 @@ def recomputed(chain: Chain) -> list[Step]:
         events += runs_of(range(at, begin), again=False)
         there, inside = chain.crossing(high), chain.interior[i]
         if sum(trace.storages[s].size_bytes for s in inside) <= largest:
-            events += runs_of(chain.remake(inside, low, high, there), again=True)
+            events += runs_of(chain.rematerialize(inside, low, high, there), again=True)
             events += runs_of(range(begin, end), again=False)
         else:
             for k in range(begin, end):
-                events += runs_of(chain.remake(inside.intersection(trace.ops[k].inputs), low, high, there), again=True)
+                events += runs_of(
+                    chain.rematerialize(inside.intersection(trace.ops[k].inputs), low, high, there), again=True
+                )
                 events += runs_of([k], again=False)
         at = end
     return events + runs_of(range(at, len(trace.ops)), again=False)

@@ -78,7 +78,7 @@ class _Plan:
         again = float("inf")
         maker = self.trace.storages[s].maker
         if self.chain.again[maker]:
-            ops = self.chain.remake({s}, 0, back, self._there(s, back, maker))
+            ops = self.chain.rematerialize({s}, 0, back, self._there(s, back, maker))
             again = sum(self.trace.ops[k].seconds for k in ops)
         if self.tier is None or min(self.tier.write_bytes_per_second, self.tier.read_bytes_per_second) <= 0:
             return again, False
@@ -121,7 +121,7 @@ class _Plan:
         for k in range(len(self.trace.ops)):
             ops: set[int] = set()
             for s in sorted(self.dropped.get(k, ())):
-                ops.update(self.chain.remake({s}, 0, k, self._there(s, k, self.trace.storages[s].maker)))
+                ops.update(self.chain.rematerialize({s}, 0, k, self._there(s, k, self.trace.storages[s].maker)))
             events += runs_of(sorted(ops), again=True)
             at.append(len(events))
             events += runs_of([k], again=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memmgr.policies.trace import OpKind, Trace
 
-_WALK = 256  # a chain of so many ops is dear, whatever comes on top
+_WALK = 256  # a chain of so many ops is expensive, whatever comes on top
 
 
 class Neighbourhoods:

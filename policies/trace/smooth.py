@@ -1,7 +1,7 @@
 """Evens out what one pass measured: ops that look alike take what their median took.
 
 A trace is one pass, so each of its times is one sample, and on a CPU that something else interrupts the worst of them are
-twice what the op takes. A planner that believes them recomputes what is dear and keeps what is cheap. Models repeat their
+twice what the op takes. A planner that believes them recomputes what is expensive and keeps what is cheap. Models repeat their
 layers, so the same op is measured many times in a pass all the same.
 """
 

@@ -113,13 +113,13 @@ def test_rotor_is_faster_than_equal_segments_in_their_memory(name: str) -> None:
 
 
 def cheap_and_dear(n: int) -> Trace:
-    """Layers of a dear op and a cheap one as large, each read again by its own backward."""
+    """Layers of an expensive op and a cheap one as large, each read again by its own backward."""
     builder = TraceBuilder()
     builder.constant("a0", 1)
     for i in range(1, n + 1):
-        builder.call("dear", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
+        builder.call("expensive", 9.0, [f"a{i - 1}"], [(f"y{i}", 10, -1)])
         builder.call("cheap", 1.0, [f"y{i}"], [(f"z{i}", 10, -1)])
-        builder.call("dear", 9.0, [f"z{i}"], [(f"a{i}", 2, -1)])
+        builder.call("expensive", 9.0, [f"z{i}"], [(f"a{i}", 2, -1)])
     builder.begin_backward()
     builder.call("loss", 1.0, [f"a{n}"], [("g", 1, -1)])
     for i in range(n, 0, -1):
@@ -132,7 +132,7 @@ def cheap_and_dear(n: int) -> Trace:
 
 
 def test_rockmate_makes_the_cheap_half_of_a_block_again() -> None:
-    """rotor has to take whole blocks, dear op and all. Beside the exact optimum of three layers."""
+    """rotor has to take whole blocks, expensive op and all. Beside the exact optimum of three layers."""
     trace = cheap_and_dear(6)
     budget = int(trace.unmanaged_peak[0] * 0.75)
     made = rockmate(trace, budget)

@@ -155,7 +155,7 @@ def test_the_window_is_the_cheapest_of_all(pieces: list[tuple[int, float]], need
 
 
 def test_coop_lets_neighbours_go_where_the_cheapest_are_apart() -> None:
-    """The paper's point: of four pieces of 10 bytes the two cheapest are no room for 20 where a dear one lies between."""
+    """The paper's point: of four pieces of 10 bytes the two cheapest are no room for 20 where an expensive one lies between."""
     assert cheapest_window([(10, 1.0), (10, 9.0), (10, 2.0), (10, 3.0)], 20) == (2, 4)
     assert cheapest_window([(10, 1.0), (10, 9.0), (10, 2.0), (10, math.inf)], 20) == (0, 2)
 

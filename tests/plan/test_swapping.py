@@ -226,14 +226,14 @@ def three_ways() -> Trace:
     """A bottleneck of three tensors of 10 bytes, made in 1, 3 and 5 s; what lies between their uses takes 4 s."""
     builder = TraceBuilder()
     builder.constant("c", 1)
-    for name, seconds in (("dear", 5.0), ("cheap", 1.0), ("middle", 3.0)):
+    for name, seconds in (("expensive", 5.0), ("cheap", 1.0), ("middle", 3.0)):
         builder.call(name, seconds, ["c"], [(name, 10, -1)])
     builder.call("wait", 2.0, ["c"], [("w", 1, -1)])
     builder.begin_backward()
     builder.call("peak", 1.0, ["w"], [("p", 10, -1)])
     builder.release("p")
     builder.call("after", 2.0, ["w"], [("x", 1, -1)])
-    for name in ("dear", "cheap", "middle"):
+    for name in ("expensive", "cheap", "middle"):
         builder.call("b", 1.0, [name], [(f"g{name}", 1, -1)])
         builder.release(name)
     return builder.build().check()

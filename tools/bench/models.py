@@ -218,7 +218,7 @@ class DenseNet(nn.Module):
 
 
 def densenet(tiny: bool, batch: int) -> Training:
-    """A DenseNet: cheap concatenations, dear memory."""
+    """A DenseNet: cheap concatenations, expensive memory."""
     model = DenseNet(*((4, 3, 2) if tiny else (16, 6)))
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

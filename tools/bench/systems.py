@@ -63,14 +63,14 @@ def _full(training: Training) -> None:
     _wrap(training)
 
 
-_DEAR = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
+_EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
          "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")  # fmt: skip
 
 
 def _selective(training: Training) -> None:
     """Outputs of products, convolutions and attention are kept, all else of a block is made again: the list of torch's own
     tutorial."""
-    found = [getattr(torch.ops.aten, name).default for name in _DEAR if hasattr(torch.ops.aten, name)]
+    found = [getattr(torch.ops.aten, name).default for name in _EXPENSIVE if hasattr(torch.ops.aten, name)]
     _wrap(training, context_fn=lambda: _checkpoint.create_selective_checkpoint_contexts(found))
 
 
