@@ -218,6 +218,8 @@ PyObject* py_reducer_storages(PyObject*, PyObject* reducer) {
   return found;
 }
 
+PyObject* py_moves_gradients(PyObject*, PyObject* reducer) { return PyBool_FromLong(moves_gradients(reducer)); }
+
 // call_foreign(function, args, kwargs) -> what it returns: C++ that is not torch's, called by other ways than
 // pybind11's.
 PyObject* py_call_foreign(PyObject*, PyObject* arguments) {
@@ -300,6 +302,7 @@ PyMethodDef reader_methods[] = {
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
     {"reducer_storages", py_reducer_storages, METH_O, "addresses of the storages of DDP's buckets and gradients"},
+    {"moves_gradients", py_moves_gradients, METH_O, "will it make its buckets anew and copy gradients into them?"},
     {"call_foreign", py_call_foreign, METH_VARARGS, "call_foreign(function, args, kwargs): C++ that is not torch's"},
     {"note_profiler", py_note_profiler, METH_O, "a profiler asks for addresses from here on (True), or not any more"},
     {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},

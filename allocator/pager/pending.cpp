@@ -2,11 +2,15 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <c10/core/CPUAllocator.h>
+#include <signal.h>
+#include <sys/syscall.h>
 #include <torch/csrc/Exceptions.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <thread>
 #include <unordered_map>
@@ -81,10 +85,63 @@ bool begin(const SlicePtr& slice) {
   return false;
 }
 
+// A handler of Python may raise (Ctrl-C, an alarm, DataLoader's for dead workers). Inside a slice it would leave a step
+// half done that the program takes for done, so signals wait until it has ended. Python handles them in its main
+// thread.
+constexpr int kSignals[] = {SIGINT,  SIGTERM, SIGHUP,  SIGQUIT,   SIGALRM, SIGCHLD,
+                            SIGUSR1, SIGUSR2, SIGXCPU, SIGVTALRM, SIGPROF, SIGIO};
+struct sigaction handlers[NSIG];
+volatile sig_atomic_t came[NSIG];
+pid_t deferring = 0;
+
+void defer(int number) {
+  if (getpid() == deferring)
+    came[number] = 1;
+  else  // a child that another thread has forked meanwhile
+    handlers[number].sa_handler(number);
+}
+
+class SignalsWait {
+ public:
+  SignalsWait() {
+    if (syscall(SYS_gettid) != getpid() || deferring == getpid()) return;
+    outermost_ = true;
+    deferring = getpid();
+    for (const int number : kSignals) {
+      struct sigaction& now = handlers[number];
+      if (sigaction(number, nullptr, &now) != 0 || now.sa_flags & SA_SIGINFO) continue;
+      if (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN) continue;
+      struct sigaction later = now;
+      later.sa_handler = defer;
+      if (sigaction(number, &later, nullptr) == 0) deferred_.push_back(number);
+    }
+  }
+  ~SignalsWait() {
+    for (const int number : deferred_) sigaction(number, &handlers[number], nullptr);
+    if (outermost_) deferring = 0;
+    for (const int number : deferred_) {
+      const bool again = came[number];
+      came[number] = 0;
+      if (again) raise(number);
+    }
+  }
+
+ private:
+  bool outermost_ = false;
+  c10::SmallVector<int, std::size(kSignals)> deferred_;
+};
+
 // What it has thrown.
 std::exception_ptr run(const SlicePtr& slice) {
   const PyGILState_STATE gil = PyGILState_Ensure();
+  const SignalsWait signals_wait;
+  const auto thrown = [] {
+    python_error error;
+    error.persist();
+    return std::make_exception_ptr(error);
+  };
   std::exception_ptr failure;
+  if (PyErr_CheckSignals() != 0) failure = thrown();  // of a signal that came before
   PyObject* result;
   {
     at::ThreadLocalStateGuard as_it_was(slice->state);
@@ -93,11 +150,7 @@ std::exception_ptr run(const SlicePtr& slice) {
     result = PyObject_CallNoArgs(slice->run);
     tl_regions = regions;
   }
-  if (!result) {
-    python_error error;
-    error.persist();
-    failure = std::make_exception_ptr(error);
-  }
+  if (!result) failure = thrown();
   Py_XDECREF(result);
   Py_CLEAR(slice->run);
   PyGILState_Release(gil);

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "reclaim.h"
@@ -23,16 +24,31 @@ struct Open : c10d::Reducer {
   static const auto& buckets(const c10d::Reducer& r) { return r.*(&Open::buckets_); }
   static const auto& parameters(const c10d::Reducer& r) { return r.*(&Open::params_); }
   static bool waits(const c10d::Reducer& r) { return r.*(&Open::expect_autograd_hooks_); }
+  static bool moves_gradients(const c10d::Reducer& r) {
+    if (!(r.*(&Open::gradient_as_bucket_view_)) || !r.should_rebuild_buckets() || (r.*(&Open::rebuilt_params_)).empty())
+      return false;
+    const auto has_one = [](const at::Tensor& p) { return p.grad().defined(); };
+    return std::any_of(parameters(r).begin(), parameters(r).end(), has_one);
+  }
   static bool finds_unused(const c10d::Reducer& r) { return r.*(&Open::find_unused_parameters_); }
 };
 
+const c10d::Reducer* reducer_of(PyObject* object) {
+  const auto* instance = reinterpret_cast<pybind11::detail::instance*>(object);
+  return instance->simple_layout ? static_cast<const c10d::Reducer*>(instance->simple_value_holder[0]) : nullptr;
+}
+
 }  // namespace
+
+bool moves_gradients(PyObject* object) {
+  const c10d::Reducer* reducer = reducer_of(object);
+  return reducer && Open::moves_gradients(*reducer);
+}
 
 std::vector<StoragePtr> storages_of_reducer(PyObject* object, bool gradients) {
   std::vector<StoragePtr> found;
-  const auto* instance = reinterpret_cast<pybind11::detail::instance*>(object);
-  if (!instance->simple_layout) return found;
-  const auto& reducer = *static_cast<const c10d::Reducer*>(instance->simple_value_holder[0]);
+  if (!reducer_of(object)) return found;
+  const c10d::Reducer& reducer = *reducer_of(object);
   if (!gradients && !Open::waits(reducer)) return found;
   const auto add = [&](const at::Tensor& t) {
     if (t.defined() && t.unsafeGetTensorImpl()->has_storage())
@@ -45,6 +61,7 @@ std::vector<StoragePtr> storages_of_reducer(PyObject* object, bool gradients) {
   return found;
 }
 #else
+bool moves_gradients(PyObject*) { return false; }
 std::vector<StoragePtr> storages_of_reducer(PyObject*, bool) { return {}; }
 #endif
 

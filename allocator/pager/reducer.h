@@ -11,6 +11,9 @@ namespace memmgr::pager {
 // parameters have already, too. The Python object is a c10d Reducer.
 std::vector<StoragePtr> storages_of_reducer(PyObject* reducer, bool gradients);
 
+// Is it about to make its buckets anew, and to copy gradients that are there into them?
+bool moves_gradients(PyObject* reducer);
+
 // A backward with reducers that wait begins or ends.
 void reducers_listen(bool begin);
 extern std::atomic<int> reducers_listening;

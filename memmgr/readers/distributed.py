@@ -32,6 +32,7 @@ class Reducers:
             return
         self._patches.wrap(reducer, "prepare_for_backward", self._meet)
         self._patches.wrap(reducer, "_delay_all_reduce", self._with_gradients)
+        self._patches.wrap(reducer, "_rebuild_buckets", self._with_new_buckets)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -74,3 +75,17 @@ class Reducers:
                 del pin
 
         return delay_all_reduce
+
+    def _with_new_buckets(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # After the first backward. It asks of gradients that are there whether they are views of a new bucket already.
+        @functools.wraps(original)
+        def rebuild_buckets(reducer: Any) -> Any:
+            if not self._pager.moves_gradients(reducer):
+                return original(reducer)
+            pin = self._pager.pin_reducer(reducer, True)
+            try:
+                return self._pager.call_foreign(original, (reducer,), {})
+            finally:
+                del pin
+
+        return rebuild_buckets

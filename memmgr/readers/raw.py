@@ -51,6 +51,7 @@ STORAGE_METHODS = {
     "tolist": False,
     "__iter__": False,
 }
+NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
 # Of modules in TorchScript: they write or copy all that the module holds.
 SCRIPT_METHODS = (
     "save",
@@ -114,7 +115,9 @@ class RawReaders:
         wrap(torch.UntypedStorage, "__getitem__", self._item)
         for name, writes in STORAGE_METHODS.items():
             wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
-        wrap(torch.Tensor, "tolist", self.scoped)
+        # `torch.tensor([p[0], p[1]])` makes numbers of them with the pager's key switched off.
+        for name in ("tolist", *NUMBERS):
+            wrap(torch.Tensor, name, self.scoped)
         for name in ("apply_", "map_", "map2_"):
             wrap(torch.Tensor, name, functools.partial(self.scoped, writes=True))
         for name in SCRIPT_METHODS:

@@ -131,6 +131,20 @@ def ddp_bucket_views(seed: int, scope: Scope) -> Record:
     return _train(_ddp(gradient_as_bucket_view=True), scope)
 
 
+@same_bits("ddp")
+def ddp_bucket_views_that_stay(seed: int, scope: Scope) -> Record:
+    """Buckets are made anew in the second forward, and take over what gradients there are."""
+    record, model = Record(), _ddp(gradient_as_bucket_view=True)
+    opt = cases.adamw(model)
+    with scope():
+        for i in range(3):
+            opt.zero_grad(set_to_none=False)
+            model(_rows(i)).square().mean().backward()
+            opt.step()
+    record.model(model)
+    return record
+
+
 class _SometimesUnused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -156,6 +157,8 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "an op": lambda t: t.detach() * 1,
     "a view": lambda t: t.detach().flatten()[1:5].clone(),
     "item": lambda t: t.detach().flatten()[0].item(),
+    "numbers": lambda t: torch.tensor([t.detach().flatten()[1], t.detach().flatten()[70]]),
+    "a truth": lambda t: torch.tensor([t.detach().flatten()[1] > 0, bool(t.detach().flatten()[1] > 0)]),
     "tolist": lambda t: torch.tensor(t.detach().tolist()),
     "numpy": lambda t: torch.from_numpy(t.detach().numpy().copy()),
     "a buffer": lambda t: torch.from_numpy(np.from_dlpack(t.detach()).copy()),
@@ -349,6 +352,27 @@ def test_what_fails_fails_where_it_is_needed(beyond: Callable[[str], int]) -> No
                 with pytest.raises(ValueError, match="broken"):
                     t.sum()
     assert calls == [1]
+
+
+def test_an_interrupt_comes_after_the_slice(beyond: Callable[[str], int]) -> None:
+    """Of a program that saves what it has when Ctrl-C comes: the slice is whole, and the interrupt where its reader is."""
+    handler = signal.getsignal(signal.SIGINT)
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        t = torch.zeros(4096)
+
+        def step(data: torch.Tensor) -> None:
+            data.add_(1)
+            signal.raise_signal(signal.SIGINT)
+            for _ in range(100):  # Python looks for signals where a loop goes round
+                data.add_(1)
+
+        assert native.load().add_pending(functools.partial(step, t.data), [t.data])
+        with pytest.raises(KeyboardInterrupt):
+            t.sum()
+        assert float(t[0]) == 101
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -> None:
