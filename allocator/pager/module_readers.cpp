@@ -198,6 +198,20 @@ PyObject* py_pin(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), written, region, !held);
 }
 
+// pin_number(tensor) -> Pin, or None where nothing has to be brought back for its bytes: most numbers are small tensors.
+PyObject* py_pin_number(PyObject*, PyObject* o) {
+  if (!THPVariable_Check(o)) Py_RETURN_NONE;
+  const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();
+  if (C10_LIKELY(pending_slices.load(std::memory_order_relaxed) == 0) && t->has_storage() &&
+      !cell_of(t->unsafe_storage().unsafeGetStorageImpl()))
+    Py_RETURN_NONE;
+  PyObject* items = PyTuple_Pack(1, o);
+  if (!items) return nullptr;
+  std::vector<StoragePtr> storages = storages_of(items);
+  Py_DECREF(items);
+  return new_pin(std::move(storages), false, false, true);
+}
+
 // pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
 PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   PyObject* reducer;
@@ -300,6 +314,7 @@ PyMethodDef reader_methods[] = {
     {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
+    {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
     {"reducer_storages", py_reducer_storages, METH_O, "addresses of the storages of DDP's buckets and gradients"},
     {"moves_gradients", py_moves_gradients, METH_O, "will it make its buckets anew and copy gradients into them?"},

@@ -116,8 +116,9 @@ class RawReaders:
         for name, writes in STORAGE_METHODS.items():
             wrap(torch.UntypedStorage, name, functools.partial(self.scoped, writes=writes))
         # `torch.tensor([p[0], p[1]])` makes numbers of them with the pager's key switched off.
-        for name in ("tolist", *NUMBERS):
-            wrap(torch.Tensor, name, self.scoped)
+        for name in NUMBERS:
+            wrap(torch.Tensor, name, self._number)
+        wrap(torch.Tensor, "tolist", self.scoped)
         for name in ("apply_", "map_", "map2_"):
             wrap(torch.Tensor, name, functools.partial(self.scoped, writes=True))
         for name in SCRIPT_METHODS:
@@ -143,6 +144,17 @@ class RawReaders:
                 return original(*args, **kwargs)
             finally:
                 del pin
+
+        return call
+
+    def _number(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for what is made a number: many are, and hardly one of them is paged."""
+        pin_number = self._pager.pin_number
+
+        @functools.wraps(original)
+        def call(tensor: torch.Tensor) -> Any:
+            pin = pin_number(tensor)  # noqa: F841  ends with this call
+            return original(tensor)
 
         return call
 
