@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,31 @@ class Inventory(Protocol):
 
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
+    def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
+
     def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
         """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
 
 
+def backward_elsewhere() -> bool:
+    """Is another thread in a backward? It puts gradients in place, and ends what its graph has saved, without the GIL: who asks
+    for one of these at that moment is given a tensor that has died, and torch destroys the heap."""
+    for thread, top in sys._current_frames().items():
+        frame = top if thread != threading.get_ident() else None
+        while frame is not None:
+            if frame.f_code.co_name == "_engine_run_backward":
+                return True
+            frame = frame.f_back
+    return False
+
+
+def gradients_of(native: Inventory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the leaves among them; none where another thread is in a backward."""
+    return [] if backward_elsewhere() else native.gradients_of(tensors)
+
+
 def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """The plain tensors on the device (with its number) among those that Python knows, and their gradients.
+    """The plain tensors on the device (with its number) among these.
 
     Known limitation: tensors that only C++ holds (a graph's saved tensors) are not seen.
     """
@@ -34,8 +54,6 @@ def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> l
             if thing.device != device or thing.layout != torch.strided:
                 continue
             found.append(thing)
-            if thing.is_leaf and thing.grad is not None:
-                found.append(thing.grad)
         except (RuntimeError, NotImplementedError):
             continue  # a tensor without storage
     return found
@@ -129,14 +147,6 @@ class Stock:
         return left
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A leaf's. None also of a tensor that another thread has half made, or half ended: it answers to nothing."""
-    try:
-        return tensor.grad if tensor.is_leaf else None
-    except RuntimeError:
-        return None
-
-
 def model_states(
     modules: Iterable[Any] = (), optimizers: Iterable[Any] = ()
 ) -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -216,10 +226,10 @@ def holders(
         modules[type(module).__name__] += take(tensor, kind)
     for kind, _, tensor in model_states((), native.objects_of((torch.optim.Optimizer,))):
         take(tensor, kind)
-    for thing in native.objects_of((torch.Tensor,)):
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):
-            take(_gradient(thing), "gradients")
-    for tensor in live_tensors(native.objects_of((torch.Tensor,)), device):
+    known = native.objects_of((torch.Tensor,))
+    for gradient in gradients_of(native, known):
+        take(gradient, "gradients")
+    for tensor in live_tensors(known, device):
         take(tensor, "other tensors")
     buckets = {key for module in everything for key in _bucket_storages(native, module)}
     kinds["gradient buckets"] += sum(size for key, size in rest if key in buckets - seen)
@@ -280,11 +290,11 @@ def states_below(native: Inventory) -> int:
     """Bytes of parameters, buffers, gradients and optimizer states that are not in memory."""
     found: dict[int, int] = {}
     owners = native.objects_of((torch.nn.Module,)), native.objects_of((torch.optim.Optimizer,))
-    for _, _, tensor in model_states(*owners):
-        for one in (tensor, _gradient(tensor)):
-            info = native.storage_info(one) if one is not None else None
-            if info is not None:
-                found[info[0]] = info[2] - info[1]
+    states = [tensor for _, _, tensor in model_states(*owners)]
+    for tensor in (*states, *gradients_of(native, states)):
+        info = native.storage_info(tensor)
+        if info is not None:
+            found[info[0]] = info[2] - info[1]
     return sum(found.values())
 
 

@@ -257,7 +257,23 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// adopt_all(tensors) -> bytes: these, their gradients, and what earlier budgets had
+// gradients_of(tensors) -> [gradient] of the leaves that have one, without a bytecode in between.
+PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
+  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "gradients_of() takes a list");
+  PyObject* found = PyList_New(0);
+  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* o = PyList_GET_ITEM(tensors, i);
+    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
+    const at::Tensor& t = THPVariable_Unpack(o);
+    if (!t.defined() || !t.is_leaf() || !t.grad().defined()) continue;
+    PyObject* gradient = THPVariable_Wrap(t.grad());
+    if (!gradient || PyList_Append(found, gradient) < 0) Py_CLEAR(found);
+    Py_XDECREF(gradient);
+  }
+  return found;
+}
+
+// adopt_all(tensors) -> bytes: these, and what earlier budgets had
 PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
   std::vector<StoragePtr> found;
@@ -269,9 +285,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
     if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
-    const at::Tensor& t = THPVariable_Unpack(o);
-    add(t);
-    if (t.defined() && t.is_leaf()) add(t.grad());
+    add(THPVariable_Unpack(o));
   }
   for (WeakStorage& w : former_cells())
     if (StoragePtr s = w.lock())
@@ -368,7 +382,8 @@ PyMethodDef methods[] = {
      "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
-    {"adopt_all", py_adopt_all, METH_O, "adopts the tensors of a list and their gradients -> bytes"},
+    {"gradients_of", py_gradients_of, METH_O, "gradients_of(tensors) -> [gradient] of those that have one"},
+    {"adopt_all", py_adopt_all, METH_O, "adopts the tensors of a list -> bytes"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes)"},

@@ -198,7 +198,8 @@ PyObject* py_pin(PyObject*, PyObject* args) {
   return new_pin(std::move(storages), written, region, !held);
 }
 
-// pin_number(tensor) -> Pin, or None where nothing has to be brought back for its bytes: most numbers are small tensors.
+// pin_number(tensor) -> Pin, or None where nothing has to be brought back for its bytes: most numbers are small
+// tensors.
 PyObject* py_pin_number(PyObject*, PyObject* o) {
   if (!THPVariable_Check(o)) Py_RETURN_NONE;
   const c10::TensorImpl* t = THPVariable_Unpack(o).unsafeGetTensorImpl();

@@ -12,7 +12,7 @@ import torch
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
-from memmgr._stock import Stock, live_tensors, saved_without_hooks
+from memmgr._stock import Stock, backward_elsewhere, gradients_of, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager
@@ -159,9 +159,11 @@ class PagerRuntime:
         return size or None
 
     def _take_stock(self) -> None:
-        """What is there can leave, or is counted: small tensors, and memory that is not torch's."""
+        """What is there can leave, or is counted: small tensors, and memory that is not torch's. What a backward of another
+        thread has is met as ops touch it."""
         known = self.native.objects_of((torch.Tensor,))
-        saved = saved_without_hooks(known, self.config.device)
+        known += gradients_of(self.native, known)
+        saved = [] if backward_elsewhere() else saved_without_hooks(known, self.config.device)
         self.native.adopt_all(known)
         for tensor in saved:
             self.native.adopt(tensor)

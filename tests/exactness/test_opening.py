@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import memmgr
+from memmgr.native import pager as native
 
 from .harness import HUGE_BYTES, global_state
 
@@ -70,3 +72,39 @@ def test_a_graph_of_an_earlier_budget_without_a_tier(options: dict[str, Any], wa
         pass
     assert global_state() == before
     assert torch.equal(_gradient(w, loss), want)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_gradients_are_left_alone_while_another_thread_puts_them_in_place(elsewhere: bool) -> None:
+    """Asking for them then destroyed torch's heap. Its ops meet them."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert go_on.wait(60)
+            return grad * 2
+
+    def train() -> None:
+        Slow.apply(w).sum().backward()  # type: ignore[no-untyped-call]
+
+    w = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    (w * 1).sum().backward()  # no object of Python has it
+    thread = threading.Thread(target=train)
+    if elsewhere:
+        thread.start()
+        assert inside.wait(60)
+    with _budget(HUGE_BYTES):
+        assert (native.load().describe(w.grad) is None) is elsewhere
+        go_on.set()
+        if elsewhere:
+            thread.join()
+        else:
+            train()
+        assert native.load().describe(w.grad) is not None
+        assert torch.equal(w.grad, torch.full((WIDTH, WIDTH), 3.0))
