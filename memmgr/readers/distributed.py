@@ -1,4 +1,5 @@
-"""What DDP's reducer looks at outside of ops, pinned for the backwards in which it waits for gradients (rule 3)."""
+"""What torch.distributed reads outside of ops: DDP's reducer, pinned for the backwards in which it waits for gradients (rule 3),
+and backends that are asked themselves."""
 
 from __future__ import annotations
 
@@ -10,10 +11,29 @@ from typing import Any
 
 import torch
 
-from memmgr.native.pager import Pager, Pin
+from memmgr.native.pager import Escape, Pager, Pin
 
 from .patches import Patches
 from .raw import storages
+
+COLLECTIVES = (
+    "broadcast",
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall_base",
+    "alltoall",
+    "send",
+    "recv",
+    "recv_anysource",
+)
 
 
 class Reducers:
@@ -33,6 +53,8 @@ class Reducers:
         self._patches.wrap(reducer, "prepare_for_backward", self._meet)
         self._patches.wrap(reducer, "_delay_all_reduce", self._with_gradients)
         self._patches.wrap(reducer, "_rebuild_buckets", self._with_new_buckets)
+        for name in COLLECTIVES:
+            self._patches.wrap(torch._C._distributed_c10d.Backend, name, self._by_address)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -55,6 +77,16 @@ class Reducers:
         """A communication hook's: the reducer asks whether it aliases the bucket."""
         if self._backwards:
             self._results.append(self._pager.pin(storages([result]), False, False, True))
+
+    def _by_address(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # Asked of a backend and not of its group, a collective passes no dispatcher; nobody tells when it has ended.
+        @functools.wraps(original)
+        def collective(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            for addressed in storages([*args, *kwargs.values()]):
+                self._pager.escape(addressed, Escape.POINTER)
+            return original(backend, *args, **kwargs)
+
+        return collective
 
     def _meet(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -57,6 +57,7 @@ class _Known:
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
     short: int = 0  # periods in a row that followed the plan and ran short
+    without: int = 0  # periods that came back since nothing fitted
     made: Scheduled | None = None
     error: str = ""
 
@@ -176,11 +177,18 @@ class Plans:
         if trials < known.trials or repeats > known.repeats:
             known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
             known.tries = known.margin = known.short = 0  # what did not fit, or ran short, was another plan
+        elif known.made is None and self._is_tried_again(known):
+            known.of, known.trials = self.measured(repeats=known.repeats), trials
         elif ended["followed"] and self._runs_short(known, ended["short"]):
             self._make_room(known)
         else:
             return None
         return known
+
+    def _is_tried_again(self, known: _Known) -> bool:
+        """Nothing fitted it: the period may have been measured at a bad moment. After 1, 2, 4, 8 ... that come again."""
+        known.without += 1
+        return known.without & (known.without - 1) == 0
 
     def _runs_short(self, known: _Known, short: bool) -> bool:
         """Whether it does so time and again: the first period under a plan begins with what another order has left."""

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from exactness.harness import bits
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -153,12 +155,25 @@ def _flushed(t: torch.Tensor) -> Any:
         torch.set_flush_denormal(False)
 
 
+def _gathered(t: torch.Tensor) -> torch.Tensor:
+    """By a backend that is asked itself, without its group."""
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        backend = dist.ProcessGroupGloo(store, 0, 1, options)
+        found = torch.empty_like(t)
+        backend.allgather([[found]], [t.detach()]).wait()
+    return found
+
+
 READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "an op": lambda t: t.detach() * 1,
     "a view": lambda t: t.detach().flatten()[1:5].clone(),
     "item": lambda t: t.detach().flatten()[0].item(),
     "numbers": lambda t: torch.tensor([t.detach().flatten()[1], t.detach().flatten()[70]]),
     "a truth": lambda t: torch.tensor([t.detach().flatten()[1] > 0, bool(t.detach().flatten()[1] > 0)]),
+    "a backend": _gathered,
     "tolist": lambda t: torch.tensor(t.detach().tolist()),
     "numpy": lambda t: torch.from_numpy(t.detach().numpy().copy()),
     "a buffer": lambda t: torch.from_numpy(np.from_dlpack(t.detach()).copy()),

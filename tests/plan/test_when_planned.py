@@ -55,10 +55,12 @@ class Run:
         self.asked: list[int] = []
         self.of: list[Any] = []
 
-        def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled:
+        def planner(trace: Any, budget_bytes: int, link: Any, recompute: bool) -> Scheduled | None:
             self.asked.append(budget_bytes)
             self.of.append(trace)
-            return Scheduled((), 1.0)
+            return Scheduled((), 1.0) if self.fits else None
+
+        self.fits = True
 
         self.pager: Any = FakePager()
         self.plans = plans.Plans(self.pager, LIMIT, policy=parse_policy(policy), planned=True, offload=offload)
@@ -109,6 +111,17 @@ def test_the_first_period_under_a_plan_may_run_short(monkeypatch: pytest.MonkeyP
     assert not run.ends(2, followed=True)
     assert not run.ends(2, followed=True, short=True), "not in a row"
     assert run.ends(2, followed=True, short=True)
+
+
+def test_what_did_not_fit_once_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After more and more periods: where nothing ever fits, planning would take a processor."""
+    run = Run(monkeypatch)
+    run.fits = False
+    assert [run.ends(key) for key in (1, 2, 2)] == [False, False, True]
+    assert [run.ends(2) for _ in range(9)] == [True, True, False, True, False, False, False, True, False]
+    run.fits = True
+    assert sum(run.ends(2) for _ in range(8)) == 1
+    assert not any(run.ends(2, followed=True) for _ in range(20))
 
 
 def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
