@@ -204,20 +204,20 @@ def test_states_that_are_half_made_do_not_hide_the_rest() -> None:
 
 
 def test_a_tensor_that_another_thread_has_half_made_does_not_spoil_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the soak: on an undefined tensor `is_leaf` raises, and the out-of-memory error became that."""
+    """Found by the soak: an undefined tensor answers to nothing, and the out-of-memory error became that."""
     half = torch.ones(3)
     asked: list[int] = []
-    whole = torch._C.TensorBase.is_leaf
+    whole = torch._C.TensorBase.device
 
-    def is_leaf(tensor: torch.Tensor) -> bool:
+    def device(tensor: torch.Tensor) -> torch.device:
         if tensor is half:
             asked.append(1)
-            raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
-        return bool(whole.__get__(tensor))
+            raise RuntimeError("tensor does not have a device")
+        return whole.__get__(tensor)  # type: ignore[no-any-return]
 
     limit = bytes_already_there() + 4 * MB
     with memmgr.budget(limit, disk=False, quiet=True), monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.Tensor, "is_leaf", property(is_leaf), raising=False)
+        patch.setattr(torch.Tensor, "device", property(device), raising=False)
         with pytest.raises(memmgr.BudgetError, match="Held now"):
             held = [torch.randn(MB // 4) for _ in range(8)]
             held.clear()
