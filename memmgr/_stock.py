@@ -19,6 +19,8 @@ class Inventory(Protocol):
 
     def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
 
+    def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
+
     def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
         """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
 
@@ -283,7 +285,7 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
         if seen and (len(seen) > 1 or units == 0):
             units = max(seen)  # what some have shows what all will have; the last one may be half made
         missing += sum(max(0, int(units * nbytes) - there) for nbytes, there in made)
-    return missing + sum(p.nbytes for p in wanted.values() if gradients and p.grad is None)
+    return missing + sum(p.nbytes for p in wanted.values() if gradients and not native.gradient_bytes(p))
 
 
 def states_below(native: Inventory) -> int:

@@ -174,11 +174,9 @@ class Plans:
         self._known.move_to_end(key)
         if not self._may_plan():
             return None
-        if trials < known.trials or repeats > known.repeats:
+        if trials < known.trials or repeats > known.repeats or (known.made is None and self._is_tried_again(known)):
             known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
             known.tries = known.margin = known.short = 0  # what did not fit, or ran short, was another plan
-        elif known.made is None and self._is_tried_again(known):
-            known.of, known.trials = self.measured(repeats=known.repeats), trials
         elif ended["followed"] and self._runs_short(known, ended["short"]):
             self._make_room(known)
         else:

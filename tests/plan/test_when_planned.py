@@ -122,6 +122,7 @@ def test_what_did_not_fit_once_is_measured_anew(monkeypatch: pytest.MonkeyPatch)
     run.fits = True
     assert sum(run.ends(2) for _ in range(8)) == 1
     assert not any(run.ends(2, followed=True) for _ in range(20))
+    assert [run.ends(2, followed=True, short=True) for _ in range(2)] == [False, True], "it is mended like any other"
 
 
 def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
