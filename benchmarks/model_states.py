@@ -22,7 +22,7 @@ Variants of `train`, in 50 and 25 % (LoRA also in a third of its frozen base):
 Every system runs in a process of its own, from the same beginning, and takes its turn while the others wait. A ratio is of
 the same turn; the median is shown, with the quartiles. Parameters, optimizer states, random numbers and tokens are compared
 bit by bit. `bound` is what the plan says that none can beat, with the speed that the tier had when it was made; `moved` is
-what a step wrote and read, and what its plan said.
+what a step wrote and read, what its plan said, and what the kernel counted in `/proc/self/io`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,12 @@ def needs(name: str, size: str, batch: int) -> tuple[int, dict[str, int]]:
     return need, workload.limits(need)
 
 
+def device_bytes() -> int:
+    """What this process has had read from and written to block devices (`/proc/self/io`)."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["read_bytes"]) + int(told["write_bytes"])
+
+
 def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe: Connection) -> None:
     """A process of one system."""
     torch.set_num_threads(threads)
@@ -147,12 +153,13 @@ def run(name: str, limit: int | None, size: str, batch: int, threads: int, pipe:
         workload = WORKLOADS[name](size, batch)
         for _ in range(workload.warm):
             workload.turn()
-        before = mm.stats() if mm is not None else {}
+        before, device = mm.stats() if mm is not None else {}, device_bytes()
         turns = take_turns(workload, pipe)
         if mm is not None:
             now, runtime = mm.stats(), _budget.current()
             made = runtime.plans.latest() if runtime is not None else None
             told = {key: (now[key] - before[key]) / turns for key in ("offload_bytes", "reload_bytes", "stall_seconds")}
+            told["device_bytes"] = (device_bytes() - device) / turns
             told["peak_of_limit"] = now["resident_bytes.peak"] / now["budget_bytes"]
             if made is not None:
                 told |= {"predicted": made.overhead, "bound": made.lower_bound, "planned_bytes": made.moved_bytes}
@@ -197,7 +204,7 @@ def show(system: str, row: dict[str, Any], plain: dict[str, Any]) -> None:
         moved, planned = (row["offload_bytes"] + row["reload_bytes"]) / 1e6, row["planned_bytes"] / 1e6
         print(
             f"         {bound}predicted {row['predicted']:.3f}, moved {moved:,.0f} MB a turn (plan {planned:,.0f} a pass), "
-            f"waited {row['stall_seconds']:.2f} s, peak {row['peak_of_limit']:.1%} of the budget"
+            f"the kernel counted {row['device_bytes'] / 1e6:,.0f}, waited {row['stall_seconds']:.2f} s, peak {row['peak_of_limit']:.1%} of the budget"
         )
 
 

@@ -233,7 +233,8 @@ def least_seconds(trace: Trace, budget_bytes: int, link: TierLink) -> float:
 
     A stretch touches D bytes that come from before it, of which the budget's at most are resident when it begins, and changes
     W bytes that go on after it, of which the budget's at most are resident when it ends: D - M come in and W - M go out
-    meanwhile (the step of an optimizer is the worst such stretch of a training). What may run again is left out.
+    meanwhile (the step of an optimizer is the worst such stretch of a training). Where copies take time of what computes, it
+    computes so much longer. What may run again is left out.
     """
     p = program_of(trace, plain(trace))
     n = len(p.steps)
@@ -259,8 +260,8 @@ def least_seconds(trace: Trace, budget_bytes: int, link: TierLink) -> float:
             for k in over[event] & changed:
                 changed.remove(k)
                 out -= p.blocks[k].size
-            coming = max(into - budget_bytes, 0) / link.read_bytes_per_second
-            going = max(out - budget_bytes, 0) / link.write_bytes_per_second
-            moving = coming + going if link.shared else max(coming, going)
-            worst = max(worst, moving - seconds)
+            coming, going = max(into - budget_bytes, 0), max(out - budget_bytes, 0)
+            reads, writes = coming / link.read_bytes_per_second, going / link.write_bytes_per_second
+            moving = reads + writes if link.shared else max(reads, writes)
+            worst = max(worst, moving - seconds, (coming + going) * link.cpu_seconds_per_byte)
     return sum(p.seconds) + worst

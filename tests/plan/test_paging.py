@@ -106,15 +106,18 @@ def least(trace: Trace) -> int:
     return stays + max(sum(sizes[s] for s in {*op.inputs, *op.outputs}) - handed[k] for k, op in enumerate(trace.ops))
 
 
-@given(st.integers(1, 12), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans())
+@given(
+    *(st.integers(1, 12), st.integers(0, 50), st.floats(0.0, 1.0), st.sampled_from([50.0, 1000.0, 1e6]), st.booleans()),
+    st.sampled_from([0.0, 0.01]),
+)
 @settings(max_examples=150, deadline=None)
 def test_what_is_paged_is_valid_and_not_below_the_bound(
-    layers: int, seed: int, share: float, rate: float, shared: bool
+    layers: int, seed: int, share: float, rate: float, shared: bool, cpu: float
 ) -> None:
     trace = Training(layers, seed).trace()
     low, high = least(trace), trace.unmanaged_peak[0]
     budget = int(low + share * (high - low))
-    link = TierLink("disk", rate, rate, shared=shared)
+    link = TierLink("disk", rate, rate, shared=shared, cpu_seconds_per_byte=cpu)
     made = paged(trace, budget, link)
     assert made is not None  # what every op touches fits, so it can be paged
     cost = judged(trace, made, budget, link)
@@ -175,6 +178,18 @@ def test_what_nobody_touches_again_need_not_be_written() -> None:
     storages = tuple(Storage(f"s{s}", 10, maker, released.get(s, HELD)) for s, maker in enumerate(makers))
     trace = Trace(tuple(ops), storages, "cpu", 5, (), copy_on_write=False, cycle=((4, 0), (5, 1))).check()
     assert least_seconds(trace, 10, TierLink("disk", 10.0, 10.0, shared=True)) == pytest.approx(2.0)
+
+
+def test_a_link_that_is_never_waited_for_takes_the_time_of_its_copies() -> None:
+    """What has to come in and go out takes so much of the processor, however fast the link is."""
+    trace = Training(24, seed=3).trace()
+    budget = trace.unmanaged_peak[0] // 3
+    link = TierLink("disk", 1e9, 1e9, cpu_seconds_per_byte=0.01)
+    bound, made = least_seconds(trace, budget, link), paged(trace, budget, link)
+    assert made is not None
+    live = sum(trace.storages[s].size_bytes for _, s in trace.cycle)
+    assert trace.seconds + 2 * (live - budget) * 0.01 <= bound <= made.seconds
+    assert least_seconds(trace, budget, replace(link, cpu_seconds_per_byte=0.0)) == pytest.approx(trace.seconds)
 
 
 def test_states_cost_nothing_where_all_fits() -> None:
