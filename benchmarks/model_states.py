@@ -204,7 +204,8 @@ def show(system: str, row: dict[str, Any], plain: dict[str, Any]) -> None:
         moved, planned = (row["offload_bytes"] + row["reload_bytes"]) / 1e6, row["planned_bytes"] / 1e6
         print(
             f"         {bound}predicted {row['predicted']:.3f}, moved {moved:,.0f} MB a turn (plan {planned:,.0f} a pass), "
-            f"the kernel counted {row['device_bytes'] / 1e6:,.0f}, waited {row['stall_seconds']:.2f} s, peak {row['peak_of_limit']:.1%} of the budget"
+            f"the kernel counted {row['device_bytes'] / 1e6:,.0f}, "
+            f"waited {row['stall_seconds']:.2f} s, peak {row['peak_of_limit']:.1%} of the budget"
         )
 
 

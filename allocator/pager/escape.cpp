@@ -19,6 +19,7 @@ void escape(Cell* c, Escape why) {
       c->pool->settle();
       c->filled_on = kNotFilled;
     }
+    settle_late_slices();
     begin_new_version(c);  // whoever has the address may write there at any time
   } catch (...) {
     unpin(c);

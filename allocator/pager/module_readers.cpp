@@ -153,6 +153,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
   self->region = self->reader = false;
   PyObject* result = guarded([&]() -> PyObject* {
+    if (queues && budget.open) note_stream();  // whoever reads may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
     try {

@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StreamGuard.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <torch/csrc/Exceptions.h>
@@ -21,6 +22,7 @@
 #include "numerics.h"
 #include "pools/pool.h"
 #include "reclaim.h"
+#include "streams.h"
 #include "threads.h"
 
 namespace memmgr::pager {
@@ -34,8 +36,9 @@ struct Slice {
   std::unordered_map<c10::StorageImpl*, size_t> tensors;  // how many the slice has of each storage
   at::ThreadLocalState state;                             // grad mode, autocast, functorch, modes: as the step had them
   int numerics = numerics_now();
-  std::thread::id runner{};      // set: it is under way
-  std::exception_ptr failure{};  // it has run, and whoever needed it could not be told
+  std::optional<c10::Stream> stream{};  // the program's only one
+  std::thread::id runner{};             // set: it is under way
+  std::exception_ptr failure{};         // it has run, and whoever needed it could not be told
 };
 using SlicePtr = std::shared_ptr<Slice>;
 
@@ -44,6 +47,7 @@ struct Pending {
   std::condition_variable ended;
   std::unordered_map<c10::StorageImpl*, SlicePtr> of_storage;
   bool may_wait = false;
+  std::atomic<uint64_t> queued{0}, settled{0};  // slices on an accelerator
 };
 
 Pending& pending() {
@@ -146,6 +150,8 @@ std::exception_ptr run(const SlicePtr& slice) {
   {
     at::ThreadLocalStateGuard as_it_was(slice->state);
     NumericsGuard numerics(slice->numerics);
+    c10::OptionalStreamGuard stream;
+    if (slice->stream && rule_holds(kRuleWhere)) stream.reset_stream(*slice->stream);
     const int regions = std::exchange(tl_regions, 0);  // it is none of their code
     result = PyObject_CallNoArgs(slice->run);
     tl_regions = regions;
@@ -170,12 +176,19 @@ void finish(const SlicePtr& slice, bool quietly = false) {
     pending().ended.notify_all();
     return;
   }
+  if (slice->stream) pending().queued++;
   end(slice);
   if (failure) std::rethrow_exception(failure);
 }
 
+// Their stream is this thread's, or the CPU waits for it.
+void come_after_slices() {
+  if (queues && budget.pool->stream() != budget.pool->opened_on()) settle_late_slices();
+}
+
 void finish_each(const c10::SmallVector<SlicePtr, 4>& slices) {
   for (const SlicePtr& slice : slices) finish(slice);
+  if (!slices.empty()) come_after_slices();
 }
 
 void collect_locked(c10::StorageImpl* s, c10::SmallVector<SlicePtr, 4>* found) {
@@ -202,6 +215,7 @@ void finish_of(const What& what) {
 
 // Is every reader of its bytes an op or one of ours? Whoever has an address has a pin, too.
 bool is_watched(const c10::StorageImpl* s) {
+  if (!s->device().is_cpu() && s->device() != budget.pool->device) return false;
   std::lock_guard<std::mutex> lock(graph_lock());
   if (const Cell* c = cell_of(s)) return (c->state.load() & kPinMask) == 0;
   const auto deleter = pointer_of(s).get_deleter();
@@ -217,11 +231,16 @@ bool add_pending(PyObject* run, const std::vector<StoragePtr>& storages) {
     ++slice->tensors[s.get()];
   }
   if (storages.empty()) return false;
+  if (queues) {
+    const c10::Device device = budget.pool->device;
+    slice->stream = c10::impl::getDeviceGuardImpl(device.type())->getStream(device);
+  }
   for (;;) {  // others may add theirs while these end
     c10::SmallVector<SlicePtr, 4> before;
     {
       std::lock_guard<std::mutex> lock(pending().lock);
       if (!pending().may_wait) return false;
+      if (queues && (several_streams() || budget.pool->stream() != budget.pool->opened_on())) return false;
       for (const auto& [s, n] : slice->tensors) collect_locked(s, &before);
       if (before.empty()) {
         Py_INCREF(run);
@@ -279,7 +298,15 @@ void finish_all_pending(bool quietly) {
       if (!failure) failure = std::current_exception();
     }
   }
+  come_after_slices();
   if (failure) std::rethrow_exception(failure);
+}
+
+void settle_late_slices() {
+  const uint64_t queued = pending().queued.load();
+  if (C10_LIKELY(queued == pending().settled.load()) || !rule_holds(kRuleLate)) return;
+  budget.pool->settle();
+  pending().settled = queued;  // a smaller one of another thread's costs one more wait
 }
 
 }  // namespace memmgr::pager

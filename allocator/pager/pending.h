@@ -28,6 +28,11 @@ void finish_pending_of(c10::StorageImpl* s);
 // All of them, also where one of them fails. Quietly: for who cannot throw; whoever needs what has failed is told.
 void finish_all_pending(bool quietly = false);
 
+// On an accelerator a slice is queued after the step has ended, and a program that puts its streams in order behind the
+// step knows nothing of that. So slices wait only while there is one stream, and are queued there; when a second one
+// appears (`several_streams`), or somebody gets an address, the CPU waits until those that ran late are over.
+void settle_late_slices();
+
 // What nobody else holds nobody will read: a model that has gone with its optimizer does not stay for its last step.
 // The GIL is held.
 void drop_unread_pending();

@@ -2,15 +2,20 @@
 
 #include "budget.h"
 #include "hold.h"
+#include "pending.h"
+#include "rematerialize.h"
 
 namespace memmgr::pager {
 
 static std::atomic<bool> several{false};
+static std::atomic<bool> in_order{false};  // nothing of the first one is queued behind its back any more
 static std::atomic<bool> profiled{false};
 
 bool without_trap() { return several.load(std::memory_order_relaxed) || profiled.load(std::memory_order_relaxed); }
 
-void forget_askers() { several = profiled = false; }
+bool several_streams() { return several.load(); }
+
+void forget_askers() { several = in_order = profiled = false; }
 
 // What is absent is shown as the flag says from here on.
 static void set_asker(std::atomic<bool>& flag, bool on) {
@@ -30,8 +35,12 @@ static void set_asker(std::atomic<bool>& flag, bool on) {
 }
 
 void note_stream() {
-  if (!several.load(std::memory_order_relaxed) && budget.pool->stream() != budget.pool->opened_on())
-    set_asker(several, true);
+  if (C10_LIKELY(in_order.load(std::memory_order_relaxed)) || budget.pool->stream() == budget.pool->opened_on()) return;
+  if (tl_running_recipes > 0) return;  // for an op that has been here
+  if (!several.load()) set_asker(several, true);
+  finish_all_pending(true);
+  settle_late_slices();
+  in_order = true;
 }
 
 void note_profiler(bool on) {

@@ -10,7 +10,8 @@ namespace memmgr::pager {
 // autograd's engine, where more than one stream has been used since the budget opened, to tell the allocator of a
 // gradient; and profilers, which note them. A read behind our back faults then, where it would be an error.
 bool without_trap();
-void note_stream();  // the calling thread's
+void note_stream();  // the calling thread's: before it queues anything
+bool several_streams();
 void note_profiler(bool on);
 void forget_askers();  // when a budget opens
 

@@ -32,7 +32,7 @@ class SlicedSteps:
 
     Known limitations: LBFGS works on flat vectors of all parameters, which are its floor. Optimizers of other packages run
     as they are; their list ops are cut one by one in the pager's kernel, and their states take memory when they are made.
-    On an accelerator no slice waits: whoever needs one may be on another stream than the step was, which nobody has tried.
+    On an accelerator no slice waits once the program has used a second stream.
     """
 
     def __init__(self, pager: Pager, device: torch.device, small_bytes: int) -> None:
@@ -86,8 +86,7 @@ class SlicedSteps:
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
-            waits = self._device.type == "cpu" and _may_wait(params, args, kwargs)
-            waits = waits and any(self._pager.any_away(one) for one in lists)
+            waits = _may_wait(params, args, kwargs) and any(self._pager.any_away(one) for one in lists)
             if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
                 # Whoever saved one of these for a backward learns now that it has changed. The gradients have not.
                 torch.autograd.graph.increment_version([t for one in lists if one is not args[0] for t in one])

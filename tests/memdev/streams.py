@@ -8,6 +8,7 @@ reads it. What leaves, and when, they say themselves (`Pass.lose`): no policy is
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from memmgr.native import pager  # isort: skip
 N = 16384
 EVICT, OFFLOAD = 0, 1
 USES, FILLED, PREFETCHED, CHECKED, CLOSED, SAMPLED = (1 << i for i in range(6))  # allocator/pager/pools/pool.h
+LATE, WHERE = 128, 256
 PASSES = 2  # the first one proves the kinds of op, which waits for the device
 
 
@@ -203,16 +205,82 @@ def closed(p: Pass) -> list[Tensor]:
     return [b]
 
 
-PROGRAMS: dict[str, tuple[Callable[[Pass], list[Tensor]], int]] = {
-    "uses": (uses, USES),
-    "replayed": (replayed, USES),
-    "filled": (filled, FILLED),
-    "filled.replay": (filled_replay, FILLED),
-    "prefetched": (prefetched, PREFETCHED),
-    "checked": (checked, CHECKED),
-    "closed": (closed, CLOSED),
+def _steps(p: Pass) -> tuple[Tensor, Tensor, Tensor, torch.Event]:
+    """Two parameters whose last step waits, since the second's momentum is away; room for another; an event at its end."""
+    if p.native is not None:
+        p.native.set_slice_bytes(N)  # only what is cut waits
+    w, v = (p.leaf(name).detach().clone() for name in ("main", "other"))
+    optimizer = torch.optim.SGD([w, v], lr=0.1, momentum=0.9, foreach=True)
+    w.grad, v.grad = p.x * p.factor, p.x.clone()
+    optimizer.step()
+    w.grad = (p.x * p.factor).cos()
+    out = torch.zeros_like(w)  # now: who gets a block waits for all that has used it
+    p.lose(p.cell(optimizer.state[v]["momentum_buffer"]), OFFLOAD)
+    before = p.native.stats()["pending_slices"] if p.native is not None else 0
+    optimizer.step()
+    if p.native is not None and p.late:
+        assert p.native.stats()["pending_slices"] > before, "the step did not wait: this shows nothing"
+    return w, v, out, p.main.record_event()
+
+
+def _behind(p: Pass, w: Tensor, out: Tensor, event: torch.Event) -> Tensor:
+    """On the second stream, behind the event. Only in the last pass: where there are two, no step waits."""
+    if not p.late:
+        return w * 3
+    p.side.wait_event(event)
+    with p.side:
+        torch.mul(w, 3, out=out)
+    p.side.synchronize()
+    return out
+
+
+def late(p: Pass) -> list[Tensor]:
+    """A slice runs when the first stream needs the parameter; the second is behind the step's event only."""
+    w, _, out, event = _steps(p)
+    a = w * 2
+    return [a, _behind(p, w, out, event)]
+
+
+def late_elsewhere(p: Pass) -> list[Tensor]:
+    """A slice runs because the second stream needs the parameter."""
+    w, _, out, event = _steps(p)
+    return [_behind(p, w, out, event)]
+
+
+def late_unasked(p: Pass) -> list[Tensor]:
+    """A slice runs because there is a second stream, which is behind nothing."""
+    w, v, out, _ = _steps(p)
+    a = v * 2  # its slice brings something back, into a block that others have used
+    if p.late:
+        with p.side:
+            out.fill_(1.0)
+        p.side.synchronize()
+    return [w, a]
+
+
+def late_address(p: Pass) -> list[Tensor]:
+    """Who knows that the step has ended reads the parameter by its address."""
+    w, _, _, event = _steps(p)
+    a = w * 2
+    event.synchronize()
+    read = ctypes.string_at(w.data_ptr(), w.nbytes)
+    return [a, torch.frombuffer(bytearray(read), dtype=w.dtype)]
+
+
+PROGRAMS: dict[str, tuple[Callable[[Pass], list[Tensor]], int, int]] = {
+    "uses": (uses, USES, 0),
+    "replayed": (replayed, USES, 0),
+    "filled": (filled, FILLED, 0),
+    "filled.replay": (filled_replay, FILLED, 0),
+    "prefetched": (prefetched, PREFETCHED, 0),
+    "checked": (checked, CHECKED, 0),
+    "closed": (closed, CLOSED, 0),
+    "late": (late, LATE, 0),
+    "late.elsewhere": (late_elsewhere, LATE, 0),
+    "late.address": (late_address, LATE, 0),
+    "late.unasked": (late_unasked, WHERE, LATE),
 }
-"""Each with the rule that it shows."""
+"""Each with the rule that it shows, and those that are never kept in it: they would hide it."""
 
 
 def run(
@@ -268,7 +336,8 @@ def run(
 @contextlib.contextmanager
 def _budget(name: str, leave_out: int) -> Iterator[tuple[Any, memmgr.budget]]:
     native = pager.load()
-    with memmgr.budget(1 << 26, device=DEVICE, quiet=True, verify=name == "checked", host="8MB", _plan=False) as budget:
+    options = {"verify": name == "checked", "policy": "offload" if name.startswith("late") else "auto"}
+    with memmgr.budget(1 << 26, device=DEVICE, quiet=True, host="8MB", _plan=False, **options) as budget:
         native.leave_out(leave_out | SAMPLED)  # each of the sample waits for the device
         try:
             yield native, budget
@@ -287,7 +356,11 @@ def all_rules(mode: str, seed: int, only: list[str] | None = None) -> dict[str, 
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     fake = _start(mode, seed).fake
     return {
-        name: {"plain": _run(name, fake, None), "kept": _run(name, fake, 0), "left out": _run(name, fake, rule)}
-        for name, (_, rule) in PROGRAMS.items()
+        name: {
+            "plain": _run(name, fake, None),
+            "kept": _run(name, fake, never),
+            "left out": _run(name, fake, rule | never),
+        }
+        for name, (_, rule, never) in PROGRAMS.items()
         if not only or name in only
     }

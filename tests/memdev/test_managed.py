@@ -67,6 +67,7 @@ def test_policies_do_what_they_are_for(children: Any) -> None:
             if how.startswith("torture"):
                 assert run["evictions"] > 0 and run["offloads"] > 0, (name, how)
     assert len(seen) == 3 and all(len(runs) == 2 * len(POLICIES) for runs in seen.values())
+    assert all(run["pending_slices"] > 0 for how, run in seen["mlp"].items() if how.startswith("offload"))
 
 
 def test_the_order_of_work_does_not_show(children: Any) -> None:

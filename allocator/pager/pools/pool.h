@@ -22,6 +22,8 @@ enum StreamRule : uint32_t {
   kRulePrefetched = 4,  // bytes that were read ahead are used behind their read
   kRuleChecked = 8,     // a checksum is taken behind whoever wrote
   kRuleClosed = 16,     // when the budget has ended nobody has to wait any more
+  kRuleLate = 128,      // who may be behind an event of a step waits for its slices that ran after that
+  kRuleWhere = 256,     // a slice is queued where its step would have been
   kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
   kSampled = 32,        // no rule: a sample of what leaves has a checksum, which waits for the device
 };
