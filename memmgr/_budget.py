@@ -315,9 +315,10 @@ class budget:
     def _repr_html_(self) -> str:
         """What a notebook shows: the line, and the figures once there are any."""
         stats = self.stats()
-        rows = figures(stats) if stats else []
+        binary = self._config.binary
+        rows = figures(stats, binary=binary) if stats else []
         if self._is_open():
-            rows.insert(1, ("now", show_size(stats["resident_bytes.current"])))
+            rows.insert(1, ("now", show_size(stats["resident_bytes.current"], binary=binary)))
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
         return f"<table><caption>{escape(self._said())}</caption>{cells}</table>"
 

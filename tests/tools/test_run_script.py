@@ -314,9 +314,11 @@ def test_a_share_of_what_the_run_needs(folder: Path, plain_bits: str, words: lis
 
 
 def test_the_environment_takes_a_share_too(folder: Path, plain_bits: str) -> None:
-    done = python("train.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "need*60%"})
+    variables = {"MEMMGR_BUDGET": "need*60%", "MEMMGR_CONF": "log:run.jsonl"}
+    done = python("train.py", cwd=folder, env={**os.environ, **variables})
     assert done.returncode == 0 and _bits(done) == plain_bits, done.stderr
     assert done.stderr.count("the budget is now") == 1
+    assert done.stderr.endswith("memmgr: where the time and the memory went:  memmgr report run.jsonl\n")
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
     if not args.quiet:
+        from memmgr.observe import summary
+
+        summary.says_next = False
         atexit.register(_Closing(args))  # before torch is imported and arms itself, so after the budget has closed
     if "torch" in sys.modules:
         from memmgr import _environ
@@ -330,15 +333,16 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
 
-    lines = advice(stats)
+    lines = advice(stats, binary=binary)
     changed = {}
     if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
         changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
         from memmgr._consumers import log_path
+        from memmgr.observe.summary import next_command
 
-        lines.append("where the time and the memory went:  memmgr report " + shlex.quote(str(log_path(args.log))))
+        lines.append(next_command(log_path(args.log)))
     else:
         stem = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
         changed["log"] = f"{stem}.jsonl"
