@@ -287,6 +287,8 @@ class _Bench:
             elif told:
                 table(HEAD, list(cells(rows, longest=60)))
             print(f"{out / 'bench.json'}, {out / 'bench.md'}" + (f", {picture}" if picture else ""))
+            if told and not plot.available():
+                print("no picture: pip install 'memmgr[demo]' brings matplotlib")
         if self.late:
             print(f"ended after {self.args.minutes:g} minutes; the same command goes on", file=sys.stderr)
             return 3
