@@ -78,6 +78,7 @@ class PagerRuntime:
             self._purposes,
             self._readers.escaped,
             lambda: self._ranker.rankings,
+            lambda: self._steps.count,
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None

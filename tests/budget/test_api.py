@@ -57,6 +57,19 @@ def test_stats_are_flat_and_have_what_was_promised() -> None:
     assert mm.stats()["passes"] == 2
 
 
+def test_steps_are_counted_and_not_their_micro_batches() -> None:
+    w = torch.randn(8, 8, requires_grad=True)
+    one, other = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.1)
+    with memmgr.budget("1GB", quiet=True) as mm:
+        for _ in range(3):
+            for _ in range(4):
+                (w @ w).sum().backward()
+            one.step()
+        other.step()
+    one.step()
+    assert (mm.stats()["steps"], mm.stats()["passes"]) == (3, 12)
+
+
 def test_the_signature() -> None:
     parameters = inspect.signature(memmgr.budget).parameters
     public = [name for name in parameters if not name.startswith("_")]
