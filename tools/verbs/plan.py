@@ -215,7 +215,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         for kind in dict.fromkeys((*found.written_bytes, *found.read_bytes, *found.remade_bytes))
     ]  # fmt: skip
     if rows:
-        table(["what leaves", "written", "read", "made again"], rows)
+        table(["what leaves", "written", "read", "rematerialized"], rows)
     if found.tier_bytes:
         room = f" of {show_size(found.tier_room_bytes)}" if found.tier_room_bytes is not None else ""
         print(f"below      {show_size(found.tier_bytes)}{room} at most")
