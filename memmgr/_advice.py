@@ -5,6 +5,7 @@ The figures themselves are in the budget's own line (`observe.summary`) or in a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from memmgr.observe.states import flows
@@ -15,8 +16,9 @@ WORTH_SAYING = 0.03
 """Of the time: what costs less is not worth more memory."""
 
 
-def own_checkpointing(stats: dict[str, Any]) -> list[str]:
+def own_checkpointing(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     """A line where the program's activation checkpointing recomputes although the budget has room, else none."""
+    size = functools.partial(show_size, binary=binary)
     budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
     checkpoint = float(stats.get("checkpoint_seconds", 0.0))
     watched = max(float(stats.get("watched_seconds", 0.0)), 1e-9)
@@ -24,57 +26,66 @@ def own_checkpointing(stats: dict[str, Any]) -> list[str]:
         return []
     return [
         f"the script's own checkpointing recomputes for {100 * checkpoint / watched:.0f} % of the time while "
-        f"{show_size(budget - unmanaged)} of the budget are never used; without it memmgr would recompute only what "
+        f"{size(budget - unmanaged)} of the budget are never used; without it memmgr would recompute only what "
         "does not fit"
     ]
 
 
-def advice(stats: dict[str, Any]) -> list[str]:
+def advice(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     """Lines about a finished run: what its floor is, then `changes`.
 
     Args:
         stats: `memmgr.stats()`.
+        binary: sizes in powers of two, as the user wrote the budget; below, too.
     """
     if _unlimited(stats):
-        return changes(stats)
+        return changes(stats, binary=binary)
     if _fitted(stats):
-        return [f"everything fitted; {_floor(stats)}"]
-    return [_floor(stats), *changes(stats)]
+        return [f"everything fitted; {_floor(stats, binary=binary)}"]
+    return [_floor(stats, binary=binary), *changes(stats, binary=binary)]
 
 
-def changes(stats: dict[str, Any]) -> list[str]:
+def changes(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     """What to change, most useful first; empty where there is nothing (`no_change` says why).
 
     Args:
         stats: `memmgr.stats()`.
     """
+    size = functools.partial(show_size, binary=binary)
     wall = max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     budget, unmanaged = int(stats["budget_bytes"]), int(stats["unmanaged_peak_bytes"])
     if _unlimited(stats):
-        return [f"with a budget of {show_size(unmanaged)} or more nothing would have to leave; {_floor(stats)}"]
+        return [
+            f"with a budget of {size(unmanaged)} or more nothing would have to leave; {_floor(stats, binary=binary)}"
+        ]
     if _fitted(stats):
         return []
     recompute, stall = float(stats["recompute_seconds"]) / wall, float(stats["stall_seconds"]) / wall
-    lines = states_knob(stats)
+    lines = states_knob(stats, binary=binary)
     more = None if lines else more_budget(stats)
     if not lines and stall > 2 * recompute and stall > 0.1:
         lines.append(
             "mostly waiting for the tier below: try a faster --disk, memory to spare as --host, or --policy evict"
         )
-    if more is not None:
+    if more is not None and budget + more > 0.9 * unmanaged:
         lines.append(
-            f"+{show_size(more)} of budget ({show_size(budget + more)}) would remove about 80 % of the recomputing and "
-            "waiting (an estimate)"
+            f"+{size(unmanaged - budget)} of budget ({size(unmanaged)}, all that it needs) would remove all of the recomputing "
+            "and waiting"
+        )
+    elif more is not None:
+        added, then = size(more), size(budget + more)
+        lines.append(
+            f"+{added} of budget ({then}) would remove about 80 % of the recomputing and waiting (an estimate)"
         )
     held = int(stats["held_bytes.peak"])
     if held > 0.7 * budget:
         lines.append(
-            f"{show_size(held)} of the budget are held by the program itself and cannot leave; memmgr top shows by whom"
+            f"{size(held)} of the budget are held by the program itself and cannot leave; memmgr top shows by whom"
         )
     return lines
 
 
-def states_knob(stats: dict[str, Any]) -> list[str]:
+def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     """Of a run that waits for model states: the one knob that would help most, as a line, else none.
 
     Compared are a step that is easily taken with each: no gradients kept, twice the tokens a step (where the link takes longer
@@ -83,6 +94,7 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
     Known limitation: estimates. Waiting is taken to be in proportion to what moves. On a small MLP on a CPU a quarter more
     budget took away twice that, tokens as predicted, and gradients that were kept moved 1.2 times their bytes more a pass.
     """
+    size = functools.partial(show_size, binary=binary)
     found = flows(stats)
     wall = float(stats.get("wall_seconds", 0.0))
     stall, recompute = float(stats["stall_seconds"]), float(stats["recompute_seconds"])
@@ -101,13 +113,13 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
     knobs = [  # the cheapest first: (of the time saved, what)
         (
             waiting * min(1.0, kept / moved),
-            f"zero_grad(set_to_none=True): {show_size(kept)} of gradients outlive a step",
+            f"zero_grad(set_to_none=True): {size(kept)} of gradients outlive a step",
         ),
         (
             waiting * states / moved / 2 if link > ops else 0.0,
             "twice the tokens a step (a larger batch; accumulating gradients saves the optimizer states' part of it)",
         ),
-        (lost * more / missing, f"+{show_size(more)} of budget ({show_size(int(stats['budget_bytes']) + more)})"),
+        (lost * more / missing, f"+{size(more)} of budget ({size(int(stats['budget_bytes']) + more)})"),
         (
             waiting / 2,
             "a tier below that is twice as fast (--disk on a faster disk; --host where the machine has memory to spare)",
@@ -116,15 +128,16 @@ def states_knob(stats: dict[str, Any]) -> list[str]:
     most = max(saved for saved, _ in knobs)
     saved, knob = next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper
     return [
-        f"what would help most: {knob}, about {saved:.0%} less time a token (an estimate). Of {show_size(moved)} that move a "
-        f"pass {show_size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
+        f"what would help most: {knob}, about {saved:.0%} less time a token (an estimate). Of {size(moved)} that move a "
+        f"pass {size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
     ]
 
 
-def no_change(stats: dict[str, Any]) -> str:
+def no_change(stats: dict[str, Any], *, binary: bool = False) -> str:
     """Why there is nothing to change, where `changes` has nothing."""
+    size = functools.partial(show_size, binary=binary)
     if _fitted(stats):
-        return f"nothing: everything fitted, and {show_size(int(stats['unmanaged_peak_bytes']))} would have done"
+        return f"nothing: everything fitted, and {size(int(stats['unmanaged_peak_bytes']))} would have done"
     lost = float(stats["recompute_seconds"]) + float(stats["stall_seconds"])
     share = lost / max(float(stats.get("wall_seconds", 0.0)), 1e-9)
     return f"nothing: recomputing and waiting took {share:.1%} of the time, which is not worth more memory"
@@ -138,8 +151,9 @@ def _fitted(stats: dict[str, Any]) -> bool:
     return int(stats["unmanaged_peak_bytes"]) <= int(stats["budget_bytes"])
 
 
-def _floor(stats: dict[str, Any]) -> str:
-    return f"the floor (the smallest budget that could work) is about {show_size(int(stats['floor_bytes']))}"
+def _floor(stats: dict[str, Any], *, binary: bool = False) -> str:
+    size = functools.partial(show_size, binary=binary)
+    return f"the floor (the smallest budget that could work) is about {size(int(stats['floor_bytes']))}"
 
 
 def more_budget(stats: dict[str, Any], share: float = 0.8) -> int | None:

@@ -77,8 +77,8 @@ def _when_the_op_is_over(act: Callable[[], None]) -> None:
 class _Autostart:
     """Waits for the first call of a module, and for the first saved tensor."""
 
-    def __init__(self, opened: budget | Exception, strict: bool) -> None:
-        self._budget = opened  # or why there is none, which is said where it would open
+    def __init__(self, opened: budget, strict: bool) -> None:
+        self._budget = opened
         self._strict = strict
         self._fired = False
         self._lock = threading.Lock()
@@ -101,8 +101,6 @@ class _Autostart:
 
     def counting(self) -> budget | None:
         """The budget, where it is open or still waits."""
-        if isinstance(self._budget, Exception):
-            return None
         is_open = self._budget._runtime is not None and self._budget._runtime is current()
         return self._budget if is_open or not self._fired else None
 
@@ -136,17 +134,12 @@ class _Autostart:
         return True
 
     def _first_call(self, module: torch.nn.Module, args: Any) -> None:
-        if not self._begins():
-            return
-        if isinstance(self._budget, Exception):
-            self._refuse(self._budget)
-        self._open()
+        if self._begins():
+            self._open()
 
     def _first(self, tensor: torch.Tensor) -> Any:
         if self._begins():
-            if isinstance(self._budget, Exception):
-                self._refuse(self._budget)
-            elif sys.getprofile() is None:
+            if sys.getprofile() is None:
                 _when_the_op_is_over(self._open)
             elif self._strict:
                 self._refuse(RuntimeError(_PROFILED))
@@ -155,7 +148,6 @@ class _Autostart:
         return Plain(tensor)
 
     def _open(self) -> None:
-        assert isinstance(self._budget, budget)
         try:
             if current() is not None:
                 raise RuntimeError(
@@ -183,7 +175,7 @@ class _Autostart:
 
     def close(self) -> None:
         """At the end of the process."""
-        if isinstance(self._budget, budget) and self._budget._runtime is not None:
+        if self._budget._runtime is not None:
             # As after an exception: what the graph of the last step still needs comes back only if it fits. But that is not
             # what the log shall say of a script that came to its end.
             self._budget._runtime.ended_well = getattr(sys, "last_value", None) is None
@@ -217,23 +209,22 @@ def budget_of_the_script() -> budget | None:
 
 
 def autostart() -> None:
-    """Reads the environment, and waits for the first module. What cannot be read ends the process here, before
-    anything is trained; what only the first call of a module, or the first saved tensor, can find out (whether there is such a
-    device) is said there. With `strict:off` either is a warning."""
+    """Reads the environment, and waits for the first module. What cannot be had ends the process here, before anything is
+    trained: a size that is none, no such folder or device. What only the first call of a module, or the first saved tensor, can
+    find out (whether there is room) is said there. With `strict:off` either is a warning."""
     global _waiting
     text = os.environ.get("MEMMGR_CONF", "")
-    strict = is_strict(text)
-    opened: budget | Exception
     try:
         check_limit(os.environ["MEMMGR_BUDGET"])
         conf = parse_conf(text)
         conf.pop("strict", None)
         opened = budget(os.environ["MEMMGR_BUDGET"], **conf)
     except Exception as error:
-        if not strict or isinstance(error, ValueError):
-            give_up(error if str(error).startswith("MEMMGR_") else ValueError(f"MEMMGR_CONF: {error}"))
-            return
-        opened = error
+        why = str(error).removeprefix("memmgr: ")
+        if not why.startswith("MEMMGR_"):
+            why = f"MEMMGR_CONF: {why}" if isinstance(error, ValueError) else f"the budget cannot be opened: {why}"
+        give_up(RuntimeError(why))
+        return
     _say_what_it_was()
-    _waiting = _Autostart(opened, strict)
+    _waiting = _Autostart(opened, is_strict(text))
     _waiting.wait()

@@ -20,11 +20,11 @@ import torch
 from memmgr.policies import Policy, parse_policy
 
 from . import _device
-from ._conf import local_ranks
+from ._conf import check_folder, is_off, local_ranks
 from ._errors import RankError
 from ._placement import DEFAULT as DEFAULT_PLACEMENT
 from ._placement import parse_placement
-from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_limit, parse_size, show_size
+from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_host, parse_limit, parse_size, show_size
 from ._variables import refuse_unknown
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
@@ -67,16 +67,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _disk(disk: str | os.PathLike[str] | tuple[Any, ...] | bool | None) -> tuple[str | None, int]:
-    if disk is False:
-        return None, 0
-    if disk is None or disk is True:
-        return default_folder(), 0
     folder, size = disk if isinstance(disk, tuple) else (disk, None)
-    folder = default_folder() if folder is None else os.fspath(folder)
-    if not os.path.isdir(folder):
-        raise ValueError(
-            f"disk: {folder!r} is not a folder; give a folder, or (folder, size), or False for no disk tier"
-        )
+    if is_off(folder):
+        return None, 0
+    usual = folder is None or folder is True
+    folder = default_folder() if usual else os.fspath(folder)
+    check_folder(folder, "MEMMGR_DISK" if usual and "MEMMGR_DISK" in os.environ else "disk")
     free = psutil.disk_usage(folder).total
     size = 0 if size is None else parse_limit(size, whole=free, what="disk")
     return folder, 0 if size == UNLIMITED else size
@@ -119,8 +115,8 @@ class budget:
         host: bytes of memory that what leaves may use. From an accelerator: page-locked at once and never more; default half
             of what is free, at most twice the limit. On the CPU device: memory beside the budget that the machine has to
             spare, as page cache of the first so many bytes of the disk tier, which the system takes back when it needs it;
-            default none.
-        disk: the tier below the CPU: a folder, `(folder, size)`, or False for none. Default the system's temporary
+            default none. `"none"`: none.
+        disk: the tier below the CPU: a folder, `(folder, size)`, or False or `"none"` for none. Default the system's temporary
             folder. The file has mode 0600 and is unlinked as soon as it is open. From an accelerator it is a second step, below
             `host`, and there is none by default: what has lain in host memory longest goes on to the file. Ranks that a launcher
             has started on one host (`LOCAL_WORLD_SIZE`) share `size`, and `host`, in equal parts.
@@ -177,17 +173,15 @@ class budget:
         binary = is_binary(limit)
         self._share: str | None = None  # of the device, until it is asked how much it has
         cpu = self._device.type == "cpu"
-        whole = _device.machine_bytes() if cpu else None
-        if not cpu and isinstance(limit, str) and limit.strip().endswith("%"):
-            parse_budget(limit, whole=1 << 40)  # refuses now what is no share
-            self._share, limit = limit, None
-        asked = parse_budget(limit, whole=whole)
+        asked = parse_budget(limit, whole=_device.machine_bytes() if cpu else 1 << 60)
+        if not cpu and isinstance(limit, str) and limit.strip().endswith("%") and not isinstance(asked, Need):
+            self._share, asked = limit, UNLIMITED
         # From an accelerator the file is a second step, for who asks for it.
         folder, disk_bytes = _disk(disk) if cpu or disk is not None else (None, 0)
         self._config = Config(
             limit_bytes=UNLIMITED if isinstance(asked, Need) else asked,
             device=self._device,
-            host_bytes=None if host is None else max(1, parse_size(host, what="host") // local_ranks()),
+            host_bytes=None if host is None else -(-parse_host(host) // local_ranks()),
             folder=folder,
             disk_bytes=-(-disk_bytes // local_ranks()),
             policy=policy if isinstance(policy, Policy) else parse_policy(policy),
@@ -321,9 +315,10 @@ class budget:
     def _repr_html_(self) -> str:
         """What a notebook shows: the line, and the figures once there are any."""
         stats = self.stats()
-        rows = figures(stats) if stats else []
+        binary = self._config.binary
+        rows = figures(stats, binary=binary) if stats else []
         if self._is_open():
-            rows.insert(1, ("now", show_size(stats["resident_bytes.current"])))
+            rows.insert(1, ("now", show_size(stats["resident_bytes.current"], binary=binary)))
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
         return f"<table><caption>{escape(self._said())}</caption>{cells}</table>"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -26,10 +27,11 @@ KEYS = (
     "verify",
     "quiet",
     "strict",
-    "placement",
     "trace",
     "trace_pass",
 )
+"""Those that a user may set; `placement` is our own tests'."""
+ALLOCATORS = ("auto", "native")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _LENIENT = "MEMMGR_CONF=strict:off trains without a budget"
 
@@ -41,7 +43,12 @@ class Refused(SystemExit):
     """
 
 
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
+def pairs_of(text: str) -> Iterator[tuple[str, str]]:
+    """The keys and values of `MEMMGR_CONF`, as they stand there.
+
+    Raises:
+        ValueError: a pair without a colon, or JSON that is none.
+    """
     if text.lstrip().startswith("{"):
         try:
             found = json.loads(text)
@@ -87,7 +94,11 @@ def parse_conf(text: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     folder, size = None, None
-    for key, value in _pairs(text):
+    for key, value in pairs_of(text):
+        if key == "allocator" and value not in ALLOCATORS:
+            raise ValueError(
+                f"MEMMGR_CONF: allocator:{value} is none of {', '.join(ALLOCATORS)}{meant(value, ALLOCATORS)}"
+            )
         if key in ("policy", "device", "allocator", "host", "log", "trace"):
             found[key] = value
         elif key == "trace_pass":
@@ -103,9 +114,28 @@ def parse_conf(text: str) -> dict[str, Any]:
         else:
             raise _unknown(key)
     if folder is not None or size is not None:
-        off = folder is not None and folder.lower() in ("off", "none", "0")
-        found["disk"] = False if off else (folder, size) if size else folder
+        found["disk"] = False if is_off(folder) else (folder, size) if size else folder
     return found
+
+
+def is_off(disk: object) -> bool:
+    """Is this no disk tier, rather than a folder?"""
+    return disk is False or (isinstance(disk, str) and disk.strip().lower() in ("off", "none", "0"))
+
+
+def check_folder(folder: str, what: str) -> None:
+    """Refuses a folder in which no file can be made: for a tier, before anything is trained.
+
+    Raises:
+        ValueError: the text begins with `what`.
+    """
+    if not os.path.isdir(folder):
+        raise ValueError(f"{what}: {folder!r} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{what}: no file can be made in {folder!r}: {error.strerror}") from None
 
 
 def local_ranks() -> int:
@@ -118,7 +148,7 @@ def is_strict(text: str) -> bool:
     """Whether `MEMMGR_CONF` asks for errors, as it does by default; whatever else is wrong with it, `strict:off` counts."""
     if text.lstrip().startswith("{"):
         try:
-            pairs = list(_pairs(text))
+            pairs = list(pairs_of(text))
         except ValueError:
             return True
     else:
@@ -133,6 +163,29 @@ def check_limit(text: str) -> None:
         ValueError: the text begins with the variable's name.
     """
     parse_budget(text, whole=1 << 60, what="MEMMGR_BUDGET")
+
+
+def check_conf() -> None:
+    """Refuses what `MEMMGR_CONF` cannot be where no budget is asked for: some of its keys count without one.
+
+    Raises:
+        Refused: `strict` is on.
+    """
+    try:
+        parse_conf(os.environ.get("MEMMGR_CONF", ""))
+    except ValueError as error:
+        refuse_or_warn(str(error))
+
+
+def refuse_or_warn(why: str) -> None:
+    """Ends the process where a variable makes no sense; with `strict:off` it is a warning.
+
+    Raises:
+        Refused: `strict` is on.
+    """
+    if is_strict(os.environ.get("MEMMGR_CONF", "")):
+        refuse(f"{why} (MEMMGR_CONF=strict:off makes this a warning)")
+    warnings.warn(f"memmgr: {why}", stacklevel=4)
 
 
 def give_up(error: Exception) -> None:

@@ -30,7 +30,6 @@ DRIVER_VARIABLE = "MEMMGR_DRIVER"
 MEMORIES = {"mapped": 0, "plain": 1}  # MM_MEMORY_*
 
 NATIVE = "native"  # torch's own name for its allocator
-ALLOCATORS = ("auto", NATIVE)
 TOO_LATE = (
     "CUDA was initialised before memmgr could put its allocator in place: `import memmgr` before anything uses the GPU, or "
     "start the script with MEMMGR_BUDGET set or by `memmgr run`"

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from . import _cuda
-from ._conf import local_ranks
+from ._conf import ALLOCATORS, local_ranks
 from ._machine import memory_bytes
 from ._meant import meant
 from ._sizes import UNLIMITED
@@ -31,8 +31,8 @@ def resolve(device: torch.device | str | None, allocator: str = "auto") -> torch
         NotImplementedError: a device that memmgr has no allocator for.
         RuntimeError: neither CUDA allocator can be had.
     """
-    if allocator not in _cuda.ALLOCATORS:
-        raise ValueError(f"allocator: {allocator!r} is none of {', '.join(_cuda.ALLOCATORS)}")
+    if allocator not in ALLOCATORS:
+        raise ValueError(f"allocator: {allocator!r} is none of {', '.join(ALLOCATORS)}")
     if device is not None:
         chosen = _named(device)
     elif _cuda.in_place():

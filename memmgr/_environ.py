@@ -20,6 +20,10 @@ def autoload() -> None:
 
             refuse_unknown()
         if "MEMMGR_BUDGET" not in os.environ:
+            if "MEMMGR_CONF" in os.environ:
+                from ._conf import check_conf
+
+                check_conf()
             if package._wanted:
                 package._install()
             else:

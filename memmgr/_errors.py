@@ -67,20 +67,22 @@ class RankError(RuntimeError):
     enough_bytes: int = 0
 
 
-def rank_error(trouble: dict[str, Any], here: int) -> RankError:
+def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> RankError:
     """The error of the ranks that are well.
 
     Args:
         trouble: `rank`; of its exception `error` (the type; empty: its process is gone), `text`, the sizes of a BudgetError.
         here: the rank that raises it.
+        binary: sizes in powers of two, as the user wrote the budget.
     """
     rank, kind = int(trouble["rank"]), trouble["error"]
     floor, enough = int(trouble.get("floor_bytes", 0)), int(trouble.get("enough_bytes", 0))
     limit = int(trouble.get("budget_bytes", 0))
     if floor:
+        spent, least, named = (show_size(size, binary=binary) for size in (limit, floor, enough))
         what = (
-            f"has ended with {kind}: its budget of {show_size(limit)} is spent. Its floor is {show_size(floor)}, and a budget of "
-            f"{show_size(enough)} ({enough} bytes) should do there."
+            f"has ended with {kind}: its budget of {spent} is spent. Its floor is {least}, and a budget of {named} ({enough} "
+            "bytes) should do there."
         )
     elif kind:
         what = f"has ended with {kind}: {trouble['text']}" if trouble["text"] else f"has ended with {kind}."

@@ -16,7 +16,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter] = _UNITS[_letter + "B"] = 1000**_power
     _UNITS[_letter + "I"] = _UNITS[_letter + "IB"] = 1024**_power
 
-ACCEPTED = '"12GB" (10^9 bytes each), "12GiB" (2^30 bytes each), "500MB", a number of bytes (12_000_000_000), or "80%"'
+NO_LIMIT = '"none" (no limit)'
 
 SMALLEST_BARE = 2**16
 """A number without a unit below this is taken for one that lost its unit: nothing that torch does fits into less."""
@@ -25,13 +25,24 @@ _DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _BINARY = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
-def parse_size(value: int | float | str, *, whole: int | None = None, what: str = "budget") -> int:
+def _accepted(whole: int | None, *more: str) -> str:
+    """What is understood; a percentage only where there is something that it can be of."""
+    found = ['"12GB" (10^9 bytes each)', '"12GiB" (2^30 bytes each)', '"500MB"', "a number of bytes (12_000_000_000)"]
+    found += [] if whole is None else ['"80%"']
+    *others, last = [*found, *more]
+    return f"{', '.join(others)} or {last}"
+
+
+def parse_size(
+    value: int | float | str, *, whole: int | None = None, what: str = "budget", more: tuple[str, ...] = ()
+) -> int:
     """Bytes from an int or a string.
 
     Args:
-        value: `ACCEPTED` says what is understood. Units are bytes, in any case: nobody measures memory in bits.
+        value: `_accepted` says what is understood. Units are bytes, in any case: nobody measures memory in bits.
         whole: what a percentage is a percentage of, in bytes; None where percentages make no sense.
         what: the name of the thing, for the error.
+        more: what the caller has accepted besides, for the error.
 
     Returns:
         Bytes, at least 1.
@@ -41,46 +52,60 @@ def parse_size(value: int | float | str, *, whole: int | None = None, what: str 
             text shows what would be accepted.
         TypeError: not an int or a string.
     """
+    accepted = _accepted(whole, *more)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{what}: expected {ACCEPTED}, got {value!r}")
+        raise TypeError(f"{what}: expected {accepted}; got {value!r}")
     if isinstance(value, int | float):
         if value != value or value <= 0 or value == float("inf"):
-            raise ValueError(f"{what}: expected a positive size, {ACCEPTED}; got {value!r}")
+            raise ValueError(f"{what}: expected a positive size, {accepted}; got {value!r}")
         if isinstance(value, float) and not value.is_integer():
-            raise ValueError(f"{what}: {value!r} is not a whole number of bytes; expected {ACCEPTED}")
-        _refuse_bare(value, what)
+            raise ValueError(f"{what}: {value!r} is not a whole number of bytes; expected {accepted}")
+        _refuse_bare(value, what, accepted)
         return int(value)
     text = value.strip().replace("_", "")
+    if not text:
+        raise ValueError(f"{what}: {value!r} is empty; expected {accepted}")
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)", text)
     if not match:
-        raise ValueError(f"{what}: cannot read {value!r} as a size; expected {ACCEPTED}")
+        raise ValueError(f"{what}: cannot read {value!r} as a size; expected {accepted}")
     number, unit = float(match[1]), match[2]
     if unit == "%":
         if whole is None:
-            raise ValueError(f"{what}: a percentage makes no sense here; expected {ACCEPTED.rsplit(', or', 1)[0]}")
+            raise ValueError(f"{what}: a percentage makes no sense here; expected {accepted}")
         if not 0 < number <= 100:
-            raise ValueError(f"{what}: {value!r} is not between 0 % and 100 %; expected {ACCEPTED}")
+            raise ValueError(f"{what}: {value!r} is not between 0 % and 100 %; expected {accepted}")
         return max(1, int(whole * number / 100))
     factor = _UNITS.get(unit.upper())
     if factor is None:
-        raise ValueError(f"{what}: unknown unit {unit!r} in {value!r}; expected {ACCEPTED}")
+        raise ValueError(f"{what}: unknown unit {unit!r} in {value!r}; expected {accepted}")
     size = int(match[1]) if not unit and match[1].isdigit() else int(number * factor)
     if size <= 0:
-        raise ValueError(f"{what}: expected a positive size, {ACCEPTED}; got {value!r}")
+        raise ValueError(f"{what}: expected a positive size, {accepted}; got {value!r}")
     if not unit:
-        _refuse_bare(number, what)
+        _refuse_bare(number, what, accepted)
     return size
 
 
-def _refuse_bare(number: float, what: str) -> None:
+def _refuse_bare(number: float, what: str, accepted: str) -> None:
     if number < SMALLEST_BARE:
         meant = f"{number:g}GB" if number < 1000 else f"{number:g}MB"
         raise ValueError(
-            f"{what}: {number:g} without a unit is {number:g} bytes; was {meant} meant? ({number:g}B if not.) Expected {ACCEPTED}"
+            f"{what}: {number:g} without a unit is {number:g} bytes; was {meant} meant? ({number:g}B if not.) Expected {accepted}"
         )
 
 
-def parse_limit(value: int | float | str | None, *, whole: int | None = None, what: str = "budget") -> int:
+def is_none(value: object) -> bool:
+    """`None`, `"none"`."""
+    return value is None or (isinstance(value, str) and value.strip().lower() == "none")
+
+
+def parse_limit(
+    value: int | float | str | None,
+    *,
+    whole: int | None = None,
+    what: str = "budget",
+    more: tuple[str, ...] = (NO_LIMIT,),
+) -> int:
     """As `parse_size`, of a limit: `None` and `"none"` are no limit.
 
     Returns:
@@ -89,15 +114,12 @@ def parse_limit(value: int | float | str | None, *, whole: int | None = None, wh
     Raises:
         ValueError, TypeError: as `parse_size`.
     """
-    if value is None:
-        return UNLIMITED
-    if isinstance(value, str):
-        word = value.strip().lower()
-        if word == "none":
-            return UNLIMITED
-        if not word:
-            raise ValueError(f"{what}: is empty; expected {ACCEPTED}")
-    return parse_size(value, whole=whole, what=what)
+    return UNLIMITED if value is None or is_none(value) else parse_size(value, whole=whole, what=what, more=more)
+
+
+def parse_host(value: int | str, what: str = "host") -> int:
+    """As `parse_size`, of memory for what leaves: `"none"` is none of it, 0."""
+    return 0 if is_none(value) else parse_size(value, what=what, more=('"none" (no host memory)',))
 
 
 @dataclass(frozen=True)
@@ -117,7 +139,7 @@ class Need:
 MOST_SHARE = 2.0
 """Of the need: more is taken for a percentage that lost its sign."""
 
-_OF_A_RUN = '"need*60%" (of what the run needs), "auto" (the knee of its cost) or "none" (no limit)'
+_OF_A_RUN = ('"need*60%" (of what the run needs)', '"auto" (the knee of its cost)', NO_LIMIT)
 _WORDS = ("auto", "need", "none")
 
 
@@ -133,10 +155,9 @@ def parse_budget(value: int | float | str | None, *, whole: int | None = None, w
     share = need_share(text)
     if share is None:
         try:
-            return parse_limit(value, whole=whole, what=what)
+            return parse_limit(value, whole=whole, what=what, more=_OF_A_RUN)
         except ValueError as error:
-            said = str(error).replace(', or "80%"', ', "80%"')
-            raise ValueError(f"{said}, {_OF_A_RUN}{_meant(text)}") from None
+            raise ValueError(f"{error}{_meant(text)}") from None
     return _need(share, value, what)
 
 

@@ -52,9 +52,11 @@ def refuse_unknown() -> None:
     said = True
     if not found:
         return
-    from ._conf import is_strict, refuse
+    from ._conf import refuse_or_warn
 
     misspelt = [line for line, near in found.items() if near]
-    if misspelt and is_strict(os.environ.get("MEMMGR_CONF", "")):
-        refuse(f"{'; '.join(misspelt)} (MEMMGR_CONF=strict:off makes this a warning)")
-    warnings.warn(f"memmgr: {'; '.join(found)}", stacklevel=3)
+    if misspelt:
+        refuse_or_warn("; ".join(misspelt))
+    others = [line for line in found if line not in misspelt]
+    if others:
+        warnings.warn(f"memmgr: {'; '.join(others)}", stacklevel=3)

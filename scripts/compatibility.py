@@ -34,9 +34,10 @@ HEAD = """# Compatibility
 
 <!-- Made by scripts/compatibility.py: `make compatibility`. -->
 
-Each row is a small training in a process of its own: plain, and in a budget {share} % of the way from its floor to what it needs.
-*Same bits* compares losses and parameters. *Left* says how many tensors had to leave for that. Tensors of 512 bytes and more may
-leave here; yours are larger. Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
+Each row is a small training in a process of its own: plain, and in a budget.
+That is {share} % of the way from its floor to what it needs. *Same bits* compares losses and parameters.
+*Left* says how many tensors had to leave for that. Tensors of 512 bytes and more may leave here; yours are larger.
+Run with memmgr {memmgr}, torch {torch}, Python {python} on the CPU.
 
 | | versions | same bits | peak of budget | left | why not |
 |---|---|---|---|---|---|

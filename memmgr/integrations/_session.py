@@ -81,7 +81,7 @@ class Session:
             sizes = ", ".join(map(str, self._tried))
             _say([f"batch sizes tried: {sizes}; " + ("the last one failed" if failed else "the last one fitted")])
         if ours and not failed:
-            _say(advice(self._own.stats()))
+            _say(advice(self._own.stats(), binary=self._own._config.binary))
 
     def _end(self, failed: bool, report: bool) -> None:
         self._open = False

@@ -108,6 +108,11 @@ FIGURES: tuple[Figure, ...] = (
         "backwards that ended, a pass goes from the end of one to the end of the next; without one, equal turns of a loop",
     ),
     Figure("planned_passes", "counter", "passes that followed a plan to its end"),
+    Figure(
+        "steps",
+        "counter",
+        "steps of the optimizer that has taken most; one of torch's, or a subclass: others are not seen",
+    ),
     Figure("short_periods", "counter", "planned passes in which malloc had to choose for itself"),
     Figure("plans", "counter", "plans that were made"),
     Figure("plan_seconds", "counter", "making plans, beside the training"),

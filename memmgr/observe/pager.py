@@ -95,6 +95,7 @@ class PagerFigures:
     Args:
         escaped: says where addresses were handed out for good, and how often (rule 9).
         rankings: says how often a policy ranked.
+        steps: says how often the optimizer stepped.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PagerFigures:
         purposes: Purposes,
         escaped: Callable[[], dict[str, int]],
         rankings: Callable[[], int],
+        steps: Callable[[], int],
     ) -> None:
         self._asked = asked
         self._native = native
@@ -114,6 +116,7 @@ class PagerFigures:
         self._purposes = purposes
         self._escaped = escaped
         self._rankings = rankings
+        self._steps = steps
         self._begun = time.perf_counter()
         self._held_peak = 0
         self._last: dict[str, Any] | None = None
@@ -145,6 +148,7 @@ class PagerFigures:
             "watched_seconds": passes.seconds,
             "passes": passes.count + now["loop_turns"],
             "planned_passes": now["planned_periods"],
+            "steps": self._steps(),
             "plans": self._plans.made,
             "plan_seconds": self._plans.seconds,
             "rankings": self._rankings(),

@@ -5,6 +5,7 @@ From `memmgr.stats()` alone, so that whoever reads a stream or a log says the sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,15 +95,16 @@ def flows(stats: Mapping[str, Any], since: Mapping[str, Any] | None = None) -> F
     return Flows(each, seconds, seconds * float(stats.get("link_bytes_per_second", 0.0)))
 
 
-def line(stats: Mapping[str, Any]) -> list[str]:
+def line(stats: Mapping[str, Any], *, binary: bool = False) -> list[str]:
     """A line where model states have left, else none."""
     found = flows(stats)
     if found is None or not found.states_moved_bytes:
         return []
+    size = functools.partial(show_size, binary=binary)
     parts = ", ".join(
-        f"{flow.kind.replace('_', ' ')} {show_size(flow.moved_bytes)}" for flow in found.each if flow.moved_bytes
+        f"{flow.kind.replace('_', ' ')} {size(flow.moved_bytes)}" for flow in found.each if flow.moved_bytes
     )
     return [
-        f"model states left: {show_size(found.moved_bytes)} moved a pass ({parts}); one after the other the link moves "
-        f"{show_size(found.link_bytes)} in that time"
+        f"model states left: {size(found.moved_bytes)} moved a pass ({parts}); one after the other the link moves "
+        f"{size(found.link_bytes)} in that time"
     ]

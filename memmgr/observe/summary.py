@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import shlex
 import sys
 from typing import Any
 
@@ -10,25 +14,28 @@ from memmgr._sizes import UNLIMITED, show_seconds, show_size
 
 from . import states
 
+says_next = True
+"""Nobody else says what to do next when the process ends, as `memmgr run` does."""
+_next = ""
+_process = os.getpid()
 
-def summary(s: dict[str, Any]) -> str:
+
+def summary(s: dict[str, Any], *, binary: bool = False) -> str:
     """One line.
 
     Args:
         s: `memmgr.stats()`.
+        binary: sizes in powers of two, as the user wrote the budget; below, too.
     """
+    size = functools.partial(show_size, binary=binary)
     wall = max(s["wall_seconds"], 1e-9)
     limit = s["budget_bytes"]
-    of = (
-        f" of {show_size(limit)} ({show_size(s['unmanaged_peak_bytes'])} unmanaged)"
-        if limit < UNLIMITED
-        else " without a limit"
-    )
+    of = f" of {size(limit)} ({size(s['unmanaged_peak_bytes'])} unmanaged)" if limit < UNLIMITED else " without a limit"
     planned = f" ({s['planned_passes']} by plan)" if s["planned_passes"] else ""
     return (
-        f"memmgr: peak {show_size(s['resident_bytes.peak'])}{of}, {s['passes']} "
-        f"pass{'' if s['passes'] == 1 else 'es'}{planned}; evicted {s['evictions']} ({show_size(s['evicted_bytes'])}), "
-        f"offloaded {s['offloads']} ({show_size(s['offload_bytes'])}); "
+        f"memmgr: peak {size(s['resident_bytes.peak'])}{of}, {s['passes']} "
+        f"pass{'' if s['passes'] == 1 else 'es'}{planned}; evicted {s['evictions']} ({size(s['evicted_bytes'])}), "
+        f"offloaded {s['offloads']} ({size(s['offload_bytes'])}); "
         f"{_slower(s)}recomputing {100 * s['recompute_seconds'] / wall:.1f} %, waiting for reads "
         f"{100 * (s['stall_seconds'] - s['room_seconds']) / wall:.1f} %, for room {100 * s['room_seconds'] / wall:.1f} % "
         f"of {wall:.1f} s"
@@ -36,7 +43,8 @@ def summary(s: dict[str, Any]) -> str:
 
 
 def slowdown(s: dict[str, Any]) -> float | None:
-    """The run's time over that of one without a limit: what neither recomputed nor waited is what that would have taken.
+    """The run's time over that of one without a limit, at least: what neither recomputed nor waited is the most that that would
+    have taken.
 
     Args:
         s: `memmgr.stats()`.
@@ -44,7 +52,8 @@ def slowdown(s: dict[str, Any]) -> float | None:
     Returns:
         At least 1; None without a limit, and where threads that wait beside each other add up to all the time.
 
-    Known limitation: what copies take of the cores that compute, and of memory's bandwidth, is not in it.
+    Known limitation: what copies take of the cores that compute, and of memory's bandwidth, and what an op costs for being
+    seen, are not in it.
     """
     wall, lost = float(s["wall_seconds"]), float(s["recompute_seconds"]) + float(s["stall_seconds"])
     return wall / (wall - lost) if s["budget_bytes"] < UNLIMITED and lost < wall else None
@@ -52,32 +61,33 @@ def slowdown(s: dict[str, Any]) -> float | None:
 
 def _slower(s: dict[str, Any]) -> str:
     factor = slowdown(s)
-    return "" if factor is None else f"{factor:.2f}x of an unlimited run: "
+    return "" if factor is None else f"at least {factor:.2f}x of an unlimited run: "
 
 
-def figures(s: dict[str, Any]) -> list[tuple[str, str]]:
+def figures(s: dict[str, Any], *, binary: bool = False) -> list[tuple[str, str]]:
     """What a person asks first about a run, each with its name.
 
     Args:
         s: `memmgr.stats()`.
     """
+    size = functools.partial(show_size, binary=binary)
     wall = max(float(s["wall_seconds"]), 1e-9)
     limit = int(s["budget_bytes"])
     return [
-        ("budget", "none" if limit >= UNLIMITED else show_size(limit)),
-        ("peak", show_size(s["resident_bytes.peak"])),
-        ("unmanaged it would need", show_size(s["unmanaged_peak_bytes"])),
-        ("smallest budget (floor)", show_size(s["floor_bytes"])),
+        ("budget", "none" if limit >= UNLIMITED else size(limit)),
+        ("peak", size(s["resident_bytes.peak"])),
+        ("unmanaged it would need", size(s["unmanaged_peak_bytes"])),
+        ("smallest budget (floor)", size(s["floor_bytes"])),
         ("passes", f"{s['passes']:,}"),
         ("of these by plan", f"{s.get('planned_passes', 0):,}"),
         ("time", show_seconds(wall)),
-        *(("slowdown", f"{factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
+        *(("slowdown", f"at least {factor:.2f}x") for factor in [slowdown(s)] if factor is not None),
         ("recomputing", f"{s['recompute_seconds'] / wall:.1%}"),
         ("waiting", f"{s['stall_seconds'] / wall:.1%}"),
     ]
 
 
-def spread(ranks: list[dict[str, Any]]) -> list[str]:
+def spread(ranks: list[dict[str, Any]], *, binary: bool = False) -> list[str]:
     """How far the ranks of a job are apart, in one line; none where there is one.
 
     Args:
@@ -87,19 +97,38 @@ def spread(ranks: list[dict[str, Any]]) -> list[str]:
         return []
     peaks = [s["resident_bytes.peak"] for s in ranks]
     factors = [factor for factor in map(slowdown, ranks) if factor is not None]
-    slower = f"; {min(factors):.2f}x to {max(factors):.2f}x of an unlimited run" if factors else ""
-    return [f"of {len(ranks)} ranks: peak {show_size(min(peaks))} to {show_size(max(peaks))}{slower}"]
+    slower = f"; at least {min(factors):.2f}x to {max(factors):.2f}x of an unlimited run" if factors else ""
+    least, most = (show_size(peak, binary=binary) for peak in (min(peaks), max(peaks)))
+    return [f"of {len(ranks)} ranks: peak {least} to {most}{slower}"]
 
 
-def report(s: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def report(
+    s: dict[str, Any], ranks: list[dict[str, Any]], *, log: str | os.PathLike[str] | None = None, binary: bool = False
+) -> None:
     """Prints it, and what else is worth saying.
 
     Args:
         s: `memmgr.stats()`.
         ranks: the same of all ranks, where this is one of several and speaks for them.
+        log: the telemetry's; None: there is none.
     """
-    lines = spread(ranks) + states.line(s) + own_checkpointing(s)
-    print(summary(s), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)
+    lines = spread(ranks, binary=binary) + states.line(s, binary=binary) + own_checkpointing(s, binary=binary)
+    global _next
+    _next = next_command(log)
+    print(summary(s, binary=binary), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)
+
+
+def next_command(log: str | os.PathLike[str] | None) -> str:
+    """Where to look closer."""
+    if log is None:
+        return 'to look closer:  log="run.jsonl" (or MEMMGR_CONF=log:run.jsonl), then memmgr report run.jsonl'
+    return "where the time and the memory went:  memmgr report " + shlex.quote(os.fspath(log))
+
+
+@atexit.register  # at the import, so after all budgets have closed; once, however many there were
+def _say_next() -> None:
+    if says_next and _next and os.getpid() == _process:
+        print(f"memmgr: {_next}", file=sys.stderr)
 
 
 def fragmentation(arena: dict[str, Any]) -> float:

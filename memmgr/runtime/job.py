@@ -163,14 +163,16 @@ class Job:
     Args:
         figures: of this rank, for the summary.
         quiet: there will be none.
+        binary: errors speak in powers of two.
 
     Known limitations: a host that is lost as a whole is not named; neither is a rank that has no budget. Where nobody can be
     reached any more (rank 0 had the store, and is gone) the backend's own error stays as it is.
     """
 
-    def __init__(self, figures: Callable[[], Figures], *, quiet: bool) -> None:
+    def __init__(self, figures: Callable[[], Figures], *, quiet: bool, binary: bool = False) -> None:
         self._figures = figures
         self._quiet = quiet
+        self._binary = binary
         self._patches = Patches()
         self._member: Member | None = None
         self._thread: threading.Thread | None = None
@@ -207,7 +209,7 @@ class Job:
             if _is_of_a_backend(error):
                 self._heard.wait(NAMING_SECONDS)
                 if self._trouble is not None:
-                    return rank_error(self._trouble, member.rank)
+                    return rank_error(self._trouble, member.rank, binary=self._binary)
             member.show_connections()
             member.tell(rank=member.rank, **_described(error))
         return None

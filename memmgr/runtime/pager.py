@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memmgr._consumers import log_path
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
@@ -77,6 +78,7 @@ class PagerRuntime:
             self._purposes,
             self._readers.escaped,
             lambda: self._ranker.rankings,
+            lambda: self._steps.count,
         )
         self.telemetry = Telemetry(self.native, self.figures, config.log)
         self._file = TraceFile(config.trace, config.trace_pass, self.telemetry) if config.trace is not None else None
@@ -86,7 +88,7 @@ class PagerRuntime:
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._graphs = CompiledGraphs(lambda text: self._explain.spent(text))
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
-        self.job = Job(self.stats, quiet=config.quiet)
+        self.job = Job(self.stats, quiet=config.quiet, binary=config.binary)
         self._stock: Stock | None = None
         self._open = False
         self._final: dict[str, Any] | None = None
@@ -220,7 +222,8 @@ class PagerRuntime:
             if self._stock is not None:  # the next budget of the process counts it again
                 self.native.add_outside(-self._stock.close())
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
-            report_end(self._final, self.job.all_figures)
+            log = None if self.config.log is None else log_path(self.config.log)
+            report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary)
         for text in (
             *self.telemetry.complaints(),
             *self._ranker.complaints(),
@@ -264,4 +267,4 @@ class PagerRuntime:
 
     def summary(self) -> str:
         """One line."""
-        return summary(self.stats())
+        return summary(self.stats(), binary=self.config.binary)

@@ -220,7 +220,7 @@ class Plans:
             return ()
         write, read = self._pager.link()
         link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, self.cpu_seconds_per_byte)
-        # A disk that reads and writes moves no more than one that does either (docs/reports); a bus has both ways.
+        # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
     def measured(self, *, repeats: bool = False, modules: Sequence[str] = (), scratch: Sequence[int] = ()) -> Measured:

@@ -15,9 +15,12 @@ import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from memmgr.native.pager import Pager
 from memmgr.readers.captures import is_capturing
@@ -40,9 +43,20 @@ class SlicedSteps:
         self._device = device
         self._small_bytes = small_bytes
         self._patches = Patches()
+        self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._counting: RemovableHandle | None = None
+
+    @property
+    def count(self) -> int:
+        """Steps of the optimizer that has taken most: of a training, not of a network of two."""
+        return max(list(self._counts.values()), default=0)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
 
     def install(self) -> None:
         """Puts the patches in place."""
+        self._counting = register_optimizer_step_post_hook(self._stepped)
         for module in [module for name, module in list(sys.modules.items()) if name.startswith("torch.optim.")]:
             for name in [name for name in vars(module) if name.startswith(_PREFIXES)]:
                 if getattr(vars(module)[name], "__module__", "") == module.__name__:  # AdamW's are Adam's
@@ -55,6 +69,8 @@ class SlicedSteps:
     def remove(self) -> None:
         """Undoes them. What waits runs, and nothing waits any more, in no thread that is in the middle of a step."""
         self._patches.undo()
+        if self._counting is not None:
+            self._counting.remove()
         self._pager.let_slices_wait(False)
         self._pager.finish_pending()
 

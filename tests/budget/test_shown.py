@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import memmgr
+from memmgr._advice import advice
+from memmgr._errors import rank_error
 from memmgr.policies import parse_policy
 
 
@@ -64,6 +67,25 @@ def test_in_a_notebook(beyond: Callable[[str], int]) -> None:
     assert shown["passes"] == "1" and shown["budget"].endswith(" GB") and shown["time"].split()[1] in ("us", "ms", "s")
     assert "now" in dict(map(tuple, inside.rows)) and "now" not in shown
     assert inside.caption.endswith("open") and after.caption.endswith("closed")
+
+
+def test_sizes_are_in_the_units_of_the_user(capfd: pytest.CaptureFixture[str]) -> None:
+    w = torch.randn(64, 64, requires_grad=True)
+    with memmgr.budget("3GiB", device="cpu") as budget:
+        w.mm(w).tanh().sum().backward()
+        assert not re.findall("[kMGT]B", budget._repr_html_())
+    stats = budget.stats() | {"recompute_seconds": 1.0, "wall_seconds": 4.0, "unmanaged_peak_bytes": 2**33}
+    trouble = {
+        "rank": 1,
+        "error": "BudgetError",
+        "text": "",
+        "floor_bytes": 2**30,
+        "enough_bytes": 2**31,
+        "budget_bytes": 2**29,
+    }
+    said = [capfd.readouterr().err, *advice(stats, binary=True), str(rank_error(trouble, 0, binary=True))]
+    assert "of 3 GiB" in said[0] and "would remove" in said[2] and "512 MiB" in said[-1]
+    assert not re.findall("[kMGT]B", "".join(said)), said
 
 
 def test_names_are_text_not_html() -> None:

@@ -17,6 +17,7 @@ from memmgr._sizes import (
     is_binary,
     need_share,
     parse_budget,
+    parse_host,
     parse_limit,
     parse_share,
     parse_size,
@@ -157,6 +158,7 @@ def test_what_the_run_decides(given: str, is_: Need) -> None:
         ("atuo", r"did you mean 'auto'\?"),
         ("noen", r"did you mean 'none'\?"),
         ("lots", r'"80%", "need\*60%" \(of what the run needs\), "auto" \(.*\) or "none" \(no limit\)$'),
+        ("0", r'positive size, "12GB".*"80%", "need\*60%".*or "none" \(no limit\); got \'0\'$'),
         ("12XB", r'unknown unit.*or "none" \(no limit\)$'),
         ("", r'is empty; expected [^;]*or "none" \(no limit\)$'),
     ],
@@ -183,6 +185,25 @@ def test_what_is_no_ratio(text: str) -> None:
 )
 def test_a_share_of_the_need(text: str, share: float | None) -> None:
     assert need_share(text) == share
+
+
+@pytest.mark.parametrize("options", [{"host": "none"}, {"disk": "none"}, {"disk": (None, "none")}, {"disk": "NONE "}])
+def test_none_is_none_everywhere(options: dict[str, Any]) -> None:
+    assert parse_host("none") == 0 and parse_host("1MB") == 10**6
+    with memmgr.budget("8GB", quiet=True, **options) as mm:
+        assert mm._config.host_bytes in (None, 0) and (mm._config.folder is None) == (
+            options.get("disk") in ("none", "NONE ")
+        )
+
+
+@pytest.mark.parametrize("text", ["80%", "lots", "0", "12", "12XB", ""])
+def test_only_what_is_accepted_is_listed(text: str) -> None:
+    """Host memory is no share of anything, and neither is a size whose whole is not known."""
+    for read in (parse_host, parse_limit, parse_budget, parse_size):
+        with pytest.raises(ValueError) as caught:
+            read(text)
+        said = str(caught.value)
+        assert '"80%"' not in said and "12GB" in said and ("none" in said) == (read is not parse_size)
 
 
 def test_units_of_the_user() -> None:

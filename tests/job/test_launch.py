@@ -130,5 +130,5 @@ def _figures(peak: int, lost: float) -> dict[str, float]:
 
 def test_the_spread_is_one_line() -> None:
     ranks = [_figures(11_000_000, 1.0), _figures(9_000_000, 0.0), _figures(10_000_000, 5.0)]
-    assert spread(ranks) == ["of 3 ranks: peak 9 MB to 11 MB; 1.00x to 2.00x of an unlimited run"]
+    assert spread(ranks) == ["of 3 ranks: peak 9 MB to 11 MB; at least 1.00x to 2.00x of an unlimited run"]
     assert spread(ranks[:1]) == [] == spread([])

@@ -106,7 +106,8 @@ def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture
 def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
     assert "does not fit; the largest op alone needs" in capsys.readouterr().out
-    assert not planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", "host:100kB", what)["fits"]
+    for tier, fits in (("host:100kB", False), ("host:none", True), ("none", False)):
+        assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
 
 
 def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:

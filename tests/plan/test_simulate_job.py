@@ -89,6 +89,7 @@ def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "how much is there?" in refused(unequal)
     assert "--log, --ratio" in refused(unequal, "--total", "99B", "--ratio", "0.5")
     assert "not all" in refused(unequal, "--total", "99B", "--policy", "all")
+    assert "how much is there?" in refused(unequal, "--total", "none")
     small = refused(unequal, "--total", "3B")
     assert "3 B are less than what fits" in small and "rank 0" in small and "rank 1" in small
     rank(unequal, 1, 1, job="run 8")

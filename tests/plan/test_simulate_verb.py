@@ -153,6 +153,17 @@ def test_with_a_link_the_schedule_is_one_too(
     assert cost.seconds / trace.seconds == pytest.approx(shown["overhead"])
 
 
+@pytest.mark.parametrize("words", [("--ratio", "0.6"), ("--sweep",)])
+def test_a_missing_package_is_said_and_not_taken_for_a_budget_that_is_too_small(
+    words: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)  # as if scipy were not installed
+    assert simulate("--log", file, "--policy", "checkmate", *words) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit" not in shown
+    assert shown.count("checkmate: Checkmate's program needs scipy: pip install 'memmgr[plan]'") == 1
+
+
 def test_a_pass_that_does_not_fit_is_an_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--log", file, "--budget", "1KB", "--json") == 0
     shown = json.loads(capsys.readouterr().out)

@@ -15,6 +15,7 @@ import forkserver
 import psutil
 import pytest
 
+from memmgr._machine import memory_bytes
 from memmgr.tools import cli
 from memmgr.tools.bench import rows, turns, verb
 from memmgr.tools.bench.largest import Try, bisect
@@ -267,6 +268,10 @@ def test_bisection_ends_within_a_sixteenth(largest: int, first: int) -> None:
 def test_nothing_fits() -> None:
     good, bad = bisect(lambda batch: Try(batch, error="needs more"), 8)
     assert good is None and bad is not None and bad.batch == 1
+
+
+def test_memory_none_is_the_machines() -> None:
+    assert verb._size("none") == memory_bytes() and verb._size("2GB") == 2 * 10**9
 
 
 def test_the_largest_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
+import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +37,20 @@ def test_the_page_has_every_check(script: ModuleType) -> None:
     rows = [line for line in script.PAGE.read_text().splitlines() if line.startswith("| ")][1:]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [check.title for check in script.CHECKS.values()]
     assert not [row for row in rows if "**" in row], "what is wrong is not published, it is mended"
+
+
+def test_the_page_has_the_versions_that_are_installed() -> None:
+    """It is made again when one changes; what is not installed here cannot be compared."""
+    stated = re.findall(r"\b(memmgr|torch|Python|[a-z]+) (\d+\.[\w.+]+\w)", script_page())
+    assert len(stated) > 8 and {"memmgr", "torch", "transformers", "ipython"} <= dict(stated).keys()
+    for package, said in stated:
+        if package == "Python":
+            assert platform.python_version_tuple()[:2] == tuple(said.split(".")[:2])
+            continue
+        try:
+            assert version(package).partition("+")[0] == said.partition("+")[0], package
+        except PackageNotFoundError:
+            continue
 
 
 def test_a_check_runs_in_a_process_of_its_own() -> None:

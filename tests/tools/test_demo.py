@@ -92,6 +92,7 @@ def test_a_failed_run_fails_and_says_why(fake: Callable[..., int], capsys: pytes
 
 
 def test_options(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake("--policy", "evcit") == 2 and "unknown policy" in capsys.readouterr().err  # before anything is started
     assert fake("--budgets", "60%, 40", "--policy", "lru+offload", "--steps", "4", "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["spec"]["budget_bytes"] for run in runs] == [None, 60 * MB, 40 * MB]

@@ -63,7 +63,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "python train.py --name 'a b'",
         "smallest budget (floor)",
         "3.9 MB",
-        "+3.2 MB of budget (11.2 MB) would remove about 80 % of the recomputing and waiting",
+        "+4 MB of budget (12 MB, all that it needs) would remove all of the recomputing and waiting",
         "budget 8 MB",
         "Net.first.1",
         "addmm",
@@ -177,7 +177,9 @@ def _advised(tmp_path: Path, **changed: float) -> str:
 
 
 def test_there_is_a_change_or_it_says_that_there_is_none(tmp_path: Path) -> None:
-    assert _advised(tmp_path).startswith("<li>+3.2 MB of budget")
+    assert _advised(tmp_path).startswith("<li>+4 MB of budget")
+    far = _advised(tmp_path, unmanaged_peak_bytes=20_000_000)
+    assert far.startswith("<li>+9.6 MB of budget (17.6 MB) would remove about 80 %")
     fits = _advised(tmp_path, unmanaged_peak_bytes=7_000_000)
     assert fits == "<li>nothing: everything fitted, and 7 MB would have done</li>"
     cheap = _advised(tmp_path, recompute_seconds=0.1, stall_seconds=0.1)

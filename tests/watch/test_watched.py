@@ -251,14 +251,19 @@ def test_a_process_that_says_nothing_is_silent() -> None:
     ("rate", "said"), [(0.0, "no pass"), (0.07, "14.3 s a pass"), (1.0, "1 passes/s"), (4.83, "4.83 passes/s")]
 )
 def test_how_fast_it_goes(rate: float, said: str) -> None:
-    assert text.show_rate(rate) == said
+    assert text.show_rate(rate, "pass") == said
+    assert text.show_rate(rate, "step") == said.replace("passes", "steps").replace("pass", "step")
 
 
 def test_the_rate_is_of_the_last_seconds() -> None:
-    assert fed([lines.hello()]).passes_a_second() == 0.0
+    assert fed([lines.hello()]).rate() == (0.0, "pass")
     slow = [lines.sample(i, total=lines.stats(passes=0)) for i in range(30)]
     fast = [lines.sample(30 + i, total=lines.stats(passes=2 * i)) for i in range(30)]
-    assert fed([lines.hello(), *slow, *fast]).passes_a_second() == pytest.approx(4.0)
+    assert fed([lines.hello(), *slow, *fast]).rate() == (pytest.approx(4.0), "pass")
+    # Four passes a step, where gradients accumulate.
+    stepped = [lines.sample(30 + i, total=lines.stats(passes=4 * i, steps=i)) for i in range(30)]
+    assert fed([lines.hello(), *slow, *stepped]).rate() == (pytest.approx(2.0), "step")
+    assert fed([lines.hello(), lines.sample(8, total=lines.stats(passes=40, steps=10))]).rate()[1] == "step"
 
 
 def test_what_has_no_name_is_said_in_words() -> None:

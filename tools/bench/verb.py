@@ -33,8 +33,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memmgr._machine import memory_bytes
 from memmgr._meant import meant
-from memmgr._sizes import parse_size
+from memmgr._sizes import UNLIMITED, parse_limit
 from memmgr.tools.common.console import ProgressBar, table
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
@@ -81,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     batches = parser.add_argument_group("the largest batch")
     batches.add_argument("--max-batch", action="store_true", help="look for it, instead of steps under budgets")
-    batches.add_argument("--memory", metavar="SIZE", help="in which it has to fit (default: 3x the model's states)")
+    batches.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="in which it has to fit; none: all of the machine's (default: 3x the model's states)",
+    )
     batches.add_argument(
         "--slowest", type=float, default=1.5, metavar="X",
         help="a sample may take X times as long as plain torch's at its own largest batch (default %(default)s)",
@@ -282,6 +287,8 @@ class _Bench:
             elif told:
                 table(HEAD, list(cells(rows, longest=60)))
             print(f"{out / 'bench.json'}, {out / 'bench.md'}" + (f", {picture}" if picture else ""))
+            if told and not plot.available():
+                print("no picture: pip install 'memmgr[demo]' brings matplotlib")
         if self.late:
             print(f"ended after {self.args.minutes:g} minutes; the same command goes on", file=sys.stderr)
             return 3
@@ -290,9 +297,10 @@ class _Bench:
 
 def _size(text: str) -> int:
     try:
-        return parse_size(text, what="--memory")
+        size = parse_limit(text, what="--memory", more=('"none" (all of the machine\'s)',))
     except ValueError as error:
         raise UsageError(str(error)) from None
+    return memory_bytes() if size == UNLIMITED else size
 
 
 def run(args: argparse.Namespace) -> int:

@@ -144,7 +144,7 @@ def write_rates(path: Path, rates: Rates) -> None:
     path.write_text(json.dumps({"memmgr_rates": VERSION, **asdict(rates)}, indent=1) + "\n", encoding="utf-8")
 
 
-def with_tier(rates: Rates, tier: str, capacity_bytes: int) -> Rates:
+def with_tier(rates: Rates, tier: str, capacity_bytes: int | None) -> Rates:
     """The same device with another tier below, on its own link."""
     if rates.link is None:
         raise UsageError(f"{rates.name} has no link to a tier; measure one with memmgr doctor --measure --disk FOLDER")

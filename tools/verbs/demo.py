@@ -23,8 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
+from memmgr.tools.common.usage_error import UsageError
+from memmgr.tools.verbs.run import POLICY_HELP
 from memmgr.tools.view import plot
 
 RSS_SLACK_BYTES = 64_000_000
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", type=_shares, default=_shares("75,50,35"), metavar="P,P", help="percentages (default 75,50,35)"
     )
-    parser.add_argument("--policy", default="auto", help="as in memmgr.budget (default auto)")
+    parser.add_argument("--policy", default="auto", help=POLICY_HELP)
     parser.add_argument("--out", type=Path, default=Path("memmgr-demo.png"), help="the picture (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -84,6 +87,10 @@ def _shares(text: str) -> list[float]:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; 0 when every bit and every budget held."""
+    try:
+        parse_policy(args.policy)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     base = QUICK if args.quick else FULL
     base = replace(base, steps=args.steps or base.steps)
     results = _train(base, args.budgets, args.policy)

@@ -27,8 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr._conf import is_off
 from memmgr._meant import meant
-from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_size, show_seconds, show_size
+from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
 from memmgr.tools.common.console import table
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
 from memmgr.tools.common.usage_error import UsageError
@@ -53,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
     )
-    parser.add_argument("--tier", metavar="TIER", help="host:64GB, disk:1TB, or off: what is below (default: no limit)")
+    parser.add_argument(
+        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: what is below"
+    )
     parser.add_argument(
         "--sweep", action="store_true", help="budgets from all of the need to a tenth of it, every device"
     )
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     for rates in devices:
         if rates.accelerator not in steps:
             steps[rates.accelerator] = _recorded(args, rates.accelerator)
-        link = None if args.tier == "off" else rates.link
+        link = None if is_off(args.tier) else rates.link
         trace = replace(steps[rates.accelerator].trace(rates), links=(link,) if link else ())
         unknown = {w.signature for w in steps[rates.accelerator].works if w.signature not in rates.calls} - {"view"}
         if rates.calls and unknown:
@@ -125,13 +128,14 @@ def _device(name: str) -> Rates:
 
 
 def _tiered(rates: Rates, text: str | None) -> Rates:
-    if text is None or text == "off":
+    if text is None or is_off(text):
         return rates
     tier, colon, size = text.partition(":")
     if not colon or tier not in ("host", "disk"):
-        raise UsageError(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor off")
+        raise UsageError(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor none")
     try:
-        return with_tier(rates, tier, parse_size(size, what="--tier"))
+        room = parse_limit(size, what="--tier")
+        return with_tier(rates, tier, None if room == UNLIMITED else room)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -211,7 +215,7 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         for kind in dict.fromkeys((*found.written_bytes, *found.read_bytes, *found.remade_bytes))
     ]  # fmt: skip
     if rows:
-        table(["what leaves", "written", "read", "made again"], rows)
+        table(["what leaves", "written", "read", "rematerialized"], rows)
     if found.tier_bytes:
         room = f" of {show_size(found.tier_room_bytes)}" if found.tier_room_bytes is not None else ""
         print(f"below      {show_size(found.tier_bytes)}{room} at most")

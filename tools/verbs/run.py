@@ -7,12 +7,13 @@
     torchrun --nproc-per-node 2 -m memmgr.tools.cli run --budget 12GB train.py
 
 The script runs in this process as `python` would run it: `sys.argv`, `sys.path` and `__main__` are its own, and its
-exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves, on
-the device of that training, and what the script starts as further Python processes has it too (data loader workers
-train nothing and have none). Where it cannot be opened the script ends there, instead of training without: in one line
-with code 2, or, where what is on the device already is more than the budget, with a BudgetError. With several ranks
-each has the whole budget and a log of its own, those on one host share --disk-size and --host, and rank 0 says how it
-went. (Inside torchrun write --write-log: it takes --log for one of its own options, wherever it stands.)
+exit code is this command's. The budget opens at the first call of a module, or the first tensor that autograd saves,
+on the device of that training, and what the script starts as further Python processes has it too (data loader workers
+train nothing and have none). What MEMMGR_BUDGET and MEMMGR_CONF say counts where no option says otherwise. Where it
+cannot be opened the script ends there, instead of training without: in one line with code 2, or, where what is on the
+device already is more than the budget, with a BudgetError. With several ranks each has the whole budget and a log of
+its own, those on one host share --disk-size and --host, and rank 0 says how it went. (Inside torchrun write
+--write-log: it takes --log for one of its own options, wherever it stands.)
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._conf import Refused, local_ranks
+from memmgr._conf import Refused, check_folder, check_limit, is_off, local_ranks, pairs_of, parse_conf
 from memmgr._meant import meant
-from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
+from memmgr._sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
 from memmgr._variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
 from memmgr.tools.common.usage_error import UsageError
@@ -57,10 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ratio", metavar="SHARE", help="60%%, 0.6: the same as --budget need*60%%")
     parser.add_argument("--policy", help=POLICY_HELP)
-    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
+    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
     parser.add_argument("--disk-size", metavar="SIZE", help="at most so much there")
     parser.add_argument(
-        "--host", metavar="SIZE", help="memory for what leaves: from the CPU device, as page cache of the disk"
+        "--host",
+        metavar="SIZE",
+        help="memory for what leaves: from the CPU device, as page cache of the disk; none for none",
     )
     parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
     parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     refuse_unknown()
     _take_ratio(args)
-    settings = _settings(args)
+    settings = _inherited(args) | _settings(args)
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
     _set_path(args)
@@ -83,11 +86,18 @@ def run(args: argparse.Namespace) -> int:
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
     if not args.quiet:
+        from memmgr.observe import summary
+
+        summary.says_next = False
         atexit.register(_Closing(args))  # before torch is imported and arms itself, so after the budget has closed
     if "torch" in sys.modules:
         from memmgr import _environ
 
-        _environ.autoload()
+        try:
+            _environ.autoload()
+        except Refused:
+            _Closing.silent = True
+            raise
     sys.argv[:] = [str(main.__file__) if args.module else args.script, *args.arguments]
     sys.modules["__main__"] = main
     return _execute(code, main)
@@ -107,6 +117,20 @@ def _take_ratio(args: argparse.Namespace) -> None:
     args.budget = f"need*{ratio.strip()}"
 
 
+def _inherited(args: argparse.Namespace) -> dict[str, str]:
+    """What the variables say already, for what no option says."""
+    limit, text = os.environ.get("MEMMGR_BUDGET"), os.environ.get("MEMMGR_CONF", "")
+    try:
+        if limit is not None:
+            check_limit(limit)
+        found = parse_conf(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    args.budget = limit if args.budget is None else args.budget
+    args.quiet = args.quiet or found.get("quiet", False)
+    return dict(pairs_of(text))
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The options as MEMMGR_CONF; what is wrong with them is said before the script begins."""
     try:
@@ -114,20 +138,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             parse_budget(args.budget, whole=1 << 60, what="--budget")
         if args.policy is not None:
             parse_policy(args.policy)
-        for name in ("host", "disk_size"):
-            if getattr(args, name) is not None:
-                read = parse_limit if name == "disk_size" else parse_size
-                read(getattr(args, name), whole=1 << 60, what="--" + name.replace("_", "-"))
+        if args.host is not None:
+            parse_host(args.host, "--host")
+        if args.disk_size is not None:
+            parse_limit(args.disk_size, whole=1 << 60, what="--disk-size")
+        if args.disk is not None and not is_off(args.disk):
+            check_folder(args.disk, "--disk")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    disk = args.disk
-    if disk is not None and disk.lower() not in ("off", "none", "0") and not os.path.isdir(disk):
-        raise UsageError(f"--disk: {disk!r} is not a folder")
     if args.log is not None and (os.path.isdir(args.log) or not os.path.isdir(os.path.dirname(args.log) or ".")):
         raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
     wanted = {
         "policy": args.policy,
-        "disk": disk,
+        "disk": args.disk,
         "disk_size": args.disk_size,
         "host": args.host,
         "device": args.device,
@@ -310,15 +333,16 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]
     from memmgr._advice import advice
 
-    lines = advice(stats)
+    lines = advice(stats, binary=binary)
     changed = {}
     if args.budget is None and stats["floor_bytes"] < stats["unmanaged_peak_bytes"]:
         middle = (stats["floor_bytes"] + stats["unmanaged_peak_bytes"]) // 2
         changed["budget"] = _round_up(middle, above=0)
     if args.log is not None:
         from memmgr._consumers import log_path
+        from memmgr.observe.summary import next_command
 
-        lines.append("where the time and the memory went:  memmgr report " + shlex.quote(str(log_path(args.log))))
+        lines.append(next_command(log_path(args.log)))
     else:
         stem = args.script.rpartition(".")[2] if args.module else Path(args.script).stem
         changed["log"] = f"{stem}.jsonl"

@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,12 +269,13 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
         return 0
     print(
-        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: does not fit)"
+        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: no schedule that fits)"
     )
     if len(names) == 1:
         sweep_text.show_one(found)
     else:
         sweep_text.show_systems(names, found)
+    _show_why(row[i] for i in range(len(names)) for row in found if not any(other[i].feasible for other in found))
     if args.picture:
         print(args.picture)
     return 0
@@ -419,8 +420,15 @@ def _own_record(trace: Trace, step: Step) -> str:
 
 
 def _too_small(result: Result) -> str:
-    least = result.least_bytes
-    return f"does not fit below {megabytes(least)}" if least > result.budget_bytes else "does not fit"
+    if result.least_bytes > result.budget_bytes:
+        return f"does not fit below {megabytes(result.least_bytes)}"
+    return "-" if result.why else "does not fit"
+
+
+def _show_why(results: Iterable[Result]) -> None:
+    """Below a table: why there is no figure where that is not for the budget's size (a package that is missing, no tier)."""
+    said = {f"{r.policy}: {r.why}" for r in results if not r.feasible and r.why and r.least_bytes <= r.budget_bytes}
+    print("".join(f"{line}\n" for line in sorted(said)), end="")
 
 
 def _show(results: list[Result]) -> None:
@@ -442,3 +450,4 @@ def _show(results: list[Result]) -> None:
         for r in results
     ]
     table(["policy", "time over unmanaged", "peak", "recomputed ops", "waits", "decided in"], rows)
+    _show_why(results)

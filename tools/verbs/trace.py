@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="12GB, 12GiB, 80%% of the device, need*60%%, auto, none (the default: no limit)",
     )
     parser.add_argument("--policy", help=run_verb.POLICY_HELP)
-    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "off" for none')
+    parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
     parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
     parser.add_argument("script", help="what to run")

@@ -37,6 +37,7 @@ class Point:
     planned_passes: int = 0
     watched_seconds: float = 0.0
     moved_bytes: tuple[int, ...] = ()  # of each of `KINDS`; empty: the process does not tell
+    steps: int = 0
 
     @property
     def absent_bytes(self) -> int:
@@ -180,6 +181,7 @@ class RunState:
                 int(total.get("planned_passes", 0)),
                 float(total.get("watched_seconds", 0.0)),
                 tuple(int(total[f"moved_bytes.{kind}"]) for kind in KINDS if f"moved_bytes.{kind}" in total),
+                int(total.get("steps", 0)),
             )
         )
 
@@ -296,15 +298,24 @@ class RunState:
                 break
         return flows(self.stats, since)
 
-    def passes_a_second(self, window_seconds: float = 10.0) -> float:
-        """Passes that ended, over the same seconds as `shares`."""
+    def rate(self, window_seconds: float = 10.0) -> tuple[float, str]:
+        """Steps of the optimizer a second, over the same seconds as `shares`; where none is known to have stepped, passes.
+
+        Returns:
+            How many, and of what: "step" or "pass", of which a step that accumulates gradients takes several.
+        """
         if not self.points:
-            return 0.0
+            return 0.0, "pass"
         last = self.points[-1]
+        of = "step" if last.steps else "pass"
+
+        def count(point: Point) -> int:
+            return point.steps if last.steps else point.passes
+
         if len(self.points) == 1:
-            return last.passes / max(last.seconds, 1e-9)
+            return count(last) / max(last.seconds, 1e-9), of
         first = self._since(window_seconds)
-        return max(0, last.passes - first.passes) / max(last.seconds - first.seconds, 1e-9)
+        return max(0, count(last) - count(first)) / max(last.seconds - first.seconds, 1e-9), of
 
     def _since(self, window_seconds: float) -> Point:
         last = self.points[-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memmgr._sizes import parse_size, show_seconds, show_size
+from memmgr._sizes import UNLIMITED, parse_limit, show_seconds, show_size
 from memmgr._trace_file import is_trace, read_about, read_trace
 from memmgr.policies.plan.split import Curve, Limit, Split, equal, split, spread
 from memmgr.policies.trace import Trace
@@ -183,15 +183,16 @@ def _limits(args: argparse.Namespace, ranks: Sequence[Rank]) -> list[Limit]:
     limits: list[Limit] = []
     everyone = tuple(range(len(ranks)))
     if args.total is not None:
-        limits.append(Limit(everyone, parse_size(args.total, what="--total")))
+        limits.append(Limit(everyone, parse_limit(args.total, what="--total")))
     if args.host_total is not None:
         if not all(rank.host for rank in ranks):
             raise Refused("--host-total: the traces do not say on which host they were recorded; --total does without")
-        size = parse_size(args.host_total, what="--host-total")
+        size = parse_limit(args.host_total, what="--host-total")
         for host in dict.fromkeys(rank.host for rank in ranks):
             limits.append(Limit(tuple(i for i in everyone if ranks[i].host == host), size))
     if args.limit is not None:
-        limits += [Limit((i,), parse_size(args.limit, what="--limit")) for i in everyone]
+        limits += [Limit((i,), parse_limit(args.limit, what="--limit")) for i in everyone]
+    limits = [limit for limit in limits if limit.size_bytes < UNLIMITED]
     if not limits:
         raise Refused("how much is there? --total 48GB for all ranks together, --host-total, or --limit 12GB for each")
     return limits

@@ -137,7 +137,7 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     stats = watched.stats
     recompute, stall = watched.shares()
     text = (
-        f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(watched.passes_a_second())} recompute "
+        f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(*watched.rate())} recompute "
         f"{recompute:.1%} stall {stall:.1%}  all: evict {show_size(int(stats.get('evicted_bytes', 0)))} offload "
         f"{show_size(int(stats.get('offload_bytes', 0)))}"
     )
@@ -148,13 +148,13 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     return [(fit(text, width, glyphs), style)]
 
 
-def show_rate(passes_a_second: float) -> str:
-    """`4.8 passes/s`, or for long ones `14 s a pass`."""
-    if passes_a_second <= 0:
-        return "no pass"
-    if passes_a_second < 1:
-        return f"{show_seconds(1 / passes_a_second)} a pass"
-    return f"{passes_a_second:.3g} passes/s"
+def show_rate(a_second: float, of: str) -> str:
+    """`4.8 steps/s`, or for long ones `14 s a step`; passes where no optimizer is known to have stepped."""
+    if a_second <= 0:
+        return f"no {of}"
+    if a_second < 1:
+        return f"{show_seconds(1 / a_second)} a {of}"
+    return f"{a_second:.3g} {'steps' if of == 'step' else 'passes'}/s"
 
 
 def age(watched: RunState, line: dict[str, Any]) -> str:
