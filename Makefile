@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test test-ops soak check-headers check-units compatibility lint api format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test compiled test-ops soak check-headers check-units compatibility lint api format bench gpu-check gpu-wheels wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ demo: setup ## train a GPT in 100, 75, 50 and 35 % of its memory and compare the
 
 test: setup ## the test suite (a fixed share of the operator database included)
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+compiled: setup ## what the tests would compile on their way
+	$(PY) -P tests/compiled.py
 
 test-ops: setup ## all of PyTorch's operator database
 	MEMMGR_TEST_ALL_OPS=1 $(VENV)/bin/pytest -m ops $(PYTEST_ARGS)

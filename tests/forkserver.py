@@ -6,6 +6,8 @@ suite's time was the start of interpreters.
 
 What torch or the C library read when they are loaded cannot be given to it any more. A program that sets such a variable gets an
 interpreter of its own, and so does one with an option that is not known here.
+
+This module may stand where a module has imported `subprocess`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from subprocess import PIPE, STDOUT, CompletedProcess, SubprocessError, TimeoutExpired
 from typing import Any
+
+__all__ = ["PIPE", "STDOUT", "CompletedProcess", "Popen", "SubprocessError", "TimeoutExpired", "run"]
 
 _READ_AT_LOAD = (
     "LD_",
@@ -38,7 +43,14 @@ _READ_AT_LOAD = (
     "CUDA",
     "PATH",
 )
-_TAKEN_UP = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+_TAKEN_UP = (
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+    "PYTHONWARNINGS",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "CUDA_VISIBLE_DEVICES",  # read when CUDA is first used
+    "OMP_WAIT_POLICY",  # how threads wait, where there is one
+)
 _CODE = "from forkserver import serve; serve({})"
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -132,9 +144,7 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def run(
-    args: list[str], *, timeout: float | None = None, check: bool = False, **more: Any
-) -> subprocess.CompletedProcess[Any]:
+def run(args: list[str], *, timeout: float | None = None, check: bool = False, **more: Any) -> CompletedProcess[Any]:
     """As `subprocess.run`."""
     if more.pop("capture_output", False):
         more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -147,7 +157,7 @@ def run(
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(args, process.returncode, out, err)
+    done = CompletedProcess(args, process.returncode, out, err)
     if check:
         done.check_returncode()
     return done
@@ -161,9 +171,10 @@ def serve(number: int) -> None:
     import gc
 
     import numpy  # noqa: F401
-    import sympy  # noqa: F401  most of what torch's optimizers import on their way
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401  which torch's optimizers import on their way
 
+    gc.collect()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))  # a program that ends does not take torch apart
     gc.freeze()
     server = socket.socket(fileno=number)
     while True:

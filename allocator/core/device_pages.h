@@ -3,7 +3,7 @@
 // Mapped: one handle for each page, because a mapping cannot be unmapped in part; the handle is let go of as soon as it
 // is mapped, so that the mapping alone keeps the memory and unmapping gives it back. Nothing is pooled: the driver's
 // figures are ours at any time, and others get at once what we do not use. The price is a cuMemCreate for each page
-// that moves (docs/internals/allocator.md).
+// that moves.
 // Plain: one allocation of the whole range. Its pages count as committed from their first use on and never go back.
 #pragma once
 

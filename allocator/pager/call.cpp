@@ -12,6 +12,7 @@
 #include "foreign.h"
 #include "hold.h"
 #include "kernel.h"
+#include "list_ops.h"
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "rematerialize.h"
@@ -77,6 +78,7 @@ void Call::run(Frame& frame) {
   }
   began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
   const uint64_t stalled = waited_ns();
+  const Share at_once = C10_UNLIKELY(info_->list_op) && tl_depth == 1 ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
   if (tl_depth == 1) {
     begin_scratch();
@@ -98,7 +100,7 @@ void Call::run(Frame& frame) {
   if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
   if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
     note_scratch(scratch_peak());
-    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; });
+    note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
   }
   frame.end_newborns();
   outputs(frame);

@@ -1,6 +1,7 @@
 #include "list_ops.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "budget.h"
 #include "pools/pool.h"
@@ -76,7 +77,8 @@ std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {
   return at;
 }
 
-std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
+// Of the call on top of the stack, at each index; empty: it cannot be cut.
+static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
   const c10::IValue* args = stack.data() + stack.size() - n;
   const size_t length = args[0].isList() ? args[0].toListRef().size() : 0;
@@ -90,9 +92,19 @@ std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
     for (size_t k = 0; k < length; ++k)
       if (list[k].isTensor()) bytes[k] += bytes_in_list(list[k].toTensor());
   }
-  std::vector<size_t> at = cuts(bytes);
-  if (!at.empty() && !budget.pool->on_host() && !all_plain(args, n)) return {};
-  return at;
+  if (!budget.pool->on_host() && !all_plain(args, n)) return {};
+  return bytes;
+}
+
+std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
+  const std::vector<uint64_t> bytes = bytes_by_index(info, stack);
+  return bytes.empty() ? std::vector<size_t>{} : cuts(bytes);
+}
+
+Share largest_index(const OpInfo* info, const torch::jit::Stack& stack) {
+  const std::vector<uint64_t> bytes = bytes_by_index(info, stack);
+  if (bytes.empty()) return {};
+  return {*std::max_element(bytes.begin(), bytes.end()), std::accumulate(bytes.begin(), bytes.end(), uint64_t{0})};
 }
 
 torch::jit::Stack slice_of(const c10::IValue* args, size_t n, size_t first, size_t end) {

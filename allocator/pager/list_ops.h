@@ -7,6 +7,7 @@
 
 #include "budget.h"
 #include "ops.h"
+#include "reclaim.h"
 
 namespace memmgr::pager {
 
@@ -18,6 +19,8 @@ bool is_list_op(const c10::FunctionSchema& schema);
 std::vector<size_t> cuts(const std::vector<uint64_t>& bytes);
 // What counts of a tensor: what can leave.
 uint64_t bytes_in_list(const at::Tensor& t);
+// What the call on top of the stack has at its largest index, and at all: with a small budget it is cut at every index.
+Share largest_index(const OpInfo* info, const torch::jit::Stack& stack);
 // Of the call on top of the stack.
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack);
 // The arguments of one slice, from `first` to before `end`.

@@ -42,6 +42,7 @@ PyObject* recompute_error = nullptr;    // its class
 
 void set_out_of_memory(const char* text) {
   note_refused();
+  const NotCompiled not_compiled;
   PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
   if (error)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);

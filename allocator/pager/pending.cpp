@@ -148,6 +148,7 @@ std::exception_ptr run(const SlicePtr& slice) {
   if (PyErr_CheckSignals() != 0) failure = thrown();  // of a signal that came before
   PyObject* result;
   {
+    const NotCompiled not_compiled;
     at::ThreadLocalStateGuard as_it_was(slice->state);
     NumericsGuard numerics(slice->numerics);
     c10::OptionalStreamGuard stream;

@@ -56,11 +56,18 @@ bool begin_coming_back(Cell* c);
 
 // The most that has been pinned and could not leave, with the request that came to it.
 void note_floor(uint64_t bytes);
+// Of something that can be cut: how much of it has to be in memory at once. All of it, where `whole` is 0.
+struct Share {
+  uint64_t part = 0, whole = 0;
+  uint64_t of(uint64_t bytes) const {
+    return part < whole ? static_cast<uint64_t>(static_cast<double>(bytes) * part / whole) : bytes;
+  }
+};
 // The same of something that runs: what it has pinned (`cell_at` of 0 to n), its own memory since begin_scratch(), and
 // what can never leave.
-void note_working_set(uint64_t pinned_bytes);
+void note_working_set(uint64_t pinned_bytes, Share at_once);
 template <class CellAt>
-void note_working_set(size_t n, CellAt&& cell_at) {
+void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
   const bool roots_stay = !may_be_offloaded();  // they are counted as what never leaves
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -69,7 +76,7 @@ void note_working_set(size_t n, CellAt&& cell_at) {
     for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
     if (!again) pinned += c->nbytes;
   }
-  note_working_set(pinned);
+  note_working_set(pinned, at_once);
 }
 // What this thread was refused last, once that is an error and not a try that was made again.
 void note_refused();

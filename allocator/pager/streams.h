@@ -1,4 +1,4 @@
-// Cells whose bytes are used in stream order (docs/internals/streams.md).
+// Cells whose bytes are used in stream order.
 #pragma once
 
 #include "cell.h"

@@ -1,6 +1,8 @@
 // Whose ops are seen (rule 12), and where in an op a thread is.
 #pragma once
 
+#include <Python.h>
+
 #include <atomic>
 
 #include "cell.h"
@@ -53,6 +55,19 @@ bool wait_until_kernel_is_left(double seconds);
 // The ops of this thread are seen from here on, and of threads that get torch's thread state from it.
 void see_this_thread(bool on);
 bool thread_is_seen();
+
+// Python that is called in the middle of an op runs as it is: in a thread in which Dynamo compiles frames, it would
+// compile these. With the GIL.
+class NotCompiled {
+ public:
+  NotCompiled();
+  ~NotCompiled();
+  NotCompiled(const NotCompiled&) = delete;
+  NotCompiled& operator=(const NotCompiled&) = delete;
+
+ private:
+  PyObject* before_;
+};
 
 // A thread on which a backend runs its works: what it makes there is its own (rule 5).
 bool is_backends_thread();

@@ -44,12 +44,14 @@ class Passes:
 
     `checkpoint_seconds` are those in which the program ran ops again inside backward by itself: where grad mode is
     switched on there, as activation checkpointing does. `forward_floor_bytes` and `backward_floor_bytes` are the
-    floor where the last backward began, and where it ended. `in_several_threads`: more than one has begun a backward.
+    floor where the last backward began, and where it ended; `steps_before`: how often an optimizer had stepped by then.
+    `in_several_threads`: more than one has begun a backward.
     """
 
-    def __init__(self, native: Native, ended: Callable[[Pass], None]) -> None:
+    def __init__(self, native: Native, ended: Callable[[Pass], None], steps: Callable[[], int]) -> None:
         self._native = native
         self._ended = ended
+        self._steps = steps
         self._here = threading.local()  # how deep a thread is in backward, and since when it recomputes
         self._lock = threading.Lock()
         self._begun = time.perf_counter()
@@ -61,7 +63,7 @@ class Passes:
         self.checkpoint_seconds = 0.0
         self.resident_peak = 0
         self.unmanaged_peak = 0
-        self.forward_floor_bytes = self.backward_floor_bytes = 0
+        self.forward_floor_bytes = self.backward_floor_bytes = self.steps_before = 0
 
     @property
     def in_backward(self) -> bool:
@@ -108,6 +110,7 @@ class Passes:
             self._under_way -= 1
             resident, unmanaged = self._native.end_pass()
             self.backward_floor_bytes = self._native.stats()["floor_bytes"]
+            self.steps_before = self._steps()
             self.resident_peak = max(self.resident_peak, resident)
             self.unmanaged_peak = max(self.unmanaged_peak, unmanaged)
             ended = Pass(resident, unmanaged, max(0.0, turned - self._begun), now - turned, completed)

@@ -22,7 +22,8 @@ _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
 
 class Extensions:
     """Guards what C++ extensions that use torch's library do without torch's kernels: what pybind11 has bound, wherever it
-    is called from; methods of TorchBind classes; ops and autograd functions that run above the pager's kernel.
+    is called from; methods of TorchBind classes; ops and autograd functions that run above the pager's kernel. What
+    `torch._inductor.aoti_load_package` loads is as foreign, though torch itself has bound it.
 
     Known limitations: functions that were bound otherwise (the C API, Cython, nanobind) are not found. Tensors that C++ has
     kept from an earlier call are not among the arguments: `memmgr.pin` keeps them in memory.
@@ -41,6 +42,9 @@ class Extensions:
         self._guard([module for module in self._pager.objects_of((types.ModuleType,)) if _file(module)])
         if any(not path.startswith(_TORCH) for path in self._users()):
             self._pager.watch_foreign_calls()  # libraries of ops have no module
+        for kind in [kind for kind in vars(torch._C._aoti).values() if isinstance(kind, type)]:
+            for function in _functions(kind, kind.__module__, set()):
+                self._pager.guard(function)
 
     def remove(self) -> None:
         self._pager.unguard_all()

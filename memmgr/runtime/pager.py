@@ -66,9 +66,9 @@ class PagerRuntime:
         )
         self._order = order_of(config.policy)
         self._ranker = Ranker(self.native, config.policy, offload=offload)
-        self.passes = Passes(self.native, self._ended_pass)
-        self._readers = Readers(self.native, config.device, self.passes)
         self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
+        self.passes = Passes(self.native, self._ended_pass, lambda: self._steps.count)
+        self._readers = Readers(self.native, config.device, self.passes)
         self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,

@@ -119,6 +119,47 @@ def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     assert tried[1] - there <= 1.5 * floor, f"{(tried[1] - there) / floor:.2f} times the floor"
 
 
+class Accumulating(models.Training):
+    """Two micro-batches a step."""
+
+    def step(self) -> float:
+        self.loss().backward()
+        return super().step()
+
+
+def accumulating() -> models.Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))])
+    x = torch.randn(1024, 256)
+    return Accumulating(model, lambda: model(x).square().mean())
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+def test_the_first_update_comes_after_several_backwards(share: float) -> None:
+    """None of them was beside the optimizer's states, and all the next ones are."""
+    there = bytes_already_there()
+    floor = _floor(accumulating, there, disk=False)
+    gc.collect()
+    tried = tries(accumulating, there + int(share * floor), disk=False)
+    assert len(tried) == 2, tried
+    assert tried[1] - there <= 1.5 * floor, f"{(tried[1] - there) / floor:.2f} times the floor"
+
+
+def test_a_measuring_run_counts_an_update_of_lists_at_its_largest_index() -> None:
+    """Without a limit nothing is cut, and the whole list was named as the smallest budget that could work."""
+
+    def fused() -> models.Training:
+        training = accumulating()
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), fused=True)
+        return training
+
+    there = bytes_already_there()
+    floor = _floor(fused, there)
+    gc.collect()
+    assert len(tries(fused, there + int(1.05 * floor))) == 1
+    assert floor < sum(p.nbytes for p in fused().model.parameters())
+
+
 def test_a_rehearsal_leaves_no_trace() -> None:
     """The module runs again for the text, but not this one: its hooks, buffers, counters and random numbers are as they were."""
     calls: list[str] = []

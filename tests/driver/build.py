@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "allocator" / "core"
 FAKE_DRIVER = Path(__file__).parent / "fake_driver.cpp"
 FOLDER = ROOT / "build" / "tests"
+TWICE = ("kMiB", "RoundUp")  # what more than one file of the core has for itself
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter", "-pthread"]
 
 
@@ -32,6 +33,20 @@ def core_sources() -> list[Path]:
     return [ROOT / "allocator" / name for name in names]
 
 
+def core(name: str, flags: Sequence[str]) -> Path:
+    """The library with these flags: all of its files as one, which takes a third of the time."""
+    files = []
+    for number, source in enumerate(core_sources()):
+        files += [f"#define {word} {word}{number}" for word in TWICE]
+        files += [f'#include "{source}"', *(f"#undef {word}" for word in TWICE)]
+    together = FOLDER / f"{name}.cpp"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    own = FOLDER / f"{name}.{os.getpid()}.cpp"  # another test process may read the one that is there
+    own.write_text("\n".join(files))
+    own.rename(together)
+    return build(name, [together], flags, more=core_sources())
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Test processes side by side build one after the other."""
@@ -40,16 +55,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(name: str, sources: Sequence[Path], flags: Sequence[str] = (), shared: bool = True) -> Path:
+def build(
+    name: str, sources: Sequence[Path], flags: Sequence[str] = (), shared: bool = True, more: Sequence[Path] = ()
+) -> Path:
     """Compiles ``sources`` into ``build/tests/<name>-<hash>`` and returns that path.
 
     The hash is of the sources, all headers of the core and the flags. Older builds of the name are removed. A source
-    that is a shared library is linked.
+    that is a shared library is linked. ``more``: what the sources include, besides headers.
     """
     command = [compiler(), *FLAGS, *flags, "-I", str(ROOT / "allocator" / "include"), "-I", str(CORE)]
     assert command[0] is not None, "no C++ compiler"
     digest = hashlib.sha256(repr(command).encode())
-    for path in [*sources, *sorted(CORE.glob("*.h")), *sorted((ROOT / "allocator" / "include").rglob("*.h"))]:
+    for path in [*sources, *more, *sorted(CORE.glob("*.h")), *sorted((ROOT / "allocator" / "include").rglob("*.h"))]:
         digest.update(path.read_bytes())
     target = FOLDER / f"{name}-{digest.hexdigest()[:16]}{'.so' if shared else ''}"
     if target.exists():
@@ -88,4 +105,4 @@ def fake_driver(sanitize: str = "") -> Path:
 @functools.cache
 def core_with_mutations() -> Path:
     """The core with MEMMGR_MUTATIONS: its waits can be left out by name."""
-    return build("core_mutations", core_sources(), ["-DMEMMGR_MUTATIONS"])
+    return core("core_mutations", ["-DMEMMGR_MUTATIONS"])

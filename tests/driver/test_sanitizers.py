@@ -42,7 +42,7 @@ def test_threads_under_a_sanitizer(sanitizer: str, stress: str, tmp_path: Path) 
     if why_not:
         pytest.skip(f"-fsanitize={sanitizer} does not work here: {why_not}")
     flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"]
-    core = build.build(f"core_{sanitizer}", build.core_sources(), flags)
+    core = build.core(f"core_{sanitizer}", flags)
     on_host = stress == "stress"  # the arena that the CPU device has, with searches, a file below it, and forks
     source = build.CORE / "stress.cpp" if on_host else Path(__file__).parent / f"{stress}.cpp"
     program = build.build(f"{stress}_{sanitizer}", [source, core], flags, shared=False)

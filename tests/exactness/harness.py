@@ -344,20 +344,24 @@ MODES = ("torture", "auto@100", "auto@75", "auto@50")
 _PLACES = {"torture": "inside", "auto@100": "loop", "auto@75": "inside", "auto@50": "loop"}
 
 
-def check(fn: CaseFunction, mode: str, *, seed: int = 0, moves: bool = True, **options: Any) -> Managed:
+def check(
+    fn: CaseFunction, mode: str, *, seed: int = 0, moves: bool = True, like: CaseFunction | None = None, **options: Any
+) -> Managed:
     """Run a case in one mode (``policy`` or ``policy@percent of the unmanaged peak``) and compare.
 
     Args:
         moves: the case saves activations that memmgr can let go of, so a run that neither evicted nor offloaded anything
             under ``torture`` (or below what it needs) tested nothing, and fails.
+        like: a case that leaves the same bits and needs as much, and takes less time.
     """
+    plain = like or fn
     place = _PLACES.get(mode, "loop")
     policy, _, percent = mode.partition("@")
     if not percent:
-        want, limit = reference(fn, seed), HUGE_BYTES
+        want, limit = reference(plain, seed), HUGE_BYTES
         binding = policy == "torture"
     else:
-        measured = need(fn, seed, place)
+        measured = need(plain, seed, place)
         want, limit = measured.reference, measured.limit(int(percent) / 100)
         binding = limit < 0.98 * measured.peak_bytes
     got = _fitting(fn, limit, policy, seed=seed, place=place, **options)

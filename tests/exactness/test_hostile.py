@@ -1091,7 +1091,7 @@ def chain_of_5000_unsaved_ops(seed: int, scope: Scope) -> Record:
     """One saved tensor at the end of 5,000 ops that save nothing: its recipe is 5,000 deep."""
     w, record = nn.Parameter(torch.randn(32, 32)), Record()
     with scope():
-        for _ in range(5):
+        for _ in range(3):
             h = w + 0.0
             for i in range(5000):
                 h = h + 1e-4 if i % 2 else h - 1e-4

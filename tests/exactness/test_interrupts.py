@@ -80,7 +80,7 @@ class Training:
         self.model = nn.Sequential(
             *[
                 m
-                for _ in range(3)
+                for _ in range(2)
                 for m in (nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh())
             ]
         )

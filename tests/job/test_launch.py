@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import psutil
 import pytest
 
@@ -50,15 +51,27 @@ def folder(tmp_path: Path) -> Path:
 def _launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "ACCELERATE_LOG_LEVEL": "ERROR", **variables}
     with one_launcher():
-        done = subprocess.run(
+        done = forkserver.run(
             [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
         )
     assert done.returncode == 0, done.stderr
     return done
 
 
-def _bits(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"bits ([0-9a-f]{64})", done.stdout)
+def _bits(said: str) -> list[str]:
+    return re.findall(r"bits ([0-9a-f]{64})", said)
+
+
+def _alone(folder: Path, **variables: str) -> list[subprocess.Popen[str]]:
+    """Two ranks without a launcher that ends all of them as soon as one has ended."""
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, **ENVIRONMENT, "RANK": str(rank), **variables}
+        words = [sys.executable, "train.py", "trouble"]
+        start = subprocess.Popen if variables else forkserver.Popen
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(start(words, cwd=folder, env=environment, text=True, **pipes))
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -71,12 +84,12 @@ def _bits(done: subprocess.CompletedProcess[str]) -> list[str]:
 )
 def test_an_unmodified_script(folder: Path, launcher: str) -> None:
     words = ["-m", *(ACCELERATE if launcher == "accelerate launch" else TORCHRUN)]
-    plain = _bits(_launch(folder, *words, "train.py"))
+    plain = [bits for process in _alone(folder) for bits in _bits(process.communicate(timeout=60)[0])]
     if "no-python" in launcher:
         done = _launch(folder, *words, "--no-python", *RUN, "train.py")
     else:
         done = _launch(folder, *words, "train.py", MEMMGR_BUDGET="12MB")
-    assert _bits(done) == plain and len(set(plain)) == 1 and len(plain) == 2
+    assert _bits(done.stdout) == plain and len(set(plain)) == 1 and len(plain) == 2
     # Once, by rank 0, with how far they are apart.
     assert len(re.findall("^memmgr: peak .* of 12 MB", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert len(re.findall("^memmgr: of 2 ranks: peak .* to .*x of an unlimited run", done.stderr, re.MULTILINE)) == 1
@@ -85,12 +98,7 @@ def test_an_unmodified_script(folder: Path, launcher: str) -> None:
 
 @pytest.mark.slow
 def test_the_last_traceback_names_the_rank_in_trouble(folder: Path) -> None:
-    """Without a launcher that ends all ranks as soon as one has ended."""
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, **ENVIRONMENT, "RANK": str(rank), "MEMMGR_BUDGET": "12MB"}
-        words = [sys.executable, "train.py", "trouble"]
-        ranks.append(subprocess.Popen(words, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE))
+    ranks = _alone(folder, MEMMGR_BUDGET="12MB")
     well, ill = (process.communicate(timeout=60)[1] for process in ranks)
     assert all(process.returncode == 1 for process in ranks)
     assert "BudgetError" in ill and "RankError" not in ill

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 
 from memmgr._trace_file import read_about, read_trace
@@ -53,7 +53,7 @@ MEMMGR = [sys.executable, "-m", "memmgr.tools.cli"]
 
 def launch(folder: Path, *words: str, **variables: str) -> str:
     with one_launcher():
-        done = subprocess.run(
+        done = forkserver.run(
             [sys.executable, "-m", *TORCHRUN, *words], cwd=folder, capture_output=True, text=True, timeout=120,
             env={**os.environ, **ENVIRONMENT, **variables},
         )  # fmt: skip

@@ -257,6 +257,12 @@ def test_an_extension_that_is_imported_later(library: Path, pager: native.Pager)
     assert module.sum_const(t) == N
 
 
+def test_a_package_of_inductor_is_foreign(pager: native.Pager) -> None:
+    """Compiling one takes half a minute, so only this is asked: are its calls guarded already?"""
+    loader = vars(torch._C._aoti.AOTIModelPackageLoader)
+    assert not any(pager.guard(loader[name].__func__) for name in ("run", "boxed_run"))
+
+
 def test_functions_are_as_they_were(extension: Any) -> None:
     t = torch.ones(N)
     for _ in range(2):

@@ -390,6 +390,38 @@ def test_an_interrupt_comes_after_the_slice(beyond: Callable[[str], int]) -> Non
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_a_slice_is_not_compiled(beyond: Callable[[str], int]) -> None:
+    """In a frame that Dynamo has given up on, what it calls is compiled; a step is not, as in plain torch."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    def run() -> list[Any]:
+        made = begun(steps=0, foreach=True)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for layer in made.model:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+        compiled = torch.compile(forward, backend=backend)
+        for i in range(3):
+            compiled(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return [bits(p) for p in made.model.parameters()]
+
+    want, plain = run(), [*graphs]
+    torch._dynamo.reset()
+    graphs.clear()
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        got, slices = waiting(run)
+    assert slices > 0 and got == want and graphs == plain
+
+
 def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -> None:
     """A state of another shape, as a checkpoint of another model leaves it."""
     with memmgr.budget(beyond(LIMIT), quiet=True):

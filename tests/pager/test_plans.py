@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -65,6 +66,13 @@ def run(make: Callable[[], models.Training], steps: int, each: Callable[[int], N
     return training, losses
 
 
+@functools.cache
+def plain(make: Callable[[], models.Training]) -> Any:
+    """What is trained without a budget."""
+    return trained(make, STEPS)
+
+
+@functools.cache
 def need(make: Callable[[], models.Training]) -> int:
     torch.manual_seed(0)
     training = make()
@@ -98,7 +106,7 @@ def test_a_plan_is_followed_with_the_same_bits(model: str, policy: str) -> None:
     make = models.MODELS[model]
     share = 0.7 if policy == "offload" else 0.55
     got, figures, limit = under(make, share, policy)
-    assert got == trained(make, STEPS)
+    assert got == plain(make)
     last = figures[-1]
     assert last["plans"] >= 1 and last["planned_passes"] >= 2
     assert last["resident_bytes.peak"] <= limit
@@ -208,7 +216,7 @@ def test_a_plan_that_cannot_be_made_costs_nothing_but_speed(monkeypatch: pytest.
 
     monkeypatch.setattr(planners, "plan", refuses)
     got, figures, _ = under(models.MODELS["unet"], 0.6)
-    assert got == trained(models.MODELS["unet"], STEPS)
+    assert got == plain(models.MODELS["unet"])
     assert figures[-1]["plans"] == 0
 
 
@@ -238,7 +246,7 @@ def moved(figures: list[dict[str, Any]]) -> int:
 def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
     """One that reaches over the end of the period: what it begins with comes back before its op, in the plan's order."""
     got, figures, limit = under(States, share, "offload")
-    assert got == trained(States, STEPS)
+    assert got == plain(States)
     now, before = figures[STEPS - 1], figures[STEPS - 2]
     assert now["planned_passes"] - before["planned_passes"] == 1
     assert now["resident_bytes.peak"] <= limit
@@ -255,7 +263,7 @@ def test_what_lives_from_step_to_step_streams_by_a_plan(share: float) -> None:
 def test_published_planners_of_states_are_followed(policy: str, share: float) -> None:
     """Nothing runs again: the net beneath them only offloads."""
     got, figures, limit = under(States, share, policy)
-    assert got == trained(States, STEPS)
+    assert got == plain(States)
     now, before = figures[STEPS - 1], figures[STEPS - 2]
     assert now["planned_passes"] - before["planned_passes"] == 1
     assert now["resident_bytes.peak"] <= limit
@@ -342,5 +350,5 @@ def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.M
 
     monkeypatch.setattr(plans, "measured", refuses)
     got, figures, _ = under(States, 0.5)
-    assert got == trained(States, STEPS)
+    assert got == plain(States)
     assert figures[-1]["plans"] == 0

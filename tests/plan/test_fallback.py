@@ -52,8 +52,8 @@ def test_gradients_of_gradients_are_planned_as_low_as_online_policies_go() -> No
 
 
 def test_the_longer_rungs_are_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = trace_of(unrolled_gan(3, **GAN))
-    budget = int(0.25 * trace.unmanaged_peak[0])
+    trace = trace_of(unrolled_gan(3, steps=3, depth=4, batch=32))
+    budget = int(0.23 * trace.unmanaged_peak[0])
     problem = Problem.of(trace)
     found = alone.descend(problem, budget)
     assert found is not None and found.timeline.peak <= budget
@@ -62,9 +62,7 @@ def test_the_longer_rungs_are_what_finds_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert alone.descend(problem, budget) is None
 
 
-@pytest.mark.parametrize(
-    ("steps", "ratio"), [(2, 0.5), (2, 0.4), (2, 0.32), (4, 0.3), (4, 0.25), (4, 0.2)], ids=lambda v: str(v)
-)
+@pytest.mark.parametrize(("steps", "ratio"), [(2, 0.5), (2, 0.4), (2, 0.32), (4, 0.3), (4, 0.25)], ids=lambda v: str(v))
 def test_no_plan_only_where_no_online_policy_fits(steps: int, ratio: float) -> None:
     trace = trace_of(unrolled_gan(steps, steps=steps, depth=3, batch=16))
     budget = int(ratio * trace.unmanaged_peak[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from memmgr._trace_file import read_trace
+from memmgr.policies.plan import planner
+from memmgr.policies.trace import TierLink, Trace
+from memmgr.policies.trace.plan import Plan
 from memmgr.tools import cli
 from memmgr.tools.bench import measure
-from memmgr.tools.common import make_step
+from memmgr.tools.common import make_step, outlook
 from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
@@ -36,6 +40,25 @@ def make_step():
 def asks():
     return lambda: torch.ones(3).sum().item()
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_answers() -> Iterator[None]:
+    """The planner's search has tests of its own: here it is a tenth as long, and what has been planned is not planned again.
+    Products of matrices are measured with small ones."""
+    known: dict[object, Plan] = {}
+
+    def planned_once(trace: Trace, budget: int, *, link: TierLink | None, effort: int, solve: bool) -> Plan:
+        key = trace, budget, link
+        if key not in known:
+            known[key] = planner.plan(trace, budget, link=link, effort=effort // 10, solve=solve)
+        return known[key]
+
+    product = measure._product
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outlook, "plan", planned_once)
+        patch.setattr(measure, "_product", lambda device, dtype, side: product(device, dtype, side // 4))
+        yield
 
 
 @pytest.fixture

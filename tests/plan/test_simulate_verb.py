@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools import cli
 from memmgr.tools.common.dtr_log import read_dtr_log
+from memmgr.tools.verbs import simulate as verb
 
 from .judge import needs_judge, verdict
 from .passes import layers
@@ -269,6 +271,16 @@ def test_a_sweep_in_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert shown[-1].split()[-2:] == ["-", "-"], "nothing fits into a tenth, and so there is no bound"
 
 
+_simulated_once = functools.cache(verb._simulate)
+
+
+@pytest.fixture
+def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that differ in what they show of the same sweep share it."""
+    monkeypatch.setattr(verb, "_simulate", _simulated_once)
+
+
+@pytest.mark.usefixtures("simulated_once")
 def test_a_sweep_of_all_has_a_row_a_system_and_the_bound_below(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate("--log", small, "--sweep", "--policy", "all", *HURRY) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:] if line.strip("-─━ ")]
@@ -279,6 +291,7 @@ def test_a_sweep_of_all_has_a_row_a_system_and_the_bound_below(small: Path, caps
         assert all(f is None or (b is not None and f >= b - 1e-3) for f, b in zip(factors, table["bound"], strict=True))
 
 
+@pytest.mark.usefixtures("simulated_once")
 @pytest.mark.parametrize(("name", "magic"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
 def test_a_sweep_has_a_picture(name: str, magic: bytes, small: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the package matplotlib is not installed (the extra `demo`)")

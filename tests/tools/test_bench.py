@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import psutil
 import pytest
 
 from memmgr._machine import memory_bytes
 from memmgr.tools import cli
-from memmgr.tools.bench import rows, verb
+from memmgr.tools.bench import rows, turns, verb
 from memmgr.tools.bench.largest import Try, bisect
 from memmgr.tools.bench.models import MODELS, make
 from memmgr.tools.bench.rows import Row, rows_of
@@ -27,6 +28,14 @@ from memmgr.tools.common.usage_error import UsageError
 
 SPEC = {"model": "GPT", "group": "own", "budget": "", "budget_bytes": None, "batch": None, "tiny": True, "device": "cpu",
         "threads": 1, "turns": 2, "what": "turns"}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts() -> Iterator[None]:
+    """What the cells are forked from is itself forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "subprocess", forkserver)
+        yield
 
 
 def bench(out: Path, *words: str) -> int:
@@ -149,7 +158,7 @@ with Nursery("cpu") as children:
     import time
     time.sleep(600)
 """
-    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+    with forkserver.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         try:
             assert parent.stdout is not None
             cell = psutil.Process(int(parent.stdout.readline()))

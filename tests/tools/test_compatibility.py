@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
+import forkserver
 import pytest
 import torch
 
@@ -56,7 +56,7 @@ def test_the_page_has_the_versions_that_are_installed() -> None:
 def test_a_check_runs_in_a_process_of_its_own() -> None:
     command = [sys.executable, str(SCRIPT), "--only", "functional"]
     before = script_page()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forkserver.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     title, _, same, peak, left, _ = (cell.strip() for cell in done.stdout.strip().strip("|").split("|"))
     assert title == "`torch.func`: gradients per sample" and same == "yes" and peak.endswith(" MB") and int(left) > 0

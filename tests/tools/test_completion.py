@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forkserver
 import pytest
 
 from memmgr.policies import FILTERS, POLICIES
@@ -31,7 +32,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shell in completion.SHELLS:
         with (folder / shell).open("w") as out:
             command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "completion", shell]
-            subprocess.run(command, stdout=out, check=True, timeout=120)
+            forkserver.run(command, stdout=out, check=True, timeout=120)
     return folder
 
 

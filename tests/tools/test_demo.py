@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import forkserver
 import pytest
 
 from memmgr.tools import cli
+from memmgr.tools.bench import runs
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec
 from memmgr.tools.common import console
 from memmgr.tools.verbs import demo
@@ -133,8 +135,11 @@ def test_a_failed_unmanaged_run_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert len(asked) == 1
 
 
-def test_for_real_with_a_small_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_for_real_with_a_small_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole way: an unmanaged process, a managed one in 60 % of its memory, the same bits."""
+    monkeypatch.setattr(runs, "subprocess", forkserver)
     code = cli.main(["demo", "--quick", "--steps", "2", "--budgets", "60", "--json", "--out", str(tmp_path / "x.png")])
     shown = json.loads(capsys.readouterr().out)
     unmanaged, managed = shown["runs"]

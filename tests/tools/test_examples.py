@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -30,10 +31,11 @@ def _commands(path: Path) -> list[str]:
     return found
 
 
-def _run(command: str | list[str]) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def _run(command: str | tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
     environment |= {"PATH": f"{BIN}{os.pathsep}{environment['PATH']}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words = shlex.split(command) if isinstance(command, str) else command
+    words = shlex.split(command) if isinstance(command, str) else list(command)
     with one_launcher() if words[0] in ("torchrun", "accelerate") else contextlib.nullcontext():
         return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -64,7 +66,7 @@ def test_the_notebook_runs_and_holds_no_outputs() -> None:
     """Its cells one after the other, as Jupyter would: that need not be installed."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
-    done = _run([sys.executable, "-P", "-c", "\n\n".join("".join(cell["source"]) for cell in cells)])
+    done = _run((sys.executable, "-P", "-c", "\n\n".join("".join(cell["source"]) for cell in cells)))
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"memmgr: peak [\d.]+ MB of [\d.]+ MB", done.stderr) and "the floor is" in done.stdout
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import forkserver
@@ -49,7 +47,7 @@ def test_a_crash_and_a_hang_cost_their_own_section_only(
 @pytest.fixture
 def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are forked, and what a model needs is measured once."""
-    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=forkserver.Popen, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(runs, "subprocess", forkserver)
     measure, known = gpu_sections._unmanaged, dict[str, runs.RunResult]()
 
     def unmanaged(spec: runs.RunSpec, **changes: Any) -> runs.RunResult:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 
 from memmgr.tools.bench import runs
@@ -17,6 +18,12 @@ from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
 
 WORKER = Path(runs.__file__).with_name("worker.py")
 TINY = RunSpec("tiny", steps=2, sizes={"layers": 1, "heads": 2, "width": 32, "context": 16}, batch=2)
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forked."""
+    monkeypatch.setattr(runs, "subprocess", forkserver)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 
@@ -204,11 +205,11 @@ def test_each_process_of_a_strategy_has_a_budget_and_one_gives_advice(tmp_path: 
 
     def ranks(*words: str) -> tuple[list[list[str]], str]:
         command = [sys.executable, str(script), *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("rank ")), done.stderr
 
-    plain, _ = ranks("ddp_spawn", "none")
+    plain, _ = ranks("ddp_fork", "none")
     managed, said = ranks("ddp_spawn", "6MB")
     assert [row[:2] for row in managed] == [row[:2] for row in plain] and len(plain) == 2
     assert [row[2] for row in managed] == ["True", "True"] and said.count("the floor (the smallest") == 1, said
@@ -234,7 +235,7 @@ trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_check
 trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 8)))
 print(callback.stats()["passes"])
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = forkserver.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "4", done.stderr
 
 

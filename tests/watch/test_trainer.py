@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 
@@ -245,7 +245,7 @@ def test_inside_memmgr_run_its_budget_counts_and_the_callback_says_so_once(tmp_p
     script = tmp_path / "train.py"
     script.write_text(UNDER_RUN)
     command = [sys.executable, "-P", "-m", "memmgr", "run", "--budget", "200MB", str(script), str(tmp_path), *early]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = "memmgr: the script's budget counts (memmgr run or MEMMGR_BUDGET: 200MB), not the callback's (100MB)"
     assert done.stderr.count(said) == 1 and done.stderr.count("memmgr: peak ") == 1, done.stderr

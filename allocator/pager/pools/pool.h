@@ -1,9 +1,8 @@
 // Pool: where the managed memory of one device comes from. It keeps the budget in its malloc and asks reclaim() before
 // it would pass it. One is open at a time (Budget::pool); what an earlier one gave goes back to it all the same.
 //
-// On an accelerator work is queued: bytes that "are there" are there for whoever queues behind them. Rules for that are
-// in docs/internals/streams.md; those that are the pager's have a name here, and tests leave one out to see bits
-// change.
+// On an accelerator work is queued: bytes that "are there" are there for whoever queues behind them. The pager's rules
+// for that have a name here, and tests leave one out to see bits change.
 #pragma once
 
 #include <c10/core/Allocator.h>

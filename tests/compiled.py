@@ -1,0 +1,22 @@
+"""Compiles what tests load, as they would on their way, where one waits for the other: `python tests/compiled.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from driver import build
+from memdev.build import library
+
+from memmgr.native import build as native
+from memmgr.native import pager
+
+with contextlib.suppress(native.NotBuiltError):
+    pager.load()
+if build.compiler() is not None:
+    build.fake_driver()
+    build.core_with_mutations()
+    library()
