@@ -269,7 +269,7 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
         print(json.dumps({"policy": args.policy, "sweep": [asdict(result) for row in found for result in row]}))
         return 0
     print(
-        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: no schedule that fits)"
+        f"unmanaged: {megabytes(peak)}, {trace.seconds * 1e3:,.1f} ms; time over unmanaged, by budget (-: no schedule)"
     )
     if len(names) == 1:
         sweep_text.show_one(found)
