@@ -41,11 +41,16 @@ class Refused(SystemExit):
     """
 
 
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
+def pairs_of(text: str) -> Iterator[tuple[str, str]]:
+    """The settings in `MEMMGR_CONF`, as they are written.
+
+    Raises:
+        ValueError: it is neither pairs nor JSON.
+    """
     if text.lstrip().startswith("{"):
         try:
             found = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"MEMMGR_CONF: not JSON: {error}") from None
         for key, value in found.items():
             yield str(key), str(value)
@@ -87,7 +92,7 @@ def parse_conf(text: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     folder, size = None, None
-    for key, value in _pairs(text):
+    for key, value in pairs_of(text):
         if key in ("policy", "device", "allocator", "host", "log", "trace"):
             found[key] = value
         elif key == "trace_pass":
@@ -103,7 +108,7 @@ def parse_conf(text: str) -> dict[str, Any]:
         else:
             raise _unknown(key)
     if folder is not None or size is not None:
-        off = folder is not None and folder.lower() in ("off", "none", "0")
+        off = folder is not None and folder.lower() in ("none", *_NO)
         found["disk"] = False if off else (folder, size) if size else folder
     return found
 
@@ -118,7 +123,7 @@ def is_strict(text: str) -> bool:
     """Whether `MEMMGR_CONF` asks for errors, as it does by default; whatever else is wrong with it, `strict:off` counts."""
     if text.lstrip().startswith("{"):
         try:
-            pairs = list(_pairs(text))
+            pairs = list(pairs_of(text))
         except ValueError:
             return True
     else:

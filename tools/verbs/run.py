@@ -34,7 +34,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._conf import Refused, local_ranks
+from memmgr._conf import Refused, local_ranks, pairs_of, parse_conf
 from memmgr._meant import meant
 from memmgr._sizes import is_binary, parse_budget, parse_limit, parse_share, parse_size, show_size
 from memmgr._variables import refuse_unknown
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     refuse_unknown()
     _take_ratio(args)
-    settings = _settings(args)
+    settings = {**_of_the_environment(), **_settings(args)}
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
     _set_path(args)
@@ -105,6 +105,16 @@ def _take_ratio(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from None
     args.budget = f"need*{ratio.strip()}"
+
+
+def _of_the_environment() -> dict[str, str]:
+    """What MEMMGR_CONF says already, which has more settings than there are options. An option outranks it."""
+    text = os.environ.get("MEMMGR_CONF", "")
+    try:
+        parse_conf(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return dict(pairs_of(text))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
