@@ -52,7 +52,7 @@ def pairs_of(text: str) -> Iterator[tuple[str, str]]:
     if text.lstrip().startswith("{"):
         try:
             found = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"MEMMGR_CONF: not JSON: {error}") from None
         for key, value in found.items():
             yield str(key), str(value)
@@ -120,7 +120,7 @@ def parse_conf(text: str) -> dict[str, Any]:
 
 def is_off(disk: object) -> bool:
     """Is this no disk tier, rather than a folder?"""
-    return disk is False or (isinstance(disk, str) and disk.strip().lower() in ("off", "none", "0"))
+    return disk is False or (isinstance(disk, str) and disk.strip().lower() in ("none", *_NO))
 
 
 def check_folder(folder: str, what: str) -> None:

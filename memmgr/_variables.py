@@ -14,6 +14,11 @@ VARIABLES = frozenset(
     "MEMMGR_TIER_DIRECT".split()
 )
 """Those that a user may set."""
+VALUES = {
+    **dict.fromkeys(("MEMMGR_DEBUG", "MEMMGR_INSTALL", "MEMMGR_TELEMETRY", "MEMMGR_TIER_DIRECT"), ("0", "1")),
+    "MEMMGR_CUDA_MEMORY": ("mapped", "plain"),
+}
+"""What some of them may be; any other value would change nothing, and nobody would say so."""
 OF_TESTS = frozenset(
     "MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_OPS_SHARD MEMMGR_PAGER_SMALL MEMMGR_SHARED MEMMGR_SOAK_SECONDS MEMMGR_SOAK_SEED "
     "MEMMGR_TEST_ALL_OPS".split()
@@ -25,8 +30,12 @@ said = False
 
 
 def unknown() -> dict[str, bool]:
-    """A sentence about each variable that nobody reads, and whether one is meant that there is."""
+    """A sentence about each variable that nobody reads, or whose value nobody knows, and whether one is meant that there is."""
     found = {}
+    for name, values in VALUES.items():
+        value = os.environ.get(name) or values[0]  # empty: as if it were not set
+        if value not in values:
+            found[f"{name}={value!r} is none of {', '.join(values)}"] = True
     for name in sorted(os.environ):
         if name.startswith("MEMMGR_") and name not in VARIABLES | OF_TESTS:
             near = _near(name)

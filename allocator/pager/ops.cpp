@@ -151,6 +151,16 @@ const Names& writes_statistics() {
   return *n;
 }
 
+// Arguments that are written to without a word of it: what an RNN's forward keeps for its backwards is where these
+// compute, too. A second backward (`retain_graph`) meets them again.
+const std::unordered_map<std::string, std::string>& written_in_silence() {
+  static const auto* n =
+      new std::unordered_map<std::string, std::string>{{"aten::mkldnn_rnn_layer_backward", "workspace"},
+                                                       {"aten::_cudnn_rnn_backward", "reserve"},
+                                                       {"aten::miopen_rnn_backward", "reserve"}};
+  return *n;
+}
+
 bool holds_tensors(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
@@ -207,10 +217,12 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   returns = schema.returns().size();
   bool all_aliases = true, any_tensor = false;
   int positional_outputs = 0;
+  const auto silent = written_in_silence().find(name);
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& a = schema.arguments()[i];
     const bool tensors = holds_tensors(*a.type());
-    const bool write = a.alias_info() && a.alias_info()->isWrite();
+    const bool write = (a.alias_info() && a.alias_info()->isWrite()) ||
+                       (silent != written_in_silence().end() && silent->second == a.name());
     may_hold_tensors.push_back(tensors);
     written.push_back(write);
     any_tensor |= tensors;
@@ -278,7 +290,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     for (const auto& r : schema.returns()) aliasing |= r.alias_info() != nullptr;
     if (aliasing) kind = OpClass::kView;
   }
-  const bool never = never_again().count(name) > 0 || storage_op || uninitialized || lazy_clone;
+  const bool never = never_again().count(name) > 0 || silent != written_in_silence().end() || storage_op ||
+                     uninitialized || lazy_clone;
   recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
   if (positional_outputs) overwriter = true;  // out= is written, not read
 }

@@ -69,13 +69,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name not in self.waiting:
+        patches = self.waiting.pop(name, None)  # first: another like this one asks this one in turn
+        if patches is None:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                _patch_after(spec.loader, self.waiting.pop(name))
+                _patch_after(spec.loader, patches)
                 return spec
+        self.waiting[name] = patches
         return None
 
 

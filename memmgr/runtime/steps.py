@@ -10,10 +10,11 @@ and computes beside the transfers, where a step on its own has little to compute
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -128,12 +129,32 @@ class SlicedSteps:
             return False
         small = _chosen(parts, [not each for each in large])
         parts = [[t.data for t in part] if isinstance(part, list) else part for part in _chosen(parts, large)]
-        waits = self._pager.add_pending(
-            lambda: original(*parts, **kwargs), [t for part in parts if isinstance(part, list) for t in part]
-        )
+
+        def run() -> None:
+            with _not_compiling():
+                original(*parts, **kwargs)
+
+        waits = self._pager.add_pending(run, [t for part in parts if isinstance(part, list) for t in part])
         if waits and small[0]:
             original(*small, **kwargs)
         return waits
+
+
+@contextlib.contextmanager
+def _not_compiling() -> Iterator[None]:
+    """What `torch.export` reads ends slices while torch's flag says that it compiles, and then optimizers take other formulas.
+
+    The flag is one for all threads: what another has set meanwhile stays.
+    """
+    flag = torch.compiler._is_compiling_flag
+    off: Any = float("0")  # no other object is this one
+    if flag:
+        torch.compiler._is_compiling_flag = off
+    try:
+        yield
+    finally:
+        if torch.compiler._is_compiling_flag is off:
+            torch.compiler._is_compiling_flag = flag
 
 
 def _chosen(parts: list[Any], which: list[bool]) -> list[Any]:

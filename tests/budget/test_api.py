@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import memmgr
-from memmgr import _variables
+from memmgr import _conf, _variables
 
 from .outside import watch
 
@@ -224,6 +224,23 @@ def test_a_variable_that_may_be_anothers_is_a_warning(monkeypatch: pytest.Monkey
         UserWarning, match="MEMMGR_OF_ANOTHER_TOOL is not a variable of memmgr; those there are: MEMMGR_BUDGET"
     ):
         _variables.refuse_unknown()
+
+
+def test_a_value_that_would_change_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("memmgr._variables.said", False)
+    monkeypatch.setenv("MEMMGR_TELEMETRY", "off")
+    monkeypatch.setenv("MEMMGR_CUDA_MEMORY", "")
+    with pytest.raises(SystemExit):
+        _variables.refuse_unknown()
+    assert "MEMMGR_TELEMETRY='off' is none of 0, 1 (" in capsys.readouterr().err
+
+
+def test_json_says_no_as_json_does() -> None:
+    assert _conf.parse_conf('{"disk": false}') == {"disk": False}
+    with pytest.raises(ValueError, match="not JSON"):
+        _conf.parse_conf('{"disk": ' + "[" * 100_000)
 
 
 TRAIN = "import torch, memmgr\nprint('begun')\nmemmgr.budget('1GB', quiet=True).__enter__()\ntorch.ones(4, requires_grad=True).exp().sum().backward()\nprint('trained')"

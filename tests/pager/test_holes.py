@@ -330,3 +330,18 @@ def test_nobody_asks_for_the_gradients_of_another_threads_model(tmp_path: Path) 
     command = [sys.executable, "-c", THREADS, str(tmp_path / "log.jsonl")]
     done = forkserver.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_rnn_writes_to_what_its_forward_has_kept() -> None:
+    """Its backward computes there, which no schema says, and a second one meets it again (rule 4)."""
+    torch.manual_seed(0)
+    rnn, x = nn.LSTM(16, 24, batch_first=True), torch.randn(8, 6, 16)
+
+    def run() -> list[list[float]]:
+        loss = rnn(x)[0].square().mean()
+        found = [torch.autograd.grad(loss, [*rnn.parameters()], retain_graph=True) for _ in range(3)]
+        return [g.flatten().tolist() for each in found for g in each]
+
+    want = run()
+    with memmgr.budget("1GB", policy="torture", verify=True, quiet=True):
+        assert run() == want

@@ -422,6 +422,17 @@ def test_a_slice_is_not_compiled(beyond: Callable[[str], int]) -> None:
     assert slices > 0 and got == want and graphs == plain
 
 
+def test_a_slice_that_ends_while_torch_exports(monkeypatch: pytest.MonkeyPatch, beyond: Callable[[str], int]) -> None:
+    """It reads parameters under a flag by which optimizers compute with tensors instead of numbers."""
+    want = [bits(p) for p in begun(foreach=True).model.parameters()]
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made, slices = waiting(lambda: begun(foreach=True))
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        got = [bits(p) for p in made.model.parameters()]
+        assert torch.compiler.is_compiling() is True
+    assert slices > 0 and got == want
+
+
 def test_a_step_that_cannot_be_fails_in_its_call(beyond: Callable[[str], int]) -> None:
     """A state of another shape, as a checkpoint of another model leaves it."""
     with memmgr.budget(beyond(LIMIT), quiet=True):

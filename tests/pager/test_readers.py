@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 
 import memmgr
 from memmgr.native import pager as native
+from memmgr.readers.patches import Patches
 
 
 @pytest.fixture
@@ -246,3 +249,18 @@ def test_reads_while_the_budget_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     with memmgr.budget("1GB", quiet=True):
         tensor.add_(1)
     assert torch.equal(read[0], torch.arange(4096.0) + 1)
+
+
+def test_two_that_wait_for_the_same_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds modules asks all others, and would ask itself through the other."""
+    (tmp_path / "memmgr_late.py").write_text("number = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = Patches(), Patches()
+    for patches in (first, second):
+        patches.when_imported("memmgr_late", lambda module: setattr(module, "number", module.number * 10))
+    try:
+        assert importlib.import_module("memmgr_late").number == 100
+    finally:
+        sys.modules.pop("memmgr_late", None)
+        first.undo()
+        second.undo()
