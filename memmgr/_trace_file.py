@@ -165,7 +165,7 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
 def _object(number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise TraceError(f"line {number} is not a JSON object (cut short?)")

@@ -67,6 +67,7 @@ HEAD = '{"memmgr_trace":2,"device":"","links":[],"copy_on_write":true}'
             "version 1; this memmgr reads version 2",
         ),
         ([HEAD, "[]"], "line 2 is not a JSON object"),
+        ([HEAD, "[" * 100_000], "line 2 is not a JSON object"),
         ([HEAD, '{"op":"f"}'], "line 2: no 's'"),
         ([HEAD, '{"op":"f","s":1,"out":[["a",-1]]}'], "line 2: a has -1 bytes"),
         ([HEAD, '{"op":"f","s":1,"kind":77}'], "line 2: 77"),

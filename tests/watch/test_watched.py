@@ -52,6 +52,7 @@ def test_another_version_is_named() -> None:
         {"type": "sample", **{k: "x" for k in lines.sample(0) if k != "type"}},
         {"type": "events", "items": 3, "seconds": 0},
         {"type": "cells", "cells": {}, "modules": []},
+        {"type": "passes", "count": 1, "each": [[]]},
         {"type": "end"},
         {"type": "hello", "protocol": 1},
     ],

@@ -69,7 +69,7 @@ def _records(lines: Iterable[str]) -> _Records:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TraceError(f"line {number} is not a JSON object (cut short?): {line.strip()[:60]!r}") from None
         if not isinstance(record, dict) or not isinstance(record.get("INSTRUCTION"), str):
             raise TraceError(f"line {number} has no INSTRUCTION: not an operator log")

@@ -149,7 +149,7 @@ class RunState:
             taken(line)
         except UsageError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"a line of type {line.get('type')!r} that is not of this format: {error!r}") from None
 
     def _take_hello(self, line: dict[str, Any]) -> None:
