@@ -62,6 +62,10 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
   return false;
 }
 
+static bool is_of_a_job(const std::string& name) {
+  return name.compare(0, 6, "c10d::") == 0 || name.compare(0, 17, "_c10d_functional:") == 0;
+}
+
 bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
 
 void Call::run(Frame& frame) {
@@ -78,7 +82,9 @@ void Call::run(Frame& frame) {
   }
   began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
   const uint64_t stalled = waited_ns();
-  const Share at_once = C10_UNLIKELY(info_->list_op) && tl_depth == 1 ? largest_index(info_, *stack_) : Share{};
+  if (info_->kind == OpClass::kForeign && is_of_a_job(op_.schema().name())) others_take_part = true;
+  const bool cut = C10_UNLIKELY(info_->list_op) && tl_depth == 1 && !others_take_part.load(std::memory_order_relaxed);
+  const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
   if (tl_depth == 1) {
     begin_scratch();

@@ -369,7 +369,11 @@ static thread_local uint64_t tl_refused_bytes = 0;
 void note_refused() { note_floor(std::exchange(tl_refused_bytes, 0)); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};
-void reset_floor() { floor_mark = most_resident = 0; }
+std::atomic<bool> others_take_part{false};
+void reset_floor() {
+  floor_mark = most_resident = 0;
+  others_take_part = false;
+}
 
 // The arena asks nobody to leave for what could never fit.
 static uint64_t may_leave_bytes() {

@@ -117,8 +117,11 @@ def test_with_a_tier_states_are_no_part_of_the_floor() -> None:
 
 
 def test_a_failed_opening_can_be_followed_by_another(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    opening = memmgr.budget("1GB", disk=str(tmp_path / "gone"), quiet=True)
+    (tmp_path / "gone").rmdir()
     with pytest.raises(OSError, match="cannot open a tier file"):
-        memmgr.budget("1GB", disk="/proc", quiet=True).__enter__()
+        opening.__enter__()
     held = [torch.ones(MB) for _ in range(4)]
     with pytest.raises(memmgr.BudgetError, match="on the device already"):
         memmgr.budget(4 * MB, disk=False, quiet=True, log=tmp_path / "run.jsonl").__enter__()

@@ -62,9 +62,13 @@ def served(runtime: object) -> Iterator[Served]:
         assert process.stdout is not None and process.stderr is not None
         said = process.stdout.readline()
         assert said.startswith("http://127.0.0.1:"), process.stderr.read()
-        yield Served(process, said.split()[0])
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            yield Served(process, said.split()[0])
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        except BaseException:
+            process.kill()  # else leaving the block waits for it
+            raise
         assert process.returncode in (0, -signal.SIGKILL) and errors == "", errors
 
 
