@@ -62,10 +62,6 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
   return false;
 }
 
-static bool is_of_a_job(const std::string& name) {
-  return name.compare(0, 6, "c10d::") == 0 || name.compare(0, 17, "_c10d_functional:") == 0;
-}
-
 bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
 
 void Call::run(Frame& frame) {
@@ -82,7 +78,7 @@ void Call::run(Frame& frame) {
   }
   began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
   const uint64_t stalled = waited_ns();
-  if (info_->kind == OpClass::kForeign && is_of_a_job(op_.schema().name())) others_take_part = true;
+  if (C10_UNLIKELY(info_->of_a_job)) others_take_part = true;
   const bool cut = C10_UNLIKELY(info_->list_op) && tl_depth == 1 && !others_take_part.load(std::memory_order_relaxed);
   const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
@@ -93,7 +89,7 @@ void Call::run(Frame& frame) {
   if (info_->seeded) drew = true;
   // Nobody draws between another's noting of the state and its draw.
   if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
-  if (info_->kind != OpClass::kForeign || is_collective()) {
+  if (info_->kind != OpClass::kForeign || info_->collective) {
     call_below(op_, below_, stack_);
   } else {
     std::optional<ForeignScope> scope;
@@ -151,7 +147,7 @@ void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
 void Call::outputs(Frame& frame) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   const size_t returns = info_->returns;
-  if (info_->kind == OpClass::kForeign && is_collective()) keep_until_done(frame, returns);
+  if (info_->collective) keep_until_done(frame, returns);
   if (info_->writes && recipe_) attach_write(frame);
   collect_outputs(*stack_, returns, &storages);
   c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);

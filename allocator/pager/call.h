@@ -40,8 +40,6 @@ class Call {
   c10::SmallVector<Cell*, 4> made;
 
  private:
-  bool is_collective() const { return op_.schema().name().compare(0, 6, "c10d::") == 0; }
-
   void note_scratch(uint64_t bytes);
   // Is there room for a trial, which takes so much? Without a limit only below what was there at some time before, so
   // that to measure a run changes nothing of what it needs.

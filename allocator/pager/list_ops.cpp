@@ -77,7 +77,7 @@ std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {
   return at;
 }
 
-// Of the call on top of the stack, at each index; empty: it cannot be cut.
+// Of the call on top of the stack, at each index; empty: its lists do not go together.
 static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->op.schema().arguments().size();
   const c10::IValue* args = stack.data() + stack.size() - n;
@@ -92,18 +92,23 @@ static std::vector<uint64_t> bytes_by_index(const OpInfo* info, const torch::jit
     for (size_t k = 0; k < length; ++k)
       if (list[k].isTensor()) bytes[k] += bytes_in_list(list[k].toTensor());
   }
-  if (!budget.pool->on_host() && !all_plain(args, n)) return {};
   return bytes;
 }
 
+static bool all_alike(const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->op.schema().arguments().size();
+  return budget.pool->on_host() || all_plain(stack.data() + stack.size() - n, n);
+}
+
 std::vector<size_t> cuts(const OpInfo* info, const torch::jit::Stack& stack) {
-  const std::vector<uint64_t> bytes = bytes_by_index(info, stack);
-  return bytes.empty() ? std::vector<size_t>{} : cuts(bytes);
+  std::vector<size_t> at = cuts(bytes_by_index(info, stack));
+  if (!at.empty() && !all_alike(info, stack)) return {};
+  return at;
 }
 
 Share largest_index(const OpInfo* info, const torch::jit::Stack& stack) {
   const std::vector<uint64_t> bytes = bytes_by_index(info, stack);
-  if (bytes.empty()) return {};
+  if (bytes.empty() || !all_alike(info, stack)) return {};
   return {*std::max_element(bytes.begin(), bytes.end()), std::accumulate(bytes.begin(), bytes.end(), uint64_t{0})};
 }
 

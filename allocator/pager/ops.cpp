@@ -256,10 +256,12 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     if (full == std::string("aten::") + raw.name) reads_raw = raw.reads;
   for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
     expensive |= name.find(part) != std::string::npos;
+  collective = space == "c10d";
+  of_a_job = collective || space.rfind("_c10d_functional", 0) == 0;
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
     native = is_native(handle);
-    keeps = native && space != "c10d";
+    keeps = native && !collective;
     if (!writes)  // one that declares nothing may write to all that it was given
       for (size_t i = 0; i < may_hold_tensors.size(); ++i)
         if ((written[i] = may_hold_tensors[i])) writes++;

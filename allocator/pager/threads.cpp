@@ -161,10 +161,6 @@ std::unique_ptr<at::ObserverContext> unseen_op_begins(const at::RecordFunction&)
 
 at::CallbackHandle net = at::INVALID_CALLBACK_HANDLE;
 
-}  // namespace
-
-namespace {
-
 // Dynamo's own switch, of this thread: what compiles frames, or None. Gives what it was.
 PyObject* compile_frames_with(PyObject* callback) {
   PyObject* dynamo = PyImport_ImportModule("torch._C._dynamo.eval_frame");

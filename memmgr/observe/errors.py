@@ -126,9 +126,8 @@ class Explainer:
         if not passes.count:
             return Ahead(int(LOSS * now["floor_bytes"]))
         coming = missing_states(self._native, self._asked.device, gradients=False)
-        if (
-            passes.count == 1 or not passes.steps_before
-        ):  # no backward was beside the states that the first update makes
+        if passes.count == 1 or not passes.steps_before:
+            # No backward was beside the states that the first update makes.
             made = held.kinds.get("optimizer state", 0)
             return Ahead(
                 0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
