@@ -182,21 +182,24 @@ def serve(number: int) -> None:
         if not text:
             os._exit(0)
         reading, writing = os.pipe()
+        waits, goes = os.pipe()
         between = os.fork()
         if between == 0:  # it ends at once, so that the program is a child of who asked
             child = os.fork()
             if child:
                 os.write(writing, str(child).encode())
                 os._exit(0)
-            os.close(reading)
-            os.close(writing)
+            for descriptor in (reading, writing, goes):
+                os.close(descriptor)
             server.close()
+            os.read(waits, 1)  # a program that ends with its parent (PR_SET_PDEATHSIG) would end with what is between
+            os.close(waits)
             _become(json.loads(text), streams)
             return
         os.close(writing)
         os.waitpid(between, 0)
         server.send(os.read(reading, 32))
-        for descriptor in (reading, *streams):
+        for descriptor in (reading, waits, goes, *streams):
             os.close(descriptor)
 
 
