@@ -147,6 +147,8 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
 void add_plan(FollowedPlan plan) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Follower& f = follower();
+  for (const FollowedPlan& p : f.plans)
+    if (p.hashes == plan.hashes) plan.after = p.after;
   f.plans.remove_if([&](const FollowedPlan& p) { return p.hashes == plan.hashes && &p != f.leads; });
   f.plans.push_front(std::move(plan));
   if (f.plans.size() > kMostPlans && &f.plans.back() != f.leads) f.plans.pop_back();
@@ -160,12 +162,16 @@ void drop_plans() {
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
 
-void follow_position_locked(uint32_t position, uint64_t hash) {
+// Several may begin with the same ops, and what one does before they part would be done for the others. The one that has
+// come after this period before is likely to come again.
+void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   Follower& f = follower();
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
   if (f.leads && fits(*f.leads)) return;
-  const auto found = std::find_if(f.plans.begin(), f.plans.end(), fits);
+  auto found = std::find_if(f.plans.begin(), f.plans.end(),
+                            [&](const FollowedPlan& p) { return p.after == before && fits(p); });
+  if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
   f.decided = true;
   if (found == f.plans.end())
     lead_locked(f, nullptr, position);
@@ -263,11 +269,17 @@ void note_short() {
   follower().ran_short = true;
 }
 
-Followed end_following(uint64_t hash) {
+Followed end_following(uint64_t hash, uint64_t before) {
   Followed result;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     Follower& f = follower();
+    const auto met = std::find_if(f.plans.begin(), f.plans.end(),
+                                  [&](const FollowedPlan& p) { return p.hashes.back() == hash; });
+    if (met != f.plans.end()) {
+      met->after = before;
+      f.plans.splice(f.plans.begin(), f.plans, met);  // the latest first
+    }
     result.hash = hash;
     result.to_the_end = f.leads && f.leads->hashes.back() == hash;
     result.ran_short = f.ran_short;

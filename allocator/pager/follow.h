@@ -31,6 +31,7 @@ struct FollowedPlan {
   std::vector<PlanRow> reads;       // begin before it
   std::vector<PlanRow> groups;      // are made again before it, together, and leave between
   std::vector<KeptRow> kept;
+  uint64_t after = 0;  // the period that came before it when it was met last
 };
 
 void add_plan(FollowedPlan plan);
@@ -40,7 +41,7 @@ bool plan_leads();
 
 // What is due. Called by Moment.
 void follow_before(uint32_t position);
-void follow_position_locked(uint32_t position, uint64_t hash);
+void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before);
 void follow_after(uint32_t position);
 // What the plan lets go, as far as it is needed: from inside malloc, or for a read `ahead`, which waits for no write.
 // Returns the bytes released.
@@ -53,7 +54,7 @@ struct Followed {
   bool ran_short = false;
   uint64_t hash = 0;
 };
-// The period ends here.
-Followed end_following(uint64_t hash);
+// The period ends here; the one `before` it had that hash. 0: none.
+Followed end_following(uint64_t hash = 0, uint64_t before = 0);
 
 }  // namespace memmgr::pager

@@ -142,7 +142,7 @@ LoopSeeker::Turn LoopSeeker::ends(const Timeline& turn, const OpInfo* info, cons
 
 void end_turn(LoopTurn turn) {
   const Timeline& ended = turn.ended;
-  const Followed followed = end_following(ended.hash());
+  const Followed followed = end_following(ended.hash(), ended.before);
   poll_transfers();
   if (!turn.whole || ended.overflow || ended.before != ended.hash()) return;
   counters.loop_turns++;

@@ -53,7 +53,7 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     ended = next_period(noted);
-    followed = end_following(ended.hash());
+    followed = end_following(ended.hash(), ended.before);
     poll_transfers();
   } catch (const std::exception& e) {
     wrong = e.what();
@@ -233,7 +233,7 @@ PyMethodDef plan_methods[] = {
 bool add_plan_functions(PyObject* module) { return PyModule_AddFunctions(module, plan_methods) == 0; }
 
 void forget_periods() {
-  end_following(0);
+  end_following();
   drop_plans();
   seek_loops(false);
   next_period(false);

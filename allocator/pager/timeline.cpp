@@ -163,7 +163,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
     }
     p.noted.hashes.push_back(p.running);
     position_ = at;
-    follow_position_locked(at, p.running);
+    follow_position_locked(at, p.running, p.noted.before);
   }
   if (follow) follow_before(at);
 }
@@ -258,7 +258,7 @@ void turn_period() {
     if (cut) next_locked(p, false);  // a part of a pass is no pass
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
   }
-  if (cut) end_following(0);
+  if (cut) end_following();
 }
 
 Timeline next_period(bool noted) {

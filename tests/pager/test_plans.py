@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from budget import models
@@ -283,6 +285,26 @@ def test_a_step_moves_what_its_plan_says() -> None:
         runtime: Any = _budget.current()
         planned = runtime.plans.latest().moved_bytes
     assert moved(figures) == pytest.approx(planned, rel=0.1)  # in blocks of 3 % of all of it each
+
+
+def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period_before() -> None:
+    torch.manual_seed(0)
+    training = States()
+    limit = int(need(States) * 0.7)
+    figures = []
+    with memmgr.budget(limit, quiet=True, policy="offload") as mm:
+        for step in range(STEPS + 4):
+            training.step()
+            settled()
+            figures.append(mm.stats())
+            if step == STEPS - 1:
+                native = pager.load()
+                hashes = native.timeline()["hashes"][:8] + bytes(8)  # it goes on otherwise after the first op
+                writes = np.array([(0, ordinal, 0) for ordinal in range(40)], dtype=np.int64).tobytes()
+                native.add_plan(hashes, b"", writes, b"", b"", b"")
+    of_each = [now["offload_bytes"] - before["offload_bytes"] for before, now in itertools.pairwise(figures)]
+    assert figures[-1]["planned_passes"] - figures[STEPS - 1]["planned_passes"] == 4
+    assert of_each[STEPS:] == [of_each[STEPS - 2]] * 3
 
 
 def other_states(training: States, step: int) -> None:
