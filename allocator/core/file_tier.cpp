@@ -89,7 +89,7 @@ void FileTier::BeforeFork() {
   if (forked_.load()) return;
   Hold hold(mutex_);
   forking_ = true;
-  while (in_flight_ > 0) settled_.wait(hold);
+  while (in_flight() > 0) settled_.wait(hold);
   heirs_.BeforeFork(stats_.used_bytes > 0);
   hold.release();
 }
@@ -172,21 +172,21 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
   slot->begun_bytes += bytes;
   if (slot->begun_bytes == slot->bytes) slot->queue->Remove(slot);
   ++slot->in_flight;
-  ++in_flight_;
+  CountTime();
+  ++in_flight_[direction];
   const Clock::time_point until = Pace(direction, bytes);
   char* const memory = slot->memory + at;
   const uint64_t offset = slot->offset + at;
   hold->unlock();
 
-  const Clock::time_point start = Clock::now();
   if (error == 0) error = direction == kWrite ? file_.Write(memory, bytes, offset) : file_.Read(memory, bytes, offset);
   if (error == 0) std::this_thread::sleep_until(until);
-  const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 
   hold->lock();
   --slot->in_flight;
-  if (--in_flight_ == 0 && forking_) settled_.notify_all();
-  (direction == kWrite ? stats_.write_nanoseconds : stats_.read_nanoseconds) += spent;
+  CountTime();
+  --in_flight_[direction];
+  if (in_flight() == 0 && forking_) settled_.notify_all();
   if (error == 0) {
     slot->done_bytes += bytes;
     queued_bytes(direction) -= bytes;
@@ -196,6 +196,16 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
     if (slot->queue != nullptr) slot->queue->Remove(slot);  // the other pieces would be wasted
   }
   Settle(slot);
+}
+
+// The time since it was called last belongs to the directions whose pieces were under way, by their number.
+void FileTier::CountTime() {
+  const Clock::time_point now = Clock::now();
+  const std::chrono::nanoseconds passed = now - std::exchange(timed_, now);
+  if (in_flight() == 0) return;
+  const uint64_t writing = static_cast<uint64_t>(passed.count()) * in_flight_[kWrite] / in_flight();
+  stats_.write_nanoseconds += writing;
+  stats_.read_nanoseconds += passed.count() - writing;
 }
 
 // Ends the operation once no piece is left.

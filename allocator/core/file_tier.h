@@ -120,6 +120,8 @@ class FileTier final : public Tier, private ForkAware {
   void RunPiece(Slot* slot, Hold* hold);
   void Settle(Slot* slot);
   int InjectedError(Direction direction);
+  void CountTime();
+  int in_flight() const { return in_flight_[kWrite] + in_flight_[kRead]; }
   Clock::time_point Pace(Direction direction, uint64_t bytes);
   uint64_t& queued_bytes(Direction d) { return d == kWrite ? stats_.queued_write_bytes : stats_.queued_read_bytes; }
 
@@ -135,7 +137,8 @@ class FileTier final : public Tier, private ForkAware {
   std::condition_variable settled_;
   bool closing_ = false;
   bool forking_ = false;  // no piece begins
-  int in_flight_ = 0;     // pieces of all slots
+  std::array<int, 2> in_flight_{};  // pieces of all slots, by direction
+  Clock::time_point timed_{};       // their time is counted up to here
   Queue urgent_;
   Queue normal_;
   SlotSpace space_;

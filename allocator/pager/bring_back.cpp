@@ -87,7 +87,6 @@ void bring_back(Cell* c) {
         mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
       } else {
         TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");
-        const uint64_t reading = now_ns();
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
           note_tier_error(-wrong);
@@ -97,8 +96,6 @@ void bring_back(Cell* c) {
           absence = Absence::kEvicted;
           bytes.clear();
           bytes = rematerialize(c);
-        } else {
-          if (c->pool->on_host()) note_transfer(false, c->nbytes, now_ns() - reading);
         }
       }
     }

@@ -167,15 +167,12 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     if (!drop && !packed && c->slot < 0) {
       const void* from = c->bytes.get();
       lock.unlock();
-      const uint64_t begun = now_ns();
       mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
       if (slot == -ENOSPC && drop_clean_copies()) slot = mm_tier_write_now(budget.tier, from, c->nbytes);
-      const uint64_t took = now_ns() - begun;
       lock.lock();
       if (slot >= 0) {
         c->slot = slot;
         note_moved_locked(c, true);
-        if (pool->on_host()) note_transfer(true, c->nbytes, took);  // else it is only queued
       } else {
         note_tier_error(static_cast<int>(-slot));
         if (!may_be_dropped_locked(c)) return give_up();

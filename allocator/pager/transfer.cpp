@@ -23,6 +23,8 @@ struct Read {
 struct Transfers {
   std::vector<Cell*> writes;
   std::vector<Read> reads;
+  const mm_tier* seen_of = nullptr;  // the link was measured up to here
+  mm_tier_stats seen{};
 };
 
 Transfers& transfers() {
@@ -82,8 +84,8 @@ void set_link(double seconds_per_byte) {
   read_link.store(seconds_per_byte);
 }
 
-void note_transfer(bool write, uint64_t nbytes, uint64_t ns) {
-  auto& direction = write ? write_link : read_link;
+static void note_link(std::atomic<double>& direction, uint64_t nbytes, uint64_t ns) {
+  if (nbytes == 0) return;
   const double before = direction.load(std::memory_order_relaxed);
   const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
   // One that met the other direction's burst, or a thread that did not run, says little of the next.
@@ -91,7 +93,21 @@ void note_transfer(bool write, uint64_t nbytes, uint64_t ns) {
   direction.store(before + (likely - before) / 32, std::memory_order_relaxed);
 }
 
+// By the tier's own clock, so that copies for which nobody waits count as others do.
+static void note_link_locked() {
+  Transfers& t = transfers();
+  mm_tier_stats now{};
+  mm_tier_stats_get(budget.tier, &now);
+  const mm_tier_stats seen = std::exchange(t.seen, now);
+  if (std::exchange(t.seen_of, budget.tier) != budget.tier || now.written_bytes < seen.written_bytes ||
+      now.read_bytes < seen.read_bytes)
+    return;  // another tier
+  note_link(write_link, now.written_bytes - seen.written_bytes, now.write_nanoseconds - seen.write_nanoseconds);
+  note_link(read_link, now.read_bytes - seen.read_bytes, now.read_nanoseconds - seen.read_nanoseconds);
+}
+
 void note_moved_locked(Cell* c, bool write) {
+  note_link_locked();
   (write ? counters.offloads : counters.reloads)++;
   (write ? counters.offload_bytes : counters.reload_bytes) += c->nbytes;
   c->moved_bytes += c->nbytes;

@@ -36,7 +36,6 @@ struct Link {
 };
 Link link();
 void set_link(double seconds_per_byte);
-void note_transfer(bool write, uint64_t nbytes, uint64_t ns);
 void note_tier_error(int error);
 // The bytes of `c` have gone over the link.
 void note_moved_locked(Cell* c, bool write);

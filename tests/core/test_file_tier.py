@@ -266,6 +266,21 @@ def test_the_throttle_paces_each_direction(make_tier):
     assert 0.4 < read - written < 5
 
 
+def test_the_time_of_copies_is_counted_once(make_tier):
+    """Pieces that run at once, and both directions, share it: bytes by time is the speed of the disk."""
+    tier = make_tier(bytes_per_second=40 * MIB, workers=4)
+    source, target = Bytes(4 * MIB, 1), Bytes(4 * MIB)
+    start = time.monotonic()
+    slot = tier.write_now(source.address, source.size)
+    for _ in range(2):
+        other = tier.write(source.address, source.size)
+        assert tier.read_now(slot, target.address) == 0
+        tier.wait(other)
+    passed = time.monotonic() - start
+    counted = (tier.stats.write_nanoseconds + tier.stats.read_nanoseconds) * 1e-9
+    assert 0.2 < counted <= passed  # 12 MB at 40 MB/s one after the other; 5 x 4 MB in workers' time
+
+
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 

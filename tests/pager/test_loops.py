@@ -76,7 +76,7 @@ def test_threads_that_call_the_same_model() -> None:
 def test_a_turn_begins_where_the_program_does_most_between_two_ops() -> None:
     """What chooses the next token: so a new prompt begins with a turn, wherever the loop was found."""
     got = alone("alignment")
-    assert got["first"] == got["most"] > 0.015
+    assert got["first"] == got["most"] > 0.04
 
 
 def test_a_loop_that_comes_back_has_its_plan_at_once() -> None:

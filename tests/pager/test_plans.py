@@ -307,6 +307,19 @@ def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period
     assert of_each[STEPS:] == [of_each[STEPS - 2]] * 3
 
 
+def test_the_link_is_measured_by_copies_that_nobody_waits_for() -> None:
+    torch.manual_seed(0)
+    training = States()
+    with memmgr.budget(int(need(States) * 0.7), quiet=True, policy="offload"):
+        for _ in range(STEPS):
+            training.step()
+            settled()
+        native = pager.load()
+        native.set_link(1.0)  # seconds a byte
+        training.step()
+        assert max(native.link()) < 0.9
+
+
 def other_states(training: States, step: int) -> None:
     """In the place of the optimizer's states, others; those that a plan knows have ended."""
     if step in (5, 7):

@@ -204,7 +204,8 @@ typedef struct {
   uint64_t file_bytes;
   uint64_t written_bytes;  // payload, since open
   uint64_t read_bytes;
-  uint64_t write_nanoseconds;  // time that workers spent in writes; host tier: that the device spent in copies
+  // In which copies were under way. A disk's reads and writes share it: what both take is divided between them.
+  uint64_t write_nanoseconds;
   uint64_t read_nanoseconds;
   uint64_t queued_write_bytes;  // not yet there
   uint64_t queued_read_bytes;
