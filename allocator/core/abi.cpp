@@ -82,6 +82,8 @@ void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
 uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(arena)->TakeMark(peak_bytes); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
+void mm_arena_promise_outside(mm_arena* arena, int64_t delta) { Of(arena)->Promise(delta); }
+uint64_t mm_arena_shortage(mm_arena* arena) { return Of(arena)->Shortage(0); }
 uint64_t mm_arena_resident(mm_arena* arena) { return Of(arena)->resident(); }
 uint64_t mm_arena_budget(mm_arena* arena) { return Of(arena)->budget(); }
 

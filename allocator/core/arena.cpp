@@ -134,7 +134,7 @@ void Arena::AfterForkInChild() {
 // ---- budget ----------------------------------------------------------------------------------------------------
 
 uint64_t Arena::Shortage(uint64_t bytes) const {
-  const uint64_t after = resident() + bytes;
+  const uint64_t after = resident() + promised_bytes_.load(std::memory_order_relaxed) + bytes;
   return after > budget() ? after - budget() : 0;
 }
 
@@ -250,6 +250,11 @@ void Arena::AddOutside(int64_t delta) {
   ResidentChanged();
   ObeyBudget();
   Verify("add_outside");
+}
+
+void Arena::Promise(int64_t delta) {
+  std::lock_guard hold(lock_);  // no allocation has looked for room and not taken it yet
+  promised_bytes_.fetch_add(static_cast<uint64_t>(delta), std::memory_order_relaxed);
 }
 
 void Arena::NoteVirtual(int64_t delta) {

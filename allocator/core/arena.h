@@ -65,6 +65,7 @@ class Arena final : private ForkAware {
   void SetBudget(uint64_t bytes);
   void SetOutside(uint64_t bytes);
   void AddOutside(int64_t delta);
+  void Promise(int64_t delta);
   void NoteVirtual(int64_t delta);
 
   void SetLayout(int remap, int apart);
@@ -109,6 +110,8 @@ class Arena final : private ForkAware {
   void ResetPeak();
   uint64_t TakeMark(uint64_t* peak_bytes);
   void ResetCounts();
+  // By how much what is resident and promised, with these, is over the budget.
+  uint64_t Shortage(uint64_t bytes) const;
   uint64_t resident() const { return resident_.load(std::memory_order_relaxed); }
   uint64_t budget() const { return budget_bytes_.load(std::memory_order_relaxed); }
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
@@ -137,7 +140,6 @@ class Arena final : private ForkAware {
     return InSmall(offset) ? small_.FindLive(offset - large_.bytes()) : large_.FindLive(offset);
   }
   Request MakeRequest(uint64_t requested_bytes, End end, StreamOrder* order) const;
-  uint64_t Shortage(uint64_t bytes) const;
   uint64_t Limit() const;
   uint64_t Placeable() const { return Limit() - std::min(Limit(), large_held_bytes_); }
   uint64_t away_pages() const { return large_.away_pages() + small_.away_pages(); }
@@ -186,6 +188,7 @@ class Arena final : private ForkAware {
   void* reclaim_user_ = nullptr;
   // Written under the lock, read anywhere.
   std::atomic<uint64_t> budget_bytes_;
+  std::atomic<uint64_t> promised_bytes_{0};
   std::atomic<uint64_t> resident_{0};
   int64_t virtual_bytes_ = 0;
   uint64_t held_bytes_ = 0;

@@ -136,7 +136,7 @@ class FileTier final : public Tier, private ForkAware {
   std::condition_variable work_;
   std::condition_variable settled_;
   bool closing_ = false;
-  bool forking_ = false;  // no piece begins
+  bool forking_ = false;            // no piece begins
   std::array<int, 2> in_flight_{};  // pieces of all slots, by direction
   Clock::time_point timed_{};       // their time is counted up to here
   Queue urgent_;

@@ -6,6 +6,7 @@
 #include "budget.h"
 #include "cell.h"
 #include "escape.h"
+#include "frame.h"
 
 namespace memmgr::pager {
 
@@ -36,7 +37,7 @@ bool escape_first(PyObject* args) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     Cell* c = cell_of(s.get());
-    if (!c && adoptable(s.get())) c = adopt(s.get());
+    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get());
     if (c) escape(c, Escape::kDlpack);
   } catch (const std::exception& e) {
     wrong = e.what();

@@ -162,15 +162,15 @@ void drop_plans() {
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
 
-// Several may begin with the same ops, and what one does before they part would be done for the others. The one that has
-// come after this period before is likely to come again.
+// Several may begin with the same ops, and what one does before they part would be done for the others. The one that
+// has come after this period before is likely to come again.
 void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before) {
   Follower& f = follower();
   if (f.plans.empty() || (f.decided && !f.leads)) return;
   const auto fits = [&](const FollowedPlan& p) { return position < p.hashes.size() && p.hashes[position] == hash; };
   if (f.leads && fits(*f.leads)) return;
-  auto found = std::find_if(f.plans.begin(), f.plans.end(),
-                            [&](const FollowedPlan& p) { return p.after == before && fits(p); });
+  auto found =
+      std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.after == before && fits(p); });
   if (found == f.plans.end()) found = std::find_if(f.plans.begin(), f.plans.end(), fits);
   f.decided = true;
   if (found == f.plans.end())
@@ -274,8 +274,8 @@ Followed end_following(uint64_t hash, uint64_t before) {
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     Follower& f = follower();
-    const auto met = std::find_if(f.plans.begin(), f.plans.end(),
-                                  [&](const FollowedPlan& p) { return p.hashes.back() == hash; });
+    const auto met =
+        std::find_if(f.plans.begin(), f.plans.end(), [&](const FollowedPlan& p) { return p.hashes.back() == hash; });
     if (met != f.plans.end()) {
       met->after = before;
       f.plans.splice(f.plans.begin(), f.plans, met);  // the latest first

@@ -12,16 +12,13 @@
 
 namespace memmgr::pager {
 
-void make_room_for(const c10::StorageImpl* s) {
-  if (pointer_of(s).get_deleter() == budget.pool->deleter() || s->nbytes() < budget.options.small_bytes) return;
-  const uint64_t limit = mm_arena_budget(budget.arena), all = mm_arena_resident(budget.arena) + s->nbytes();
-  if (all <= limit) return;
-  uint64_t released = 0;
-  for (int i = 0; released < all - limit; ++i) {
-    const uint64_t n = reclaim_callback(budget.pool, all - limit - released, s->nbytes(), i);
-    if (!n) throw_out_of_memory(s->nbytes());
-    released += n;
-  }
+Cell* adopt_in_budget(c10::StorageImpl* s) {
+  const uint64_t nbytes = s->nbytes();
+  if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
+  const Promised promised(budget.arena, nbytes);  // another thread would take the room
+  for (int i = 0; const uint64_t shortage = mm_arena_shortage(budget.arena); ++i)
+    if (!reclaim_callback(budget.pool, shortage, nbytes, i)) throw_out_of_memory(nbytes);
+  return adopt(s);
 }
 
 void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts) {
@@ -45,8 +42,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
     if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
-    make_room_for(s);
-    c = adopt(s);
+    c = adopt_in_budget(s);
     if (!c) return;
   }
   if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it

@@ -10,7 +10,7 @@
 namespace memmgr::pager {
 
 // Memory of torch's default allocator counts from its adoption on: others leave for it first.
-void make_room_for(const c10::StorageImpl* s);
+Cell* adopt_in_budget(c10::StorageImpl* s);
 
 void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts);
 

@@ -99,10 +99,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      if (!c && adoptable(s.get())) {
-        make_room_for(s.get());
-        c = adopt(s.get());
-      }
+      if (!c && adoptable(s.get())) c = adopt_in_budget(s.get());
       if (c) escape(c, static_cast<Escape>(why));
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -159,10 +156,8 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
     try {
       for (StoragePtr& s : storages) {
         Cell* c = cell_of(s.get());
-        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes)) {
-          make_room_for(s.get());
-          c = adopt(s.get());
-        }
+        if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
+          c = adopt_in_budget(s.get());
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));

@@ -217,6 +217,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     absent_cells++;
     if (packed) {  // counted once there is room for them; the cell is busy until then
       c->state.fetch_or(kAbsent);
+      const Promised promised(pool->arena, packed);
       lock.unlock();
       end_bytes();
       lock.lock();

@@ -18,6 +18,20 @@ class WrongBytes : public c10::Error {
 // What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
+// Until it ends no allocation gets this room, which is counted as outside meanwhile.
+class Promised {
+ public:
+  Promised(mm_arena* arena, uint64_t nbytes) : arena_(arena), nbytes_(static_cast<int64_t>(nbytes)) {
+    mm_arena_promise_outside(arena_, nbytes_);
+  }
+  ~Promised() { mm_arena_promise_outside(arena_, -nbytes_); }
+  Promised(const Promised&) = delete;
+  Promised& operator=(const Promised&) = delete;
+
+ private:
+  mm_arena* arena_;
+  int64_t nbytes_;
+};
 // Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once.
 uint64_t waited_ns();
 class Wait {

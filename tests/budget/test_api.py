@@ -261,3 +261,26 @@ def test_a_budget_that_cannot_be_opened(more: str, code: int) -> None:
     assert done.stderr.count("cannot be opened") == 1 and "Traceback" not in done.stderr, done.stderr
     if code:
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("memmgr: the budget cannot be opened: ")
+
+
+def test_memory_of_others_is_counted_once_there_is_room_for_it() -> None:
+    """A storage that no op has made, as `dcp.async_save` makes them, while another thread takes whatever becomes free."""
+    size, stop = 1 << 16, threading.Event()
+
+    def allocate() -> None:
+        while not stop.is_set():
+            _ = [torch.ones(size // 4) for _ in range(60)]
+
+    with memmgr.budget(40 * size, quiet=True) as mm:
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        try:
+            for _ in range(300):
+                made = torch.empty(0).set_(torch.UntypedStorage(size))  # type: ignore[call-overload]
+                made.fill_(1).add(1)
+        finally:
+            stop.set()
+            thread.join()
+        figures = mm.stats()
+    assert figures["adopted"] == 300
+    assert figures["resident_bytes.peak"] <= figures["budget_bytes"]

@@ -93,6 +93,8 @@ void mm_arena_set_reclaim(mm_arena*, mm_reclaim_fn, void* user);
 void mm_arena_set_budget(mm_arena*, uint64_t budget_bytes);  // a smaller budget binds from the next allocation on
 void mm_arena_set_outside(mm_arena*, uint64_t outside_bytes);
 void mm_arena_add_outside(mm_arena*, int64_t delta);
+// Room that is going to be counted as outside: until the promise is taken back no allocation gets it.
+void mm_arena_promise_outside(mm_arena*, int64_t delta);
 
 // Where large blocks may lie (from the next allocation on).
 //   remap   MM_REMAP_FIRST: anywhere in the range; a request that finds no run goes further up (the default)
@@ -164,6 +166,7 @@ void mm_arena_note_virtual(mm_arena*, int64_t delta);
 // that it needed since the last call.
 uint64_t mm_arena_take_mark(mm_arena*, uint64_t* peak_bytes);
 uint64_t mm_arena_resident(mm_arena*);  // live + outside, one atomic read
+uint64_t mm_arena_shortage(mm_arena*);  // by how much these and what is promised are over the budget
 uint64_t mm_arena_budget(mm_arena*);
 
 // Walks the blocks in address order (for the dashboard, tests and the window), on a copy made at the call: visit may
