@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr._sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
 from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
 
@@ -78,11 +78,6 @@ def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str
     return glyphs.rest + text[-(width - 1) :] if keep_end else text[: width - 1] + glyphs.rest
 
 
-def size_or(size: int) -> str:
-    """A size, or "none" for no limit."""
-    return "none" if size >= UNLIMITED else show_size(size)
-
-
 # -- above ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,10 +119,11 @@ def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     budget = watched.budget_bytes
     now = int(watched.sample.get("resident_bytes", 0))
     share = f" ({now / budget:.0%})" if 0 < budget < UNLIMITED else ""
+    limit = "none" if budget >= UNLIMITED else watched.size(budget)
     text = (
-        f"budget {size_or(budget)}  now {show_size(now)}{share}  peak {show_size(int(stats.get('resident_bytes.peak', 0)))}"
-        f"  floor {show_size(int(stats.get('floor_bytes', 0)))}"
-        f"  unmanaged {show_size(int(stats.get('unmanaged_peak_bytes', 0)))}"
+        f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
+        f"  floor {watched.size(int(stats.get('floor_bytes', 0)))}"
+        f"  unmanaged {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
     return [(fit(text, width, glyphs), "")]
 
@@ -138,8 +134,8 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     recompute, stall = watched.shares()
     text = (
         f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(*watched.rate())} recompute "
-        f"{recompute:.1%} stall {stall:.1%}  all: evict {show_size(int(stats.get('evicted_bytes', 0)))} offload "
-        f"{show_size(int(stats.get('offload_bytes', 0)))}"
+        f"{recompute:.1%} stall {stall:.1%}  all: evict {watched.size(int(stats.get('evicted_bytes', 0)))} offload "
+        f"{watched.size(int(stats.get('offload_bytes', 0)))}"
     )
     planned = f" planned {int(stats.get('planned_passes', 0)):,}"
     if stats.get("planned_passes") and len(text + planned) <= width:
@@ -184,9 +180,9 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     lines: list[Line] = []
     for row in reversed(range(height)):
         if row == limit_row:
-            label = show_size(budget)
+            label = watched.size(budget)
         elif row == height - 1:
-            label = show_size(top)
+            label = watched.size(top)
         else:
             label = ""
         line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else "bright_black")]
@@ -302,7 +298,7 @@ def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[
         cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
         rows = [
             (
-                show_size(cell["bytes"]),
+                watched.size(cell["bytes"]),
                 state_of(cell),
                 name_of("op", cell["op"]),
                 name_of("module", cell["module"]),
@@ -332,7 +328,7 @@ def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
         spent = seconds.get(name, {})
         row = (
             name,
-            *(show_size(size) for size in (present, held, gone)),
+            *(watched.size(size) for size in (present, held, gone)),
             *(
                 show_seconds(sum(spent[w].seconds for w in what if w in spent))
                 for what in (("recompute",), ("stall", "reload"))
@@ -356,14 +352,14 @@ def state_rows(watched: RunState) -> list[tuple[str, ...]]:
     rows = [
         (
             f.kind.replace("_", " "),
-            show_size(f.resident_bytes),
-            show_size(f.below_bytes),
-            show_size(f.moved_bytes),
+            watched.size(f.resident_bytes),
+            watched.size(f.below_bytes),
+            watched.size(f.moved_bytes),
         )
         for f in found.each
     ]
     took = f"the link meanwhile ({show_seconds(found.pass_seconds)} a pass)"
-    return [*rows, (took, "", "", show_size(found.link_bytes))]
+    return [*rows, (took, "", "", watched.size(found.link_bytes))]
 
 
 HOLDER_HEAD = ("what the program itself holds", "bytes")
@@ -374,7 +370,7 @@ def holder_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     """Model states by kind, then by module."""
     found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
     found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
-    return [(clean(name), show_size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
+    return [(clean(name), watched.size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
 
 
 def log_lines(watched: RunState, wanted: str = "") -> list[str]:
