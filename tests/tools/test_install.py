@@ -145,6 +145,17 @@ print(memmgr.__file__)
     assert done.returncode == 0 and done.stdout.startswith(str(target)), done.stderr
 
 
+@pytest.mark.parametrize("variables", [{}, {"MEMMGR_BUDGET": "1GB"}], ids=["import", "variable"])
+def test_in_a_checkout_it_says_that_the_sources_hide_what_is_installed(variables: dict[str, str]) -> None:
+    """Whoever runs a script in the folder that `pip install .` was run in has ./memmgr first, without its other rooms."""
+    code = "import sys; sys.modules['memmgr.policies'] = None; import torch; import memmgr; memmgr.budget"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")} | variables
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == (2 if variables else 1)
+    assert "this memmgr is a folder of its sources" in done.stderr.splitlines()[-1], done.stderr
+    assert "python -P" in done.stderr and "During handling" not in done.stderr
+
+
 def test_what_the_package_says_of_itself() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
