@@ -173,8 +173,8 @@ def section(name: str, trace: Trace, *, binary: bool = False) -> str:
 
 
 _STYLE = (
-    "<style>text{font:12px system-ui,sans-serif;fill:#68707a}.grid{stroke:#8886}.budget{stroke:#68707a;stroke-dasharray:6 4}"
-    "</style>"
+    "<style>text{font:12px system-ui,sans-serif;fill:#4b5560}.grid{stroke:#8886}.budget{stroke:#4b5560;stroke-dasharray:6 4}"
+    "@media(prefers-color-scheme:dark){text{fill:#aab2bb}.budget{stroke:#aab2bb}}</style>"
 )
 
 

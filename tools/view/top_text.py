@@ -49,6 +49,8 @@ SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
 OLD_SECONDS = 5.0
 """What is older is marked: it may not be so any more."""
 
+SOFT = "grey46"
+"""Scales and what is free: to be read on black and on white, which a terminal's own grey is not."""
 STYLES = {
     "other": "blue",
     "saved": "green",
@@ -56,9 +58,9 @@ STYLES = {
     "leaving": "yellow",
     "arriving": "cyan",
     "evicted": "red",
-    "offloaded": "bright_yellow",
+    "offloaded": "dark_goldenrod",
     "times": "green",
-    "free": "bright_black",
+    "free": SOFT,
     "budget": "bold",
 }
 SORTS = ("size", "age", "cost", "module", "op", "state")
@@ -123,9 +125,9 @@ def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     text = (
         f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
         f"  floor {watched.size(int(stats.get('floor_bytes', 0)))}"
-        f"  unmanaged {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
+        f"  need {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
-    return [(fit(text, width, glyphs), "")]
+    return [(fit(_tight(text, width), width, glyphs), "")]
 
 
 def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
@@ -141,7 +143,12 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     if stats.get("planned_passes") and len(text + planned) <= width:
         text += planned
     style = "bold yellow" if recompute + stall > 0.25 else ""
-    return [(fit(text, width, glyphs), style)]
+    return [(fit(_tight(text, width), width, glyphs), style)]
+
+
+def _tight(text: str, width: int) -> str:
+    """With less between its parts where it would not fit."""
+    return text if len(text) <= width else text.replace(" all: ", " ").replace("  ", " ")
 
 
 def show_rate(a_second: float, of: str) -> str:
@@ -185,7 +192,7 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
             label = watched.size(top)
         else:
             label = ""
-        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else "bright_black")]
+        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else SOFT)]
         for column in shown:
             line.append(_cell(column, (row + 0.5) * step, row == limit_row, glyphs))
         empty = room - len(shown)
@@ -206,7 +213,7 @@ def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: G
     over = f" {show_seconds(shown[-1].end - shown[0].begin)}" if len(shown) > 1 else ""
     if over and len(shown) + len(over) <= room:
         axis[len(shown) : len(shown) + len(over)] = over
-    return [(f"{label:>9} " + "".join(axis), "bright_black")]
+    return [(f"{label:>9} " + "".join(axis), SOFT)]
 
 
 def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
@@ -253,7 +260,7 @@ def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     columns = watched.map.get("columns", [])
     if not columns or not any(any(column) for column in columns):
         text = "no address space to show" if columns else "waiting for the map"
-        return [[(text.ljust(width), "bright_black")]] + [[(" " * width, "")] for _ in range(rows - 1)]
+        return [[(text.ljust(width), SOFT)]] + [[(" " * width, "")] for _ in range(rows - 1)]
     wanted = width * rows
     cells: Line = []
     for i in range(wanted):
