@@ -114,7 +114,7 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
     return int(mm.stats()["floor_bytes"]) - there
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.8, 0.95])
 @pytest.mark.parametrize("model", TRAININGS)
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
     """Whatever the run was at: the first error is the last."""
@@ -126,7 +126,7 @@ def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: 
     assert tried[1] - there <= 1.36 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
 
 
-@pytest.mark.parametrize("share", [0.5, 0.95])
+@pytest.mark.parametrize("share", [0.6, 0.95])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy"])
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     """Then model states and what cannot be made again stay, and the floor does not say what is made again beside an op."""
