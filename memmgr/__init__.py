@@ -44,9 +44,22 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise _explained(error) from None
     globals()[name] = value
     return value
+
+
+def _explained(error: Exception) -> Exception:
+    """In a checkout the folder ./memmgr hides the package that is installed, and is only a part of it."""
+    if getattr(error, "name", None) not in ("memmgr.policies", "memmgr.tools"):
+        return error
+    return ImportError(
+        f"this memmgr is a folder of its sources ({__path__[0]}), and hides the one that is installed: run the script from "
+        "another folder, or with python -P"
+    )
 
 
 def _install() -> None:

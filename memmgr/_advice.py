@@ -128,8 +128,8 @@ def states_knob(stats: dict[str, Any], *, binary: bool = False) -> list[str]:
     most = max(saved for saved, _ in knobs)
     saved, knob = next(one for one in knobs if one[0] >= 0.8 * most)  # nearly the best, and cheaper
     return [
-        f"what would help most: {knob}, about {saved:.0%} less time a token (an estimate). Of {size(moved)} that move a "
-        f"pass {size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
+        f"what would help most: {knob}, about {saved:.0%} less time for the same data (an estimate). Of {size(moved)} that "
+        f"move a pass {size(states)} are model states; the link takes {show_seconds(link)} for that, the ops {show_seconds(ops)}"
     ]
 
 

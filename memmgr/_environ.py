@@ -40,7 +40,7 @@ def autoload() -> None:
         if "MEMMGR_BUDGET" in os.environ:
             from ._conf import give_up
 
-            give_up(error)
+            give_up(package._explained(error))
         else:  # a failed `import torch` would be our fault
             import warnings
 

@@ -211,14 +211,10 @@ def budget_error(
     enough = round_up(enough, binary=binary)
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
+    out = f"the {tier} tier below it is full: no space left" if short else "nothing more can leave"
+    what = f"memmgr: the budget of {size(budget_bytes)} is spent, and {out}."
     if there_bytes:
-        what = f"memmgr: {size(there_bytes)} are on the device already, more than the budget of {size(budget_bytes)}."
-    elif short:
-        what = (
-            f"memmgr: the budget of {size(budget_bytes)} is spent, and the {tier} tier below it is full: no space left."
-        )
-    else:
-        what = f"memmgr: the budget of {size(budget_bytes)} is spent, and nothing more can leave."
+        what += f" {size(there_bytes)} are on the device already."
     if failed is not None and not short:
         what += f" The {tier} tier failed: {why}."
     lines = [
@@ -244,21 +240,13 @@ def budget_error(
             f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
-        lines.append(
-            f"Without that a budget of {size(enough)} ({enough} bytes) "
-            + ("should do for a whole step." if known else "would have worked so far.")
-        )
-    elif known:
-        lines.append(f"A budget of {size(enough)} ({enough} bytes) should do for a whole step.")
-    elif there_bytes:
-        lines.append(
-            f"A budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: what its "
-            "largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
-        )
+    without = "Without that a" if short else "A"
+    if known:
+        lines.append(f"{without} budget of {size(enough)} ({enough} bytes) should do for a whole step.")
     else:
         lines.append(
-            f"A budget of {size(enough)} ({enough} bytes) would have worked so far, and the rest of the run may need more: "
-            "`memmgr run` without --budget measures what it needs."
+            f"{without} budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: "
+            "what its largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
         )
     error = BudgetError("\n".join(lines))
     error.floor_bytes, error.enough_bytes = floor, enough

@@ -18,7 +18,7 @@ LOSS = 1.78
 """What an op of backward takes over the largest of the forward: it holds three tensors where that held two, and a convolution
 takes more for itself. Found, as the next, with the models of tests/budget."""
 
-GROWS = 1.15
+GROWS = 1.27
 """What an op of backward takes at most, over the one that found no room."""
 
 AGAIN = 1.2
@@ -112,7 +112,7 @@ class Explainer:
             forward = passes.forward_floor_bytes
             work = forward - (0 if below else held.states_bytes - held.kinds.get("gradients", 0))
             most = max(LOSS * forward, GROWS * now["floor_bytes"])
-            return Ahead(int(most), int(AGAIN * (states + LOSS * max(0, work))))
+            return Ahead(int(most), int(states + AGAIN * LOSS * max(0, work)))
         call = None if passes.in_backward else module_call()
         found = rehearse(*call) if call is not None else None
         if found is not None:
@@ -128,7 +128,8 @@ class Explainer:
         coming = missing_states(self._native, self._asked.device, gradients=False)
         if passes.count == 1 or not passes.steps_before:
             # No backward was beside the states that the first update makes.
-            made = held.kinds.get("optimizer state", 0)
+            # Some of them may be gone again: zeros are made from nothing.
+            made = held.kinds.get("optimizer state", 0) + held.below_bytes
             return Ahead(
                 0, max(now["floor_bytes"], int(AGAIN * (passes.backward_floor_bytes + max(moved, made) + coming)))
             )

@@ -27,6 +27,8 @@ class Asked(Protocol):
     def policy(self) -> Policy: ...
     @property
     def folder(self) -> str | None: ...
+    @property
+    def binary(self) -> bool: ...
 
 
 class Native(Protocol):
@@ -188,6 +190,7 @@ class PagerFigures:
         return {
             "device": str(asked.device),
             "budget_bytes": asked.limit_bytes,
+            "binary": asked.binary,
             "policy": asked.policy.name,
             "disk_folder": asked.folder,
             "tier": ("disk" if self.device_type == "cpu" else "host") if self._native.tier_stats() else None,

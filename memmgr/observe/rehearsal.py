@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CALL = torch.nn.Module._call_impl.__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 # What a kernel takes over its tensors, on the CPU: a convolution brings them into layouts of its own, and a recurrent layer
 # keeps a workspace of all gates for its backward.
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
@@ -81,7 +82,7 @@ def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if type(module) in _too_long or not _busy.acquire(blocking=False):
         return None  # of an error inside a rehearsal
     found: list[Rehearsed] = []
-    grad, late = torch.is_grad_enabled(), threading.Event()
+    grad, late = torch.is_grad_enabled() or _in_function(), threading.Event()
 
     def run() -> None:
         with contextlib.suppress(Exception):  # it is for the text of another error
@@ -99,6 +100,14 @@ def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         drawn()
         _busy.release()
     return found[0] if found else None
+
+
+def _in_function() -> bool:
+    """A Function's forward (a reentrant checkpoint's, AOTAutograd's) runs without gradients in a step that has them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _numbers_of_others() -> Callable[[], None]:

@@ -25,10 +25,9 @@ class Stack(torch.nn.Module):
         return self.blocks(x)
 
 
-@pytest.fixture(scope="module")
-def step() -> Callable[[], None]:
+def compiled(backend: str) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = torch.compile(Stack(), dynamic=False)  # by inductor, whose graphs allocate outside of ops
+    model = torch.compile(Stack(), backend=backend, dynamic=False)
     x = torch.randn(2048, 64)
 
     def once() -> None:
@@ -37,6 +36,11 @@ def step() -> Callable[[], None]:
 
     once()  # compiling is none of a budget's business
     return once
+
+
+@pytest.fixture(scope="module")
+def step() -> Callable[[], None]:
+    return compiled("inductor")  # whose graphs allocate outside of ops
 
 
 @pytest.mark.parametrize("limit", ["3MB", "12MB"])
@@ -58,3 +62,19 @@ def test_outside_of_its_graph_it_is_not_named(step: Callable[[], None]) -> None:
         step()
         torch.empty(10**8)
     assert "compiled" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backend_that_runs_op_by_op_is_paged_and_not_named(backend: str) -> None:
+    """Compiling is not why there is no room. Of AOTAutograd's forward, which runs without gradients, a whole step is named, too."""
+    step = compiled(backend)
+    with (
+        pytest.raises(memmgr.BudgetError, match="should do for a whole step") as caught,
+        memmgr.budget("3MB", quiet=True),
+    ):
+        step()
+    assert "compiled" not in str(caught.value)
+    with memmgr.budget(caught.value.enough_bytes, quiet=True):
+        for _ in range(2):
+            step()
+    assert caught.value.enough_bytes < 8_000_000, "as much as if it were not compiled"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memmgr
 from memmgr.observe import rehearsal
@@ -78,11 +79,29 @@ def test_where_a_kernel_takes_most_for_itself(share: float) -> None:
     assert tried[1] - there <= 2 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
 
 
+def checkpointed() -> models.Training:
+    """Its blocks run without gradients, and again in backward."""
+    torch.manual_seed(0)
+    first, blocks = nn.Linear(64, 64), [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "123"]
+    model, x = nn.Sequential(first, *(Checkpointed(block) for block in blocks)), torch.randn(2048, 64)
+    return models.Training(model, lambda: model(x).square().mean())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
 TRAININGS: dict[str, Callable[[], models.Training]] = {
     **{name: models.MODELS[name] for name in ("mlp", "convnet", "unet", "densenet")},
     "gpt": gpt,
     "vocabulary": vocabulary,
     "heavy": heavy,
+    "checkpointed": checkpointed,
 }
 
 
@@ -95,7 +114,7 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
     return int(mm.stats()["floor_bytes"]) - there
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.8, 0.95])
 @pytest.mark.parametrize("model", TRAININGS)
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
     """Whatever the run was at: the first error is the last."""
@@ -107,7 +126,7 @@ def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: 
     assert tried[1] - there <= 1.36 * floor, f"{(tried[1] - there) / floor:.2f} times what would do"
 
 
-@pytest.mark.parametrize("share", [0.5, 0.95])
+@pytest.mark.parametrize("share", [0.6, 0.95])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy"])
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     """Then model states and what cannot be made again stay, and the floor does not say what is made again beside an op."""

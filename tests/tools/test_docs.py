@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from test_examples import EXAMPLES, commands_of
 
 import memmgr
 import memmgr.integrations
@@ -54,6 +57,25 @@ with memmgr.budget("6MB", quiet=True):
         time.sleep(0.5)  # others use the cores
 """
 
+MODEL = """
+import torch
+
+def make_step():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(2)))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(256, 256)
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+"""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": 4096,
+}  # fmt: skip
+# What the launcher gives a rank.
+OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
 
 # What the Python of a page takes as given.
 GIVEN = {
@@ -63,6 +85,33 @@ import torch
 layer = torch.nn.Linear(8, 8)
 model = lambda batch: SimpleNamespace(loss=layer(batch).square().mean())
 loader, optimizer = [torch.randn(4, 8) for _ in range(3)], torch.optim.SGD(layer.parameters(), lr=0.1)
+""",
+    "docs/frameworks.md": """
+import contextlib
+from types import SimpleNamespace
+import torch
+model = torch.nn.Linear(8, 1)
+model.forward = lambda x, **_: {"loss": torch.nn.functional.linear(x, model.weight).square().mean()}
+with contextlib.suppress(ImportError):
+    from transformers import TrainingArguments
+    args = TrainingArguments("runs", max_steps=2, report_to=[], use_cpu=True)
+data = [{"x": torch.randn(8)} for _ in range(8)]
+with contextlib.suppress(ImportError):
+    import lightning
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+        def training_step(self, x):
+            return self.layer(x).square().mean()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+    module, loader = Module(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4)
+loss, step, said = torch.ones(()), 3, []
+def logger(name):  # of that method; tests/watch/test_loggers.py has the packages' own
+    return SimpleNamespace(**{name: lambda *_, **__: said.append(name)})
+writer, accelerator, trainer = logger("add_scalar"), logger("log"), SimpleNamespace(logger=logger("log_metrics"))
+wandb, mlflow = SimpleNamespace(run=logger("log")), logger("log_metrics")
 """,
     "docs/policies.md": "import memmgr",
     "docs/internals/planner.md": """
@@ -111,6 +160,7 @@ def is_shell(block: Block) -> bool:
     return not block.language and all(COMMAND.match(line) for line in block.text.splitlines())
 
 
+OF_EXAMPLES = {command for path in EXAMPLES for command in commands_of(path)}  # which its tests run
 SHELL = [block for block in blocks() if is_shell(block)]
 
 
@@ -124,6 +174,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     """A folder with train.py, an environment with our commands, and a process that trains."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "train.py").write_text(TRAIN)
+    (folder / "model.py").write_text(MODEL)
+    (folder / "llama-7b").mkdir()
+    (folder / "llama-7b" / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "home" / ".local/share/bash-completion/completions").mkdir(parents=True)
     targets = "".join(f".PHONY: {name}\n{name}:\n\t@true\n" for name in sorted(make_targets()))
     (folder / "Makefile").write_text(targets)  # what the targets do is too much for a test; that there are such is not
     with tempfile.TemporaryDirectory(prefix="mm") as runtime:
@@ -131,7 +185,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
         env = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime, "COLUMNS": "80", "LINES": "24"}
         env["PYTHONSAFEPATH"] = "1"  # the folder ./memmgr must not shadow the installed package
         env["OMP_NUM_THREADS"] = "1"
-        training = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True, env=env)
+        training = subprocess.Popen(
+            [sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True, env={**env, **OF_TWO}
+        )
         assert training.stdout is not None and training.stdout.readline() == "open\n"
         try:
             yield folder, env, training.pid
@@ -140,15 +196,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
             training.communicate()
 
 
-_have_run: set[tuple[Path, str]] = set()
+_have_run: set[tuple[Path, str, str]] = set()
 
 
 def _runs(command: str, folder: Path, env: dict[str, str]) -> None:
     """Once in the folder, on however many pages it is."""
-    if (folder, command) not in _have_run:
+    once = folder, command, env.get("RANK", "")
+    if once not in _have_run:
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        _have_run.add((folder, command))
+        _have_run.add(once)
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: f"{b.page}:{b.number}")
@@ -158,11 +215,14 @@ def test_shell(block: Block, place: tuple[Path, dict[str, str], int]) -> None:
         return
     folder, env, pid = place
     for line in block.text.splitlines():
-        command = line.partition("  #")[0].strip().replace("12345", str(pid))
-        if not command:
+        command = line.partition("  #")[0].strip().replace("12345", str(pid)).replace("~/", "home/")
+        if not command or command in OF_EXAMPLES:
             continue
         if "FILE" in command:  # a trace that the reader has
             command = f"test -f FILE || memmgr trace --out FILE --budget 8MB train.py; {command}"
+        if "run.rank0.jsonl" in command:
+            for rank in "01":
+                _runs("memmgr run --log run.jsonl train.py", folder, {**env, **OF_TWO, "RANK": rank})
         if command.startswith("memmgr top") and "--once" not in command:
             command += " --once"  # it would watch for ever
         _runs(command, folder, env)
@@ -190,12 +250,23 @@ def test_no_block_of_commands_is_passed_over() -> None:
     assert users | {"README.md", "docs/internals/planner.md"} <= pages
 
 
-def test_python(place: tuple[Path, dict[str, str], int]) -> None:
-    """All in one process, each as a module of its own."""
+SHOWN = [block for block in blocks() if block.language == "python" and block.page != GENERATED]
+
+
+def test_at_most_six_blocks_are_not_run() -> None:
+    assert len([block for block in blocks() if block.said.startswith("not run:")]) <= 6
+    assert {block.page for block in SHOWN} >= set(GIVEN)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["ours", "frameworks"])
+def test_python(others: bool, place: tuple[Path, dict[str, str], int]) -> None:
+    """Each as a module of its own, all in one process; those with frameworks, which warn as they like, in another."""
     folder, env, pid = place
-    shown = [block for block in blocks() if block.language == "python" and block.page != GENERATED]
-    marked = [block for block in shown if not block.said.startswith("not run: ")]
-    assert len(marked) >= 8 and {block.page for block in marked} >= set(GIVEN)
+    if others:
+        for package in ("accelerate", "lightning", "tensorboard", "transformers", "wandb"):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"the package {package} is not installed")
+    marked = [block for block in SHOWN if (block.page == "docs/frameworks.md") == others]
     script = "import sys\nsys.argv = ['docs', sys.argv[1]]\n"
     for block in marked:
         text = block.text.replace('if line["type"] == "end":', 'if line["type"] in ("end", "sample"):')  # it runs on
@@ -203,7 +274,7 @@ def test_python(place: tuple[Path, dict[str, str], int]) -> None:
         for code in (GIVEN.get(block.page, ""), text):
             script += f"exec(compile({code!r}, {f'{block.page}:{block.number}'!r}, 'exec'), names)\n"
     (folder / "blocks.py").write_text(script)
-    command = [sys.executable, "-W", "error::UserWarning", "blocks.py", str(pid)]
+    command = [sys.executable, *([] if others else ["-W", "error::UserWarning"]), "blocks.py", str(pid)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -23,7 +23,7 @@ NEEDS = {"with_lightning": "lightning"}
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
-def _commands(path: Path) -> list[str]:
+def commands_of(path: Path) -> list[str]:
     """Those that its docstring shows, without the installing ones."""
     shown = path.read_text().split('"""')[1]
     found = re.findall(r"^    ((?:python|memmgr|torchrun|accelerate) .*?)(?:  #.*)?$", shown, re.MULTILINE)
@@ -46,7 +46,9 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skip(reason=f"the package {needed} is not installed")] if missing else []
 
 
-CASES = [pytest.param(command, marks=_marks(path.stem), id=command) for path in EXAMPLES for command in _commands(path)]
+CASES = [
+    pytest.param(command, marks=_marks(path.stem), id=command) for path in EXAMPLES for command in commands_of(path)
+]
 
 
 @pytest.mark.parametrize("command", CASES)

@@ -43,6 +43,34 @@ def test_without_a_compiler_it_ends_in_a_sentence_of_ours(tmp_path: Path) -> Non
     assert "apt install g++" in said and "CMAKE_CXX_COMPILER" not in said, said
 
 
+@pytest.mark.parametrize(
+    ("hook", "variables", "said"),
+    [
+        ("get_requires_for_build_wheel", {}, "there is none on the PATH"),
+        ("get_requires_for_build_editable", {"CXX": "g++-99 -m64"}, "CXX=g++-99 is none"),
+        ("get_requires_for_build_wheel", {"CXX": "sh"}, ""),  # whatever is named and there; CMake tries it
+        ("get_requires_for_build_wheel", {"CMAKE_ARGS": "-DCMAKE_CXX_COMPILER=/opt/g++"}, ""),
+        ("get_requires_for_build_sdist", {}, ""),
+    ],
+)
+def test_pip_is_told_of_a_missing_compiler_in_one_line_before_cmake_begins(
+    hook: str, variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    """pip runs the hook in a process, and shows what it wrote."""
+    pytest.importorskip("scikit_build_core.build")
+    if "CXX" in variables and not said:
+        (tmp_path / "sh").symlink_to("/bin/sh")
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")}
+    environment |= {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT / "scripts"), **variables}
+    code = f"import build_backend; build_backend.{hook}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT
+    )
+    assert done.returncode == bool(said), done.stderr
+    assert done.stderr.count("\n") == bool(said)
+    assert not said or done.stderr.startswith(f"memmgr cannot be built without a C++20 compiler, and {said}. Install ")
+
+
 def test_a_budget_without_a_compiler_is_one_error_with_both_ways_out(tmp_path: Path) -> None:
     """The doctor says it before."""
     code = """
@@ -115,6 +143,17 @@ print(memmgr.__file__)
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
     )
     assert done.returncode == 0 and done.stdout.startswith(str(target)), done.stderr
+
+
+@pytest.mark.parametrize("variables", [{}, {"MEMMGR_BUDGET": "1GB"}], ids=["import", "variable"])
+def test_in_a_checkout_it_says_that_the_sources_hide_what_is_installed(variables: dict[str, str]) -> None:
+    """Whoever runs a script in the folder that `pip install .` was run in has ./memmgr first, without its other rooms."""
+    code = "import sys; sys.modules['memmgr.policies'] = None; import torch; import memmgr; memmgr.budget"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")} | variables
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == (2 if variables else 1)
+    assert "this memmgr is a folder of its sources" in done.stderr.splitlines()[-1], done.stderr
+    assert "python -P" in done.stderr and "During handling" not in done.stderr
 
 
 def test_what_the_package_says_of_itself() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from memmgr._advice import more_budget
 from memmgr.tools import cli
+from memmgr.tools.view import top_text
+from memmgr.tools.view.run_state import RunState
 from watch import lines
 
 VOID = {"meta", "line", "rect", "polygon", "polyline"}
@@ -79,6 +81,29 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not re.search(r"https?://|url\(|@import", text)
     assert not [word for word in page.words if "?" in word], "what is unknown is said in words"
     assert not re.search(r"\b0\.\d+ s\b", said), "under a second it is milliseconds"
+
+
+@pytest.mark.parametrize(("binary", "budget"), [(True, "7.63 MiB"), (False, "8 MB")])
+def test_sizes_are_in_the_units_of_the_user(binary: bool, budget: str, tmp_path: Path) -> None:
+    """On the page, and in `top`, whose words come from the same lines."""
+    error = {
+        "type": "event",
+        "what": "budget_error",
+        "seconds": 2.0,
+        "floor_bytes": 5_000_000,
+        "enough_bytes": 6_000_000,
+    }
+    found = [lines.hello(binary=binary), *lines.lines()[1:], error, lines.plan(), lines.end()]
+    text = report(tmp_path, str(lines.written(tmp_path / "run.jsonl", found)))
+    watched = RunState()
+    for line in found:
+        watched.feed(line)
+    screen = top_text.plain(top_text.once(watched, 100, 40, top_text.UNICODE))
+    panels = (top_text.module_rows(watched), top_text.state_rows(watched), top_text.holder_rows(watched))
+    said = [text, screen, *(" ".join(row) for rows in panels for row in rows), *top_text.log_lines(watched)]
+    assert f"budget {budget}" in text and f"budget {budget}" in screen
+    units = set(re.findall(r"\d ([kKMG]i?B)\b", "\n".join(said)))
+    assert "MiB" in units <= {"KiB", "MiB"} if binary else "MB" in units <= {"kB", "MB"}, units
 
 
 def test_a_killed_run_is_reported_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,10 @@ def advised(**changed: Any) -> str:
 def test_a_link_that_takes_longer_than_the_ops_hides_behind_more_tokens() -> None:
     said = advised()
     # 0.4 of the time is waiting, nine tenths of what moves are states, half of it for each token.
-    assert said.startswith("what would help most: twice the tokens a step") and "about 18% less time a token" in said
+    assert (
+        said.startswith("what would help most: twice the tokens a step")
+        and "about 18% less time for the same data" in said
+    )
     assert "Of 5 MB that move a pass 4.5 MB are model states; the link takes 250 ms for that, the ops 150 ms" in said
 
 

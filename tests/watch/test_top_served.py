@@ -118,15 +118,17 @@ def test_only_this_machine_can_reach_it(served: Served) -> None:
     assert [(c.laddr.ip, c.laddr.port) for c in listening] == [("127.0.0.1", served.port)]
 
 
-async def _watch(served: Served, wanted: bytes, then: Callable[[], None] = lambda: None) -> bytes:
+async def _watch(
+    served: Served, wanted: bytes, then: Callable[[], None] = lambda: None, *, stream: str = "ws"
+) -> bytes:
     """Opens the page's stream, as its script does, until the text is there."""
     shown = b""
     async with (
         aiohttp.ClientSession() as session,
-        session.ws_connect(served.url.replace("http", "ws") + "ws?width=80&height=24") as stream,
+        session.ws_connect(served.url.replace("http", "ws") + f"{stream}?width=80&height=24") as connected,
     ):
         while wanted not in shown:
-            message = await stream.receive(timeout=60)
+            message = await connected.receive(timeout=60)
             assert message.type == aiohttp.WSMsgType.BINARY, message
             shown += message.data
         then()
@@ -137,6 +139,14 @@ def test_the_page_shows_what_the_terminal_shows_and_its_process_ends_with_it(ser
     shown = asyncio.run(_watch(served, b"Net.first.1"))
     assert b"budget 8 MB" in shown and b"4242" in shown
     assert until(lambda: served.pages() == [])
+
+
+def test_a_page_that_prefers_light_is_light(served: Served) -> None:
+    """Its script asks for another stream."""
+    light, page = b"48;2;224;224;224", served.get(f"/{served.token}/")[2]
+    assert "(prefers-color-scheme: light)" in page and '"/light"' in page and page.count("</body>") == 1
+    assert light in asyncio.run(_watch(served, b"Net.first.1", stream="ws/light"))
+    assert light not in asyncio.run(_watch(served, b"Net.first.1"))
 
 
 def test_a_killed_server_leaves_no_process(served: Served) -> None:

@@ -70,7 +70,7 @@ def test_what_is_no_line(data: bytes) -> None:
 
 SCREEN = """\
 4242  python train.py --name 'a b'                    backward  5 passes  29.5 s
-budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  unmanaged 12 MB
+budget 8 MB  now 4.2 MB (52%)  peak 8 MB  floor 3.9 MB  need 12 MB
    12 MB |    :         :
          |    ..        ..        ..        ..        ..        ..
     8 MB |--/####/----/####/----/####/----/####/----/####/----/####/------------
@@ -95,6 +95,17 @@ def test_one_screen_at_80_by_24() -> None:
     shown = text.plain(text.once(fed(), 80, 24, text.ASCII))
     assert shown == SCREEN
     assert len(shown.splitlines()) <= 23 and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_long_figures_fit_into_80_columns(binary: bool) -> None:
+    watched, budget = fed(), 1023 << 20
+    watched.hello["binary"] = binary
+    watched.sample |= {"budget_bytes": budget, "resident_bytes": budget}
+    watched.sample["total"] |= {"evicted_bytes": budget, "offload_bytes": budget, "unmanaged_peak_bytes": budget}
+    watched.sample["total"] |= {"resident_bytes.peak": budget, "floor_bytes": budget}
+    for line in (text.figures(watched, 80, text.UNICODE), text.activity(watched, 80, text.UNICODE)):
+        assert "…" not in text.plain([line]), line
 
 
 @pytest.mark.parametrize("glyphs", [text.UNICODE, text.ASCII])

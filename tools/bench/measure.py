@@ -9,6 +9,7 @@ step.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -199,6 +200,8 @@ def _real(value: Any) -> Any:
 def scratch_bytes(call: Call) -> int:
     """Bytes beyond its outputs at the worst moment, as torch's allocator reports them."""
     run = _ready(call)
+    # It writes two lines for each profile otherwise, and there is one for each kind of op.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         out = run()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None

@@ -23,6 +23,13 @@ def ticks(begin: float, end: float, about: int = 4) -> Iterator[float]:
         yield i * step
 
 
+def size_ticks(most: int | float, *, binary: bool) -> Iterator[tuple[float, str]]:
+    """Sizes from 0 to `most` that are round in their unit, and how they are written."""
+    unit = next((1024.0**power for power in range(4, 0, -1) if most >= 1024**power), 1.0) if binary else 1.0
+    for size in ticks(0, most / unit):
+        yield size * unit, show_size(size * unit, binary=binary)
+
+
 def over_time(watched: RunState) -> str:
     """Memory over time: what was resident between its least and its most, what was elsewhere at its most, and the budget."""
     points = list(watched.points)
@@ -53,11 +60,9 @@ def over_time(watched: RunState) -> str:
         return f'<polygon class="{kind}" points="{" ".join(above + below[::-1])}"><title>{label}</title></polygon>'
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory over time">']
-    for size in ticks(0, top):
+    for size, said in size_ticks(top, binary=watched.binary):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(size):.1f}" y2="{y(size):.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{show_size(size)}</text>'
-        )
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{said}</text>')
     other = [c.least[0] for c in found]
     always = [c.least[RESIDENT] for c in found]
     there = [c.most[RESIDENT] for c in found]
@@ -78,7 +83,7 @@ def over_time(watched: RunState) -> str:
             f'<line class="budget" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
         )
         parts.append(
-            f'<text class="label" x="{WIDTH - 12}" y="{y(budget) - 5:.1f}" text-anchor="end">budget {show_size(budget)}</text>'
+            f'<text class="label" x="{WIDTH - 12}" y="{y(budget) - 5:.1f}" text-anchor="end">budget {watched.size(budget)}</text>'
         )
     every, marks = ends_of_passes(points, MOST_MARKS)
     numbered, _ = ends_of_passes(points, MOST_NUMBERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr._sizes import UNLIMITED, show_seconds
 from memmgr.observe.summary import slowdown
 from memmgr.tools.view.run_state import RunState, clean
 
@@ -71,14 +71,18 @@ def waited_for(rows: Sequence[Row]) -> int | None:
 
 def table(ranks: Sequence[RunState]) -> list[tuple[str, ...]]:
     """`HEAD`, a row for each rank, the smallest and the largest of each column."""
-    rows = [row_of(watched) for watched in ranks]
+    rows, size = [row_of(watched) for watched in ranks], ranks[0].size
     slowest = waited_for(rows)
     told = [
-        (f"{row.rank}" + (f" ({row.where})" if row.where else ""), *_cells(row), WAITED_FOR * (row.rank == slowest))
+        (
+            f"{row.rank}" + (f" ({row.where})" if row.where else ""),
+            *_cells(row, size),
+            WAITED_FOR * (row.rank == slowest),
+        )
         for row in rows
     ]
     least, most = _extreme(rows, min), _extreme(rows, max)
-    return [HEAD, *told, ("min", *_cells(least), ""), ("max", *_cells(most), "")]
+    return [HEAD, *told, ("min", *_cells(least, size), ""), ("max", *_cells(most, size), "")]
 
 
 def _extreme(rows: Sequence[Row], pick: Callable[[list[float]], float]) -> Row:
@@ -100,13 +104,13 @@ def _extreme(rows: Sequence[Row], pick: Callable[[list[float]], float]) -> Row:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, size: Callable[[float], str]) -> tuple[str, ...]:
     return (
-        "none" if row.budget_bytes >= UNLIMITED else show_size(row.budget_bytes),
-        show_size(row.now_bytes),
-        show_size(row.peak_bytes),
-        show_size(row.floor_bytes),
-        show_size(row.unmanaged_bytes),
+        "none" if row.budget_bytes >= UNLIMITED else size(row.budget_bytes),
+        size(row.now_bytes),
+        size(row.peak_bytes),
+        size(row.floor_bytes),
+        size(row.unmanaged_bytes),
         f"{row.passes:,}",
         show_seconds(row.lost_seconds),
         "" if row.slowdown is None else f"{row.slowdown:.2f}x",

@@ -11,7 +11,7 @@ from typing import Any
 
 from memmgr._sizes import show_seconds, show_size
 from memmgr.policies.trace import HELD, OpKind, Trace
-from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, ticks
+from memmgr.tools.view.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, size_ticks, ticks
 
 BEFORE, NOBODY = "there before the pass", "no module"
 MOST_BANDS, MOST_POINTS = 14, 2000
@@ -101,7 +101,7 @@ def _points(count: int) -> list[int]:
     return sorted({*range(0, count, step), count - 1} if count else ())
 
 
-def svg(found: Period, name: str) -> str:
+def svg(found: Period, name: str, *, binary: bool = False) -> str:
     """The picture, for a page or a file of its own; colours of lines and letters are the page's."""
     count = len(found.seconds)
     shown = _points(count)
@@ -117,11 +117,9 @@ def svg(found: Period, name: str) -> str:
 
     label = f"memory over the ops of one pass of {escape(name)}"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">']
-    for size in ticks(0, top):
+    for size, said in size_ticks(top, binary=binary):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(size):.1f}" y2="{y(size):.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{show_size(size)}</text>'
-        )
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(size) + 4:.1f}" text-anchor="end">{said}</text>')
     below = [0] * count
     for which, (title, band) in enumerate(zip(found.names, found.bytes, strict=True)):
         above = [b + size for b, size in zip(below, band, strict=True)]
@@ -129,7 +127,7 @@ def svg(found: Period, name: str) -> str:
         under = _steps([(x(k), y(below[k])) for k in shown], x(count))
         parts.append(
             f'<path fill="{_colour(which)}" d="M{" ".join(over)}L{" ".join(reversed(under))}Z"><title>{escape(title)}, at most '
-            f"{show_size(max(band))}</title></path>"
+            f"{show_size(max(band), binary=binary)}</title></path>"
         )
         below = above
     if found.backward_at is not None:
@@ -163,20 +161,20 @@ def key(found: Period) -> str:
     return f"<p class=key>{''.join(items)}</p>"
 
 
-def section(name: str, trace: Trace) -> str:
-    """Of a report's page."""
+def section(name: str, trace: Trace, *, binary: bool = False) -> str:
+    """Of a report's page; `binary`: sizes in powers of two, as its budgets were written."""
     found = period(trace)
     peak, at = trace.unmanaged_peak
     return (
         f"<h2>One pass: {escape(name)}</h2><p class=soft>{len(found.seconds):,} ops in {show_seconds(trace.seconds)}; at most "
-        f"{show_size(peak)}, at {escape(trace.ops[at].name)}. Without a budget: "
-        "what the pass holds, by the layer that made it.</p>" + svg(found, name) + key(found)
+        f"{show_size(peak, binary=binary)}, at {escape(trace.ops[at].name)}. Without a budget: "
+        "what the pass holds, by the layer that made it.</p>" + svg(found, name, binary=binary) + key(found)
     )
 
 
 _STYLE = (
-    "<style>text{font:12px system-ui,sans-serif;fill:#68707a}.grid{stroke:#8886}.budget{stroke:#68707a;stroke-dasharray:6 4}"
-    "</style>"
+    "<style>text{font:12px system-ui,sans-serif;fill:#4b5560}.grid{stroke:#8886}.budget{stroke:#4b5560;stroke-dasharray:6 4}"
+    "@media(prefers-color-scheme:dark){text{fill:#aab2bb}.budget{stroke:#aab2bb}}</style>"
 )
 
 

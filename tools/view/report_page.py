@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from memmgr._advice import changes, no_change, own_checkpointing
-from memmgr._sizes import show_seconds, show_size
+from memmgr._sizes import show_seconds
 from memmgr.observe.summary import figures
 from memmgr.policies.trace import Trace
 from memmgr.tools.view.charts import bars, over_time
@@ -63,7 +63,8 @@ def page(sessions: Sequence[tuple[str, RunState]], passes: Sequence[tuple[str, T
         parts.append(
             f"<p>{len(sessions) - MOST_SESSIONS} more budgets were opened in this log; they are not shown.</p>"
         )
-    parts += [section(name, trace) for name, trace in passes]
+    binary = bool(sessions) and sessions[0][1].binary  # a recorded pass has no budget
+    parts += [section(name, trace, binary=binary) for name, trace in passes]
     return "\n".join([*parts, "</body></html>\n"])
 
 
@@ -87,7 +88,9 @@ def _session(name: str, watched: RunState) -> Iterator[str]:
         f"{escape(str(hello.get('torch')))}, Python {escape(str(hello.get('python')))}.{_ending(watched)}</p>"
     )
     yield _tiles(watched)
-    lines = own_checkpointing(stats) + changes(stats) + _faults(watched) or [no_change(stats)]
+    binary = watched.binary
+    lines = own_checkpointing(stats, binary=binary) + changes(stats, binary=binary) + _faults(watched)
+    lines = lines or [no_change(stats, binary=binary)]
     yield "<h3>What to change</h3><ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
     yield "<h3>Memory over time</h3>" + over_time(watched) + _key()
     yield from _states(watched)
@@ -106,7 +109,7 @@ def _ending(watched: RunState) -> str:
 def _tiles(watched: RunState) -> str:
     return (
         "<div class=tiles>"
-        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats))
+        + "".join(f"<div class=tile>{n}<b>{v}</b></div>" for n, v in figures(watched.stats, binary=watched.binary))
         + "</div>"
     )
 
@@ -137,12 +140,14 @@ def _states(watched: RunState) -> Iterator[str]:
     moved = [(flow.kind, flow.moved_bytes) for flow in found.each]
     took = show_seconds(found.pass_seconds)
     yield "<h3>Model states, and what moved of them a pass</h3>"
-    yield bars([("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], show_size)
+    yield bars(
+        [("moved", moved), (f"the link in {took}, one way at a time", [("link", found.link_bytes)])], watched.size
+    )
     yield "<div class=box><table><tr><th>kind</th><th>resident in the end</th><th>below</th><th>moved a pass</th></tr>"
     for flow in found.each:
         name = f'<i style="background: var(--{flow.kind})"></i>{flow.kind.replace("_", " ")}'
         sizes = (flow.resident_bytes, flow.below_bytes, flow.moved_bytes)
-        yield f"<tr><td class=key>{name}</td>{''.join(f'<td>{show_size(size)}</td>' for size in sizes)}</tr>"
+        yield f"<tr><td class=key>{name}</td>{''.join(f'<td>{watched.size(size)}</td>' for size in sizes)}</tr>"
     yield "</table></div>"
 
 
@@ -174,7 +179,7 @@ def _gone(watched: RunState) -> Iterator[str]:
     yield "<h3>What left, by the module that made it (bytes a pass)</h3><div class=box><table><tr><th>module</th>"
     yield "<th>evicted</th><th>offloaded</th><th>recomputed</th><th>read back</th></tr>"
     for name, sizes in found[:MOST_ROWS]:
-        cells = "".join(f"<td>{show_size(size / passes)}</td>" for size in sizes)
+        cells = "".join(f"<td>{watched.size(size / passes)}</td>" for size in sizes)
         yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
     yield "</table></div>"
     if watched.unlisted:
@@ -194,7 +199,7 @@ def _largest(watched: RunState) -> Iterator[str]:
         module, op = (escape(name_of(key, cell.get(key))) for key in ("module", "op"))
         took = show_seconds(float(cell["op_seconds"])) if cell["recomputable"] else "not to be run again"
         yield (
-            f"<tr><td>{module}</td><td>{op}</td><td>{show_size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
+            f"<tr><td>{module}</td><td>{op}</td><td>{watched.size(int(cell['bytes']))}</td><td>{int(cell['handles'])} x</td>"
             f"<td>{took}</td><td>{escape(state_of(cell))}</td></tr>"
         )
     yield "</table></div>"

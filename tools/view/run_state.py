@@ -136,6 +136,15 @@ class RunState:
         """The limit; `UNLIMITED` where there is none."""
         return int(self.sample.get("budget_bytes", self.hello.get("budget_bytes", UNLIMITED)))
 
+    @property
+    def binary(self) -> bool:
+        """Sizes are shown in powers of two, as the user wrote the budget."""
+        return bool(self.hello.get("binary"))
+
+    def size(self, count: float) -> str:
+        """As views show it."""
+        return show_size(count, binary=self.binary)
+
     def feed(self, line: dict[str, Any]) -> None:
         """Takes one line. Types that it does not know are passed over.
 
@@ -162,7 +171,7 @@ class RunState:
         self.hello = line
         self.pid = int(line["pid"])
         limit = int(line["budget_bytes"])
-        self._note(line, "attached" if limit == UNLIMITED else f"attached; the budget is {show_size(limit)}")
+        self._note(line, "attached" if limit == UNLIMITED else f"attached; the budget is {self.size(limit)}")
 
     def _take_sample(self, line: dict[str, Any]) -> None:
         total = line["total"]
@@ -205,7 +214,7 @@ class RunState:
             now.setdefault(str(item["what"]), Sum()).add(*sums)
         self.unlisted += int(line.get("unlisted", 0))
         said = [
-            f"{what} {s.count} ({show_size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
+            f"{what} {s.count} ({self.size(s.bytes)}{f', {show_seconds(s.seconds)}' if s.seconds else ''})"
             for what, s in now.items()
         ]
         if said:
@@ -217,7 +226,7 @@ class RunState:
         text = str(line["what"]).replace("_", " ")
         if line["what"] == "budget_error":
             enough = int(line.get("enough_bytes", line["floor_bytes"]))
-            text += f": a budget of {show_size(enough)} ({enough:,} bytes) should do"
+            text += f": a budget of {self.size(enough)} ({enough:,} bytes) should do"
         if line["what"] == "plan":
             text += (
                 f": of {int(line['ops'])} ops {int(line['rematerialize'])} run again, {int(line['offload'])} offloads"

@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hmac import compare_digest
+from typing import cast
 
 import aiohttp_jinja2
 import jinja2
@@ -30,6 +31,11 @@ from textual_serve.server import Server
 from memmgr.tools.common.usage_error import UsageError
 
 ADDRESS = "127.0.0.1"
+# The page is textual-serve's, which is dark. Where the browser prefers light it is made so, and asks for a screen that is.
+_LIGHT = """<style>@media (prefers-color-scheme: light) { body, .shade { background: #e0e0e0 !important; }
+.intro { background: #fff !important; color: #222 !important; } .intro svg { display: none; } }</style>
+<script>if (matchMedia("(prefers-color-scheme: light)").matches)
+document.getElementById("terminal").dataset.sessionWebsocketUrl += "/light";</script>"""
 CLOSING_SECONDS = 1.0  # for a page's process to end by itself, once asked and once more
 
 
@@ -81,6 +87,12 @@ class _Page(AppService):
 class _Pages(Server):
     """textual-serve's page, over processes that end with it."""
 
+    async def handle_index(self, request: web.Request) -> web.Response:
+        """The page."""
+        page = cast(web.Response, await super().handle_index(request))  # its decorator makes one of the data
+        page.text = (page.text or "").replace("</body>", _LIGHT + "</body>")
+        return page
+
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
         """One page, from its opening to its end."""
         websocket = web.WebSocketResponse(heartbeat=15)
@@ -89,8 +101,9 @@ class _Pages(Server):
         async def hang_up() -> None:
             await websocket.close()
 
+        light = "export TEXTUAL_THEME=textual-light; " if request.path.endswith("/light") else ""
         page = _Page(
-            self.command,
+            light + self.command,
             write_bytes=websocket.send_bytes,
             write_str=websocket.send_str,
             close=hang_up,
@@ -118,6 +131,7 @@ def application(command: str, port: int, token: str) -> web.Application:
         [
             web.get("/", server.handle_index, name="index"),
             web.get("/ws", server.handle_websocket, name="websocket"),
+            web.get("/ws/light", server.handle_websocket),
             web.static("/static", server.statics_path, name="static"),
         ]
     )

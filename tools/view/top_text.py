@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memmgr._sizes import UNLIMITED, show_seconds, show_size
+from memmgr._sizes import UNLIMITED, show_seconds
 from memmgr.tools.view.columns import RESIDENT, UNMANAGED, Column, columns, ends_of_passes
 from memmgr.tools.view.run_state import LAYERS, Point, RunState, clean, name_of
 
@@ -49,6 +49,8 @@ SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
 OLD_SECONDS = 5.0
 """What is older is marked: it may not be so any more."""
 
+SOFT = "grey46"
+"""Scales and what is free: to be read on black and on white, which a terminal's own grey is not."""
 STYLES = {
     "other": "blue",
     "saved": "green",
@@ -56,9 +58,9 @@ STYLES = {
     "leaving": "yellow",
     "arriving": "cyan",
     "evicted": "red",
-    "offloaded": "bright_yellow",
+    "offloaded": "dark_goldenrod",
     "times": "green",
-    "free": "bright_black",
+    "free": SOFT,
     "budget": "bold",
 }
 SORTS = ("size", "age", "cost", "module", "op", "state")
@@ -76,11 +78,6 @@ def fit(text: str, width: int, glyphs: Glyphs, *, keep_end: bool = False) -> str
     if width <= 1:
         return text[:width]
     return glyphs.rest + text[-(width - 1) :] if keep_end else text[: width - 1] + glyphs.rest
-
-
-def size_or(size: int) -> str:
-    """A size, or "none" for no limit."""
-    return "none" if size >= UNLIMITED else show_size(size)
 
 
 # -- above ----------------------------------------------------------------------------------------------------------
@@ -124,12 +121,13 @@ def figures(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     budget = watched.budget_bytes
     now = int(watched.sample.get("resident_bytes", 0))
     share = f" ({now / budget:.0%})" if 0 < budget < UNLIMITED else ""
+    limit = "none" if budget >= UNLIMITED else watched.size(budget)
     text = (
-        f"budget {size_or(budget)}  now {show_size(now)}{share}  peak {show_size(int(stats.get('resident_bytes.peak', 0)))}"
-        f"  floor {show_size(int(stats.get('floor_bytes', 0)))}"
-        f"  unmanaged {show_size(int(stats.get('unmanaged_peak_bytes', 0)))}"
+        f"budget {limit}  now {watched.size(now)}{share}  peak {watched.size(int(stats.get('resident_bytes.peak', 0)))}"
+        f"  floor {watched.size(int(stats.get('floor_bytes', 0)))}"
+        f"  need {watched.size(int(stats.get('unmanaged_peak_bytes', 0)))}"
     )
-    return [(fit(text, width, glyphs), "")]
+    return [(fit(_tight(text, width), width, glyphs), "")]
 
 
 def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
@@ -138,14 +136,19 @@ def activity(watched: RunState, width: int, glyphs: Glyphs) -> Line:
     recompute, stall = watched.shares()
     text = (
         f"{'10 s' if len(watched.points) > 1 else 'so far'}: {show_rate(*watched.rate())} recompute "
-        f"{recompute:.1%} stall {stall:.1%}  all: evict {show_size(int(stats.get('evicted_bytes', 0)))} offload "
-        f"{show_size(int(stats.get('offload_bytes', 0)))}"
+        f"{recompute:.1%} stall {stall:.1%}  all: evict {watched.size(int(stats.get('evicted_bytes', 0)))} offload "
+        f"{watched.size(int(stats.get('offload_bytes', 0)))}"
     )
     planned = f" planned {int(stats.get('planned_passes', 0)):,}"
     if stats.get("planned_passes") and len(text + planned) <= width:
         text += planned
     style = "bold yellow" if recompute + stall > 0.25 else ""
-    return [(fit(text, width, glyphs), style)]
+    return [(fit(_tight(text, width), width, glyphs), style)]
+
+
+def _tight(text: str, width: int) -> str:
+    """With less between its parts where it would not fit."""
+    return text if len(text) <= width else text.replace(" all: ", " ").replace("  ", " ")
 
 
 def show_rate(a_second: float, of: str) -> str:
@@ -184,12 +187,12 @@ def chart(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     lines: list[Line] = []
     for row in reversed(range(height)):
         if row == limit_row:
-            label = show_size(budget)
+            label = watched.size(budget)
         elif row == height - 1:
-            label = show_size(top)
+            label = watched.size(top)
         else:
             label = ""
-        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else "bright_black")]
+        line: Line = [(f"{label:>8} {glyphs.axis}", STYLES["budget"] if row == limit_row else SOFT)]
         for column in shown:
             line.append(_cell(column, (row + 0.5) * step, row == limit_row, glyphs))
         empty = room - len(shown)
@@ -210,7 +213,7 @@ def _axis(points: Sequence[Point], shown: Sequence[Column], room: int, glyphs: G
     over = f" {show_seconds(shown[-1].end - shown[0].begin)}" if len(shown) > 1 else ""
     if over and len(shown) + len(over) <= room:
         axis[len(shown) : len(shown) + len(over)] = over
-    return [(f"{label:>9} " + "".join(axis), "bright_black")]
+    return [(f"{label:>9} " + "".join(axis), SOFT)]
 
 
 def _cell(column: Column, height: float, at_limit: bool, glyphs: Glyphs) -> Segment:
@@ -257,7 +260,7 @@ def strip(watched: RunState, width: int, rows: int, glyphs: Glyphs) -> list[Line
     columns = watched.map.get("columns", [])
     if not columns or not any(any(column) for column in columns):
         text = "no address space to show" if columns else "waiting for the map"
-        return [[(text.ljust(width), "bright_black")]] + [[(" " * width, "")] for _ in range(rows - 1)]
+        return [[(text.ljust(width), SOFT)]] + [[(" " * width, "")] for _ in range(rows - 1)]
     wanted = width * rows
     cells: Line = []
     for i in range(wanted):
@@ -302,7 +305,7 @@ def cell_rows(watched: RunState, order: str = "size", wanted: str = "") -> list[
         cells = sorted(watched.cells.get("cells", []), key=_ORDERS[order])
         rows = [
             (
-                show_size(cell["bytes"]),
+                watched.size(cell["bytes"]),
                 state_of(cell),
                 name_of("op", cell["op"]),
                 name_of("module", cell["module"]),
@@ -332,7 +335,7 @@ def module_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
         spent = seconds.get(name, {})
         row = (
             name,
-            *(show_size(size) for size in (present, held, gone)),
+            *(watched.size(size) for size in (present, held, gone)),
             *(
                 show_seconds(sum(spent[w].seconds for w in what if w in spent))
                 for what in (("recompute",), ("stall", "reload"))
@@ -356,14 +359,14 @@ def state_rows(watched: RunState) -> list[tuple[str, ...]]:
     rows = [
         (
             f.kind.replace("_", " "),
-            show_size(f.resident_bytes),
-            show_size(f.below_bytes),
-            show_size(f.moved_bytes),
+            watched.size(f.resident_bytes),
+            watched.size(f.below_bytes),
+            watched.size(f.moved_bytes),
         )
         for f in found.each
     ]
     took = f"the link meanwhile ({show_seconds(found.pass_seconds)} a pass)"
-    return [*rows, (took, "", "", show_size(found.link_bytes))]
+    return [*rows, (took, "", "", watched.size(found.link_bytes))]
 
 
 HOLDER_HEAD = ("what the program itself holds", "bytes")
@@ -374,7 +377,7 @@ def holder_rows(watched: RunState, wanted: str = "") -> list[tuple[str, ...]]:
     """Model states by kind, then by module."""
     found = [(name, size) for name, size in watched.holders.get("kinds", {}).items()]
     found += [(f"  {name}", size) for name, size in watched.holders.get("modules", {}).items()]
-    return [(clean(name), show_size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
+    return [(clean(name), watched.size(size)) for name, size in found if not wanted or wanted.lower() in name.lower()]
 
 
 def log_lines(watched: RunState, wanted: str = "") -> list[str]:
