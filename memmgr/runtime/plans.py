@@ -7,11 +7,14 @@ a period deviates, malloc's order finishes it.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
@@ -22,6 +25,9 @@ from memmgr.policies.trace.smooth import smoothed
 
 from .planners import PLANNERS, Planner, Scheduled
 from .timeline import Measured, measured, rows, seconds_of
+
+BESIDE = 0.25
+"""Of what a copy takes of a CPU, what ops lose by it that leave a core free: the memory's speed is shared."""
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan
@@ -77,7 +83,7 @@ class Plans:
 
     Attributes:
         limit_bytes: the budget that the next plans are for.
-        cpu_seconds_per_byte: what a copy takes of the CPU that computes, see `TierLink`.
+        cpu_seconds_per_byte: what a copy takes of a CPU; ops lose it where they have all cores, see `TierLink`.
     """
 
     def __init__(
@@ -219,7 +225,9 @@ class Plans:
         if not self._offload:
             return ()
         write, read = self._pager.link()
-        link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, self.cpu_seconds_per_byte)
+        cores_taken = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+        cpu = self.cpu_seconds_per_byte * (1.0 if cores_taken else BESIDE)
+        link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, cpu)
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 

@@ -27,15 +27,15 @@ _RESERVES = (0.1, 0.25, 0.5)
 """Of the budget, what is for bytes that come early, where only Belady's choice leaves."""
 
 _MANY = 4_000
-"""Events from which on one of them has to do."""
+"""Events from which on one of them has to do, and none where the first way is good enough."""
 
 _AHEAD = 0.05
 """Of a pass: what ops will make and the link bring in so much time should find room without waiting for a write."""
 
-_LOOKED_AT = 32
+_LOOKED_AT = 8
 """Blocks, for one that should be written before its room is needed."""
 
-_STRETCHES = 48
+_STRETCHES = 16
 """Beginnings that the bound looks at."""
 
 
@@ -205,7 +205,9 @@ class _Pager(Cycle):
         return found
 
 
-def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Step] | None = None) -> Paged | None:
+def paged(
+    trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Step] | None = None, enough: float = 0.0
+) -> Paged | None:
     """The pass of a cycle that pages what a program holds; None: it does not fit.
 
     Args:
@@ -213,10 +215,14 @@ def paged(trace: Trace, budget_bytes: int, link: TierLink, program: Iterable[Ste
         budget_bytes: most bytes resident at any time.
         link: the tier.
         program: computes, recomputes and frees; None: the trace's own.
+        enough: seconds that are good enough.
     """
     p = program_of(trace, plain(trace) if program is None else program)
     found = [settled(_Pager(p, budget_bytes, link))]
-    for reserve in _RESERVES if len(p.steps) < _MANY else _RESERVES[:1]:
+    many, first = len(p.steps) >= _MANY, found[0]
+    if many and first is not None and first.seconds <= enough:
+        return first
+    for reserve in _RESERVES[:1] if many else _RESERVES:
         belady = _Pager(p, int(budget_bytes * (1 - reserve)), link)
         belady.eager = False
         try:

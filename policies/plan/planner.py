@@ -130,7 +130,7 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
         return _CLOSE * bound < made.seconds < last
 
     def paging(program: Iterable[Step] | None = None) -> Plan | None:
-        made = paged(trace, budget_bytes, link, program)
+        made = paged(trace, budget_bytes, link, program, _CLOSE * bound)
         if made is None:
             return None
         return Plan(

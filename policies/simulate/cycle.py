@@ -97,8 +97,16 @@ class Cycle:
                     self.take(k)
         made = np.array([sum(p.blocks[k].size for k in born) for born in p.born] * 2, dtype=np.int64)
         lost = np.array([sum(p.blocks[k].size for k in died) for died in p.died] * 2, dtype=np.int64)
-        self.left_after = np.cumsum(made) - np.cumsum(lost)  # what ops have made and not let go of, after each
-        self.during = self.left_after + lost
+        left = np.cumsum(made) - np.cumsum(lost)
+        self.left_after: list[int] = left.tolist()  # what ops have made and not let go of, after each
+        # [j][event]: most of it during 2**j ops from that one on. Lists, since NumPy would give the interpreter's lock back and
+        # take it again so fast that a thread which waits for it starts to wait anew.
+        during, half = left + lost, 1
+        self.most_during: list[list[int]] = [during.tolist()]
+        while 2 * half <= self.n:
+            during = np.maximum(during[:-half], during[half:])
+            self.most_during.append(during.tolist())
+            half *= 2
         self.done: list[tuple[int, Do, int]] = []
 
     # ---- decisions
@@ -252,8 +260,12 @@ class Cycle:
 
     def growth(self, event: int, until: int) -> int:
         """Most bytes that ops after `event` have made on top of what is there, before event `until`."""
-        until = min(until, event + self.n)
-        return max(int(self.during[event + 1 : until].max(initial=0)) - int(self.left_after[event]), 0)
+        first, until = event + 1, min(until, event + self.n)
+        if first >= until:
+            return 0
+        level = (until - first).bit_length() - 1
+        most = self.most_during[level]
+        return max(most[first] - self.left_after[event], most[until - (1 << level)] - self.left_after[event], 0)
 
     def least_bytes(self) -> int:
         """Nothing less will do: what never leaves, and at each event what it wants."""

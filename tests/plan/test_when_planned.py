@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from memmgr.policies.rules.registry import parse_policy
 from memmgr.runtime import plans
@@ -46,6 +48,16 @@ class FakePager:
 
     def add_plan(self, *_: Any) -> None:
         pass
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_copies_take_the_time_of_ops_that_have_all_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    run = Run(monkeypatch)
+    run.plans.cpu_seconds_per_byte = 1e-10
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    (link,) = run.plans.links()
+    assert link.cpu_seconds_per_byte == 1e-10 * (plans.BESIDE if cores == 3 else 1)
 
 
 class Run:
