@@ -148,7 +148,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   c10::SmallVector<c10::IValue, 10> copy;
   const bool may_retry =
       absent_cells.load(std::memory_order_relaxed) > 0 || others_are_running() || others_have_newborns();
-  constexpr int kMostPauses = 40;
+  constexpr int kMostPauses = 200;  // of 5 ms: a thread that is to write may not run for long on a busy machine
   int pauses = 0;
   if (may_retry) copy.append(args, args + n);
   for (int attempt = 0;; ++attempt) {
