@@ -88,7 +88,7 @@ bench: setup ## the figures of the README, measured side by side
 	@for b in benchmarks/*.py; do case $$b in */_*) continue;; esac; echo "== $$b"; $(PY) -P $$b $(BENCH_ARGS)|| exit 1; done
 
 # Some are large, and no other target needs them.
-FRAMEWORKS := bitsandbytes diffusers ipython torchao
+FRAMEWORKS := bitsandbytes came-pytorch diffusers ipython torchao
 
 compatibility: setup ## a small training with each framework, into docs/compatibility.md
 	$(PY) -m pip install --quiet --disable-pip-version-check $(FRAMEWORKS)

@@ -281,6 +281,22 @@ def bitsandbytes(scope: Scope) -> Left:
     return train(scope, model, AdamW8bit(model.parameters(), lr=1e-3, min_8bit_size=1024))
 
 
+@check("transformers: `Adafactor`", "transformers")
+def hf_adafactor(scope: Scope) -> Left:
+    from transformers.optimization import Adafactor
+
+    model = mlp()
+    return train(scope, model, Adafactor(model.parameters()))
+
+
+@check("CAME", "came-pytorch")
+def came(scope: Scope) -> Left:
+    from came_pytorch import CAME
+
+    model = mlp()
+    return train(scope, model, CAME(model.parameters(), lr=2e-4, weight_decay=1e-2))
+
+
 @check("diffusers: a UNet", "diffusers")
 def diffusers(scope: Scope) -> Left:
     from diffusers import UNet2DModel
