@@ -18,7 +18,7 @@ class WrongBytes : public c10::Error {
 // What the arena calls from inside malloc (rule 11): no op, no GIL. Returns the bytes that were released.
 uint64_t reclaim_callback(void* user, uint64_t need, uint64_t request, int attempt);
 [[noreturn]] void throw_out_of_memory(uint64_t request);
-// Until it ends no allocation gets this room, which is counted as outside meanwhile.
+// Until it ends no allocation gets this room. Meanwhile what it is for is counted as outside.
 class Promised {
  public:
   Promised(mm_arena* arena, uint64_t nbytes) : arena_(arena), nbytes_(static_cast<int64_t>(nbytes)) {
