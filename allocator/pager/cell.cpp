@@ -176,14 +176,22 @@ void keep(Cell* c) {
 
 bool pulls_locked(const Version* v) { return !has_bytes_locked(v) && (v->needed > 0 || v->evicted); }
 
-static std::atomic<int64_t> newborns{0};
-static thread_local int64_t tl_newborns = 0;  // that this one has made, and not touched
+// Newborns, of all and by the thread that made them: another may write to them, or end them. Threads whose numbers are
+// this far apart share a count, and do not wait for each other.
+constexpr uint16_t kMakers = 4096;
+static std::atomic<int64_t> newborns{0}, newborns_by[kMakers];
+
+static uint16_t maker() {
+  static std::atomic<uint16_t> last{0};
+  static thread_local const uint16_t number = last++ % kMakers;
+  return number;
+}
 
 static void forget_newborn_locked(Cell* c) {
   if (!c->newborn) return;
   c->newborn = false;
   newborns--;
-  if (tl_newborns > 0) tl_newborns--;
+  newborns_by[c->maker]--;
 }
 
 static void unstand_all_locked(Cell* c) {
@@ -352,9 +360,10 @@ void stand_unpinned_locked(Cell* c) {
 void begin_newborn_locked(Cell* c) {
   c->version->uninitialized = true;
   c->newborn = true;
+  c->maker = maker();
   stand_pinned_locked(c);
   newborns++;
-  tl_newborns++;
+  newborns_by[c->maker]++;
 }
 
 void end_newborn_locked(Cell* c) {
@@ -362,6 +371,9 @@ void end_newborn_locked(Cell* c) {
   stand_unpinned_locked(c);
 }
 
-bool others_have_newborns() { return newborns.load(std::memory_order_relaxed) > tl_newborns; }
+bool others_have_newborns() {
+  const int64_t all = newborns.load(std::memory_order_relaxed);
+  return all > 0 && all > newborns_by[maker()].load(std::memory_order_relaxed);
+}
 
 }  // namespace memmgr::pager

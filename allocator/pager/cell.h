@@ -88,6 +88,7 @@ struct Cell {
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;
   bool newborn = false;  // nobody has written to it yet: foreign code may, without telling (rule 3)
+  uint16_t maker = 0;    // the number of the thread that made it, of a newborn
   bool outside = false;  // its memory is not the pool's
   bool root = false;     // counted among root_bytes
   bool small = false;    // counted, never paged: it is a cell only because a recipe names it

@@ -153,6 +153,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (may_retry) copy.append(args, args + n);
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
+    const bool newborns_before = may_retry && others_have_newborns();  // one that ends meanwhile has left room
     try {
       if (tl_depth == 1 && !budget.forked) admitted.emplace(need, alone);
       call.run(frame);
@@ -162,7 +163,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
       if (!may_retry || tl_depth > 1 || call.began_writes || call.drew) throw;
-      if (alone && (++pauses > kMostPauses || !others_have_newborns())) throw;
+      if (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))) throw;
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {

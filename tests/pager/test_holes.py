@@ -244,7 +244,15 @@ def test_a_thread_waits_until_others_have_written_to_what_they_have_made(
         time.sleep(0.05)
         x.fill_(1)
 
+    def ended_by_another_thread() -> None:
+        ours = [torch.empty(1 << 16)]
+        thread = threading.Thread(target=ours.clear)
+        thread.start()
+        thread.join()
+
     with memmgr.budget(beyond("3.4MB"), quiet=True):
+        for _ in range(3):
+            ended_by_another_thread()
         thread = threading.Thread(target=other)
         thread.start()
         made.wait()
