@@ -261,6 +261,7 @@ void watch_foreign_calls() {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (op && runs_above_the_kernel(*op)) found.insert(name);
   }
+  listen(kForeignCalls, true);
   if (nodes_watch == at::INVALID_CALLBACK_HANDLE) nodes_watch = watch(at::RecordScope::BACKWARD_FUNCTION);
   if (found.size() == shown_ops().size()) return;
   if (ops_watch != at::INVALID_CALLBACK_HANDLE) at::removeCallback(ops_watch);
@@ -274,6 +275,7 @@ void forget_foreign_calls() {
     *h = at::INVALID_CALLBACK_HANDLE;
   }
   shown_ops().clear();
+  listen(kForeignCalls, false);
 }
 
 // ---- who links libtorch ----

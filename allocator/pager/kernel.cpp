@@ -304,9 +304,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
   if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
     inside.reset();
+    let_callbacks_rest(false);
     call_below(op, below, stack);
     return;
   }
+  if (C10_UNLIKELY(listeners.load(std::memory_order_relaxed))) follow_listeners();
   OpInfo* info = info_of(op);
   if (C10_UNLIKELY(tl_regions > 0)) return of_region(op, info, below, stack);
   inside->count_op();

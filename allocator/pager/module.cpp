@@ -1,6 +1,7 @@
 // The Python module: opening and closing. Nothing here is on the way of an op.
 #include "module.h"
 
+#include <ATen/record_function.h>
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -134,9 +135,11 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     new (&counters) Counters;  // from zero
     counters.ops_before = ops_counted();
     forget_moved();
+    listeners = at::hasCallbacks() ? kOthers : 0;
     catch_unseen_threads(true);
     watch_exports(true);
     budget.open.store(true, std::memory_order_release);
+    let_callbacks_rest(true);
     see_this_thread(true);
     Py_RETURN_NONE;
   });
@@ -210,6 +213,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
     catch_unseen_threads(false);
+    let_callbacks_rest(false);
     watch_exports(false);
     // Ops of other threads that began under the budget have pins on cells that end now, or are about to.
     Py_BEGIN_ALLOW_THREADS;

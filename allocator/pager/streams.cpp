@@ -4,6 +4,7 @@
 #include "hold.h"
 #include "pending.h"
 #include "rematerialize.h"
+#include "threads.h"
 
 namespace memmgr::pager {
 
@@ -44,6 +45,7 @@ void note_stream() {
 }
 
 void note_profiler(bool on) {
+  listen(kProfiler, on);
   if (profiled.load(std::memory_order_relaxed) != on) set_asker(profiled, on);
 }
 

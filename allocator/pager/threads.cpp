@@ -198,6 +198,36 @@ void see_this_thread(bool on) { c10::impl::tls_set_dispatch_key_included(kKey, o
 
 bool thread_is_seen() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
+std::atomic<uint32_t> listeners{0};
+static thread_local bool tl_may_rest = false, tl_resting = false;
+
+void follow_listeners() {
+  const bool rest = tl_may_rest && listeners.load() == 0;
+  if (rest == tl_resting) return;
+  at::enableRecordFunction(!rest);
+  tl_resting = rest;
+}
+
+void listen(Listener who, bool on) {
+  if (on)
+    listeners |= who;
+  else
+    listeners &= ~static_cast<uint32_t>(who);
+  follow_listeners();
+}
+
+// Not inside of a guard of the dispatcher's keys, whose end would put back what it has found: an unseen thread.
+void let_callbacks_rest(bool on) {
+  if (on) {
+    const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
+    tl_may_rest = at::isRecordFunctionEnabled() && keys.remove(kKey) == c10::default_included_set;
+    follow_listeners();
+  } else if (tl_may_rest) {
+    tl_may_rest = tl_resting = false;
+    at::enableRecordFunction(true);
+  }
+}
+
 void catch_unseen_threads(bool on) {
   if (on && net == at::INVALID_CALLBACK_HANDLE) {
     net = at::addGlobalCallback(at::RecordFunctionCallback(&unseen_op_begins).scopes({at::RecordScope::FUNCTION}));

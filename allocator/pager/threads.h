@@ -56,6 +56,15 @@ bool wait_until_kernel_is_left(double seconds);
 void see_this_thread(bool on);
 bool thread_is_seen();
 
+// Who hears of this process's ops by torch's callbacks (at::RecordFunction) beside the net below.
+enum Listener : uint32_t { kOthers = 1, kForeignCalls = 2, kProfiler = 4 };
+extern std::atomic<uint32_t> listeners;
+// While nobody listens, the callbacks of the thread that has opened the budget rest: each costs every call of the
+// dispatcher 0.1 us, `mm` has four of them, and the net has nothing to find in a thread that is seen.
+void listen(Listener who, bool on);
+void let_callbacks_rest(bool on);
+void follow_listeners();
+
 // Python that is called in the middle of an op runs as it is: in a thread in which Dynamo compiles frames, it would
 // compile these. With the GIL.
 class NotCompiled {

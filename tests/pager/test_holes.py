@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import threading
@@ -214,6 +215,59 @@ def test_profilers_note_addresses_outside_of_ops(what: str, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "memmgr" not in done.stderr, done.stderr[:3000]
+
+
+@pytest.mark.parametrize("begins", ["before the budget", "in it", "in it, and goes on after it"])
+def test_a_profiler_hears_every_op(begins: str) -> None:
+    """Torch's callbacks of the thread that opens a budget rest while nobody else has one (rule 12)."""
+    x = torch.randn(64, 64)
+
+    def names(profile: Any) -> list[str]:
+        return [event.name for event in profile.events()]
+
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    opened = memmgr.budget("1GB", quiet=True)
+    if begins == "before the budget":
+        profile.__enter__()
+    opened.__enter__()
+    if begins != "before the budget":
+        x.cos()
+        profile.__enter__()
+    x.sin()
+    if begins == "in it, and goes on after it":
+        opened.__exit__(None, None, None)
+        x.tan()
+    profile.__exit__(None, None, None)
+    wanted = ["aten::sin", *(["aten::tan"] if "after" in begins else [])]
+    assert [name for name in names(profile) if name in ("aten::cos", "aten::sin", "aten::tan")] == wanted
+    with profile_again() as later:
+        x.exp()
+    assert "aten::exp" in names(later)
+    if "after" not in begins:
+        opened.__exit__(None, None, None)
+    with profile_again() as after:
+        x.exp()
+    assert "aten::exp" in names(after)
+
+
+def profile_again() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+def test_a_budget_that_opens_inside_of_vmap() -> None:
+    """It outlives the level, whose guards put back what they have found."""
+    x, z = torch.randn(4, 4096), torch.ones(4096)
+    with contextlib.ExitStack() as opened:
+
+        def doubled(row: torch.Tensor) -> torch.Tensor:
+            opened.enter_context(memmgr.budget("1GB", policy="torture", quiet=True))
+            return row * 2
+
+        y = torch.vmap(doubled)(x)
+        assert memmgr.native.pager.load().adopt(z)
+        for _ in range(3):
+            z.add_(1)
+        assert torch.equal(y, x * 2) and torch.equal(z, torch.full((4096,), 4.0))
 
 
 def test_the_trap_is_back_when_the_profiler_has_ended() -> None:
