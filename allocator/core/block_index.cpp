@@ -161,6 +161,7 @@ void RunIndex::Erase(Block* run) {
 }
 
 Block* RunIndex::BestFit(uint64_t bytes, uint64_t offset) const {
+  if (size_ == 0) return nullptr;
   // Every run of a higher bin is long enough; of this bin only some are.
   const int bin = BinOf(bytes);
   Block* best = nullptr;

@@ -77,12 +77,14 @@ void Call::run(Frame& frame) {
     began_writes = true;
   }
   began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
-  const uint64_t stalled = waited_ns();
+  const uint64_t& waited = waited_ns();
+  const uint64_t stalled = waited;
+  const bool outermost = tl_depth == 1;
   if (C10_UNLIKELY(info_->of_a_job)) others_take_part = true;
-  const bool cut = C10_UNLIKELY(info_->list_op) && tl_depth == 1 && !others_take_part.load(std::memory_order_relaxed);
+  const bool cut = C10_UNLIKELY(info_->list_op) && outermost && !others_take_part.load(std::memory_order_relaxed);
   const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
-  if (tl_depth == 1) {
+  if (outermost) {
     begin_scratch();
     tl_side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
   }
@@ -97,11 +99,13 @@ void Call::run(Frame& frame) {
     op_.redispatchBoxed(below_, stack_);
   }
   if (drawing_.owns_lock()) drawing_.unlock();
-  seconds = seconds_of_ticks(ticks() - begun);
-  const uint64_t stall = waited_ns() - stalled;
+  ended_ = ticks();
+  seconds = seconds_of_ticks(ended_ - begun);
+  const uint64_t stall = waited - stalled;
   if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
-  if (tl_depth == 1 && frame.bytes() + scratch_peak() > 0) {
-    note_scratch(scratch_peak());
+  const uint64_t scratch = outermost ? scratch_peak() : 0;
+  if (outermost && frame.bytes() + scratch > 0) {
+    note_scratch(scratch);
     note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
   }
   frame.end_newborns();
@@ -158,7 +162,7 @@ void Call::outputs(Frame& frame) {
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i])) continue;
       if (!lock.owns_lock()) lock.lock();
-      Cell* c = adopt_locked(storages[i], 1);
+      Cell* c = adopt_locked(storages[i], 1, ended_);
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);

@@ -62,6 +62,7 @@ class Call {
   std::unique_ptr<Recipe> recipe_;
   std::unique_lock<std::mutex> drawing_;  // from noting the generator's state until the op has drawn
   StoragePtr before_;
+  uint64_t ended_ = 0;  // ticks
 };
 
 }  // namespace memmgr::pager

@@ -108,10 +108,10 @@ bool adoptable(const c10::StorageImpl* s) {
 
 Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   std::lock_guard<std::mutex> lock(graph_lock());
-  return adopt_locked(s, pins);
+  return adopt_locked(s, pins, ticks());
 }
 
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins) {
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
@@ -130,7 +130,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins) {
   c->version = new Version;
   c->version->cell = c;
   c->version->nbytes = c->nbytes;
-  c->last_touch.store(ticks(), std::memory_order_relaxed);
+  c->last_touch.store(touched_ticks, std::memory_order_relaxed);
   // The context changes hands in place: whoever reads the pointer meanwhile finds it as it was.
   auto&& context = p.move_context();
   const auto deleter = context.get_deleter();

@@ -149,7 +149,7 @@ bool adoptable(const c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
 // A new cell begins with so many pins.
 Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins);
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks);
 // The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
 void unadopt(Cell* c);
 // Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls

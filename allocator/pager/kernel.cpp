@@ -155,14 +155,14 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     Call call(op, info, below, stack);
     const bool newborns_before = may_retry && others_have_newborns();  // one that ends meanwhile has left room
     try {
-      if (tl_depth == 1 && !budget.forked) admitted.emplace(need, alone);
+      if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
       call.run(frame);
       if (C10_UNLIKELY(moment != nullptr))
         moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!may_retry || tl_depth > 1 || call.began_writes || call.drew) throw;
+      if (!may_retry || !depth.outermost() || call.began_writes || call.drew) throw;
       if (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))) throw;
       alone = true;
       counters.retries++;
@@ -184,8 +184,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.
-  const bool unborn = tl_making_states && info->fills && mm_arena_resident(budget.arena) > room_for_states();
-  if (C10_UNLIKELY((budget.options.torture || unborn) && tl_depth == 1))
+  const bool unborn = info->fills && tl_making_states && mm_arena_resident(budget.arena) > room_for_states();
+  if (C10_UNLIKELY((budget.options.torture || unborn) && depth.outermost()))
     send_away(&frame, &extra, budget.options.torture);
 }
 

@@ -165,8 +165,8 @@ struct Describer {
     a.argument = static_cast<uint16_t>(argument);
     a.element = element;
     a.storage_bytes = s->nbytes();
-    a.sizes.append(t->sizes().begin(), t->sizes().end());
-    a.strides.append(t->strides().begin(), t->strides().end());
+    for (const int64_t n : t->sizes()) a.sizes.push_back(n);  // few: quicker than a call that copies
+    for (const int64_t n : t->strides()) a.strides.push_back(n);
     a.offset = t->storage_offset();
     a.dtype = t->dtype();
     const bool here = s->device_type() == budget.pool->device.type();
@@ -203,7 +203,7 @@ struct Describer {
 }  // namespace
 
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
-  auto r = std::make_unique<Recipe>();
+  std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
   r->info = info;
   r->keys = keys;
   Describer d{info, r.get(), {}, {}, true};

@@ -34,6 +34,7 @@ enum class Role : uint8_t {
 };
 
 struct TensorArg {
+  TensorArg() {}  // else emplace_back() would fill it with zeros first
   uint16_t argument = 0;
   int32_t element = -1;  // in a list
   Role role = Role::kRead;

@@ -40,7 +40,7 @@ WithoutGil::~WithoutGil() {
 
 static thread_local uint64_t tl_waited_ns = 0;
 
-uint64_t waited_ns() { return tl_waited_ns; }
+const uint64_t& waited_ns() { return tl_waited_ns; }
 Wait::Wait() : begun_(now_ns()), before_(tl_waited_ns) {}
 uint64_t Wait::end() {
   const uint64_t all = now_ns() - begun_, inner = tl_waited_ns - before_;

@@ -32,8 +32,8 @@ class Promised {
   mm_arena* arena_;
   int64_t nbytes_;
 };
-// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once.
-uint64_t waited_ns();
+// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once; they go on being counted.
+const uint64_t& waited_ns();
 class Wait {
  public:
   Wait();

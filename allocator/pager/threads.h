@@ -18,9 +18,16 @@ extern thread_local bool tl_making_states;
 // Calls of raw readers that this thread is in: they have said what they write.
 extern thread_local int tl_readers;
 
-struct Depth {
-  Depth() { ++tl_depth; }
-  ~Depth() { --tl_depth; }
+class Depth {
+ public:
+  Depth() : depth_(tl_depth) { ++depth_; }
+  ~Depth() { --depth_; }
+  bool outermost() const { return depth_ == 1; }
+  Depth(const Depth&) = delete;
+  Depth& operator=(const Depth&) = delete;
+
+ private:
+  int& depth_;  // where this thread's is costs more to ask than to remember
 };
 
 // Whoever is in the kernel with a budget open may be about to pin a cell: a budget that ends waits until nobody is. Two
