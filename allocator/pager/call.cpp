@@ -117,12 +117,14 @@ void Call::note_scratch(uint64_t bytes) {
   info_->scratch_bytes.store(std::max(bytes, known - known / 4), std::memory_order_relaxed);
 }
 
+bool Call::measures() { return mm_arena_budget(budget.arena) >= MM_UNLIMITED && !budget.options.torture; }
+
 bool Call::may_try(const Kind* kind, uint64_t bytes) {
   constexpr uint32_t kMostInVain = 8;  // trials for which others had to leave
-  const uint64_t limit = mm_arena_budget(budget.arena);
-  const bool measures = limit >= MM_UNLIMITED && !budget.options.torture;
-  if (!measures && kind->trials.load(std::memory_order_relaxed) < kMostInVain) return true;
-  return mm_arena_resident(budget.arena) + bytes <= (measures ? most_resident.load(std::memory_order_relaxed) : limit);
+  const uint64_t resident = mm_arena_resident(budget.arena);
+  if (measures()) return resident + bytes <= most_resident.load(std::memory_order_relaxed);
+  return kind->trials.load(std::memory_order_relaxed) < kMostInVain ||
+         resident + bytes <= mm_arena_budget(budget.arena);
 }
 
 void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
@@ -192,6 +194,14 @@ void Call::outputs(Frame& frame) {
 
 void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
   if (!is_trusted()) {
+    if (measures() && recipe_->kind->trust.load() == Trust::kNew) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for (Version* v : versions) {
+        if (!v || v->recipe) continue;
+        v->presumed = true;
+        if (v->cell && v->cell->version == v) count_root_locked(v->cell);
+      }
+    }
     give_up();
     return;
   }

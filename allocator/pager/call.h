@@ -43,6 +43,7 @@ class Call {
   void note_scratch(uint64_t bytes);
   // Is there room for a trial, which takes so much? Without a limit only below what was there at some time before, so
   // that to measure a run changes nothing of what it needs.
+  static bool measures();
   static bool may_try(const Kind* kind, uint64_t bytes);
   void record(Frame& frame, const c10::IValue* args, size_t n);
   void outputs(Frame& frame);

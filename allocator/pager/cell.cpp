@@ -59,7 +59,8 @@ static void set_root_locked(Cell* c, bool root) {
 void count_root_locked(Cell* c) {
   const Version* v = c->version;
   // Once it is written, what was filled has no recipe any more: a budget without a tier needs room for it then.
-  set_root_locked(c, !c->small && v && !v->temporary && (!v->recipe || v->recipe->filled));
+  const bool made_again = v && v->recipe ? !v->recipe->filled : v && v->presumed;
+  set_root_locked(c, !c->small && v && !v->temporary && !made_again);
 }
 
 uint64_t moved_by_ended[kPurposes];
