@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,11 +15,14 @@ from exactness import children
 from torch import nn
 
 import memmgr
+from memmgr.runtime import job
 
 from . import ranks
 
 BUDGET = 40_000_000
 STEP = 2  # in which it happens
+KILLED = {"SIGKILL", "lost", "store", "no budget"}
+"""Its process is killed: with neighbours that see it; on a host of its own; with the store that it has; without a budget."""
 LIVES_SECONDS = 20.0  # the process in trouble goes on so long, connections and all
 
 
@@ -43,7 +47,7 @@ def _train(model: nn.Module, here: bool, trouble: str, folder: Path) -> None:
             return
         if here and step == STEP:
             (folder / "when").write_text(str(time.time()))
-            if trouble == "SIGKILL":
+            if trouble in KILLED:
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble == "none":
                 return  # in order, before the others
@@ -67,15 +71,20 @@ def _once_more(kind: str, rank: int, world: int, folder: Path) -> None:
 
 
 def main(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
-    ranks.join(rank, world, folder, 60)
+    join = ranks.join_with_store if trouble == "store" else ranks.join
+    join(rank, world, folder, 60)
+    if trouble == "lost":
+        job._place = lambda: f"host {rank}"
     model = _model(kind, world)
-    here = rank == world - 1
+    here = rank == (0 if trouble == "store" else world - 1)
+    unmanaged = here and trouble == "no budget"
+    awaited = (RuntimeError,) if trouble == "no budget" else (memmgr.RankError, memmgr.BudgetError, ValueError)
     try:
-        with memmgr.budget(BUDGET, quiet=True):
+        with contextlib.nullcontext() if unmanaged else memmgr.budget(BUDGET, quiet=True):
             _train(model, here, trouble, folder)
             if trouble == "none" and not here:
                 time.sleep(3)
-    except (memmgr.RankError, memmgr.BudgetError, ValueError) as error:
+    except awaited as error:
         ranks.write(
             folder,
             rank,
