@@ -413,7 +413,7 @@ def _port(store: Any) -> int | str:
 def _address(store: Any) -> tuple[str, int] | None:
     """Of a store that a process serves."""
     store = _innermost(store)
-    return (store.host, int(store.port)) if isinstance(store, dist.TCPStore) else None
+    return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
 
 
 def _innermost(store: Any) -> Any:
