@@ -9,6 +9,7 @@ waits for is aborted: process groups by torch's own `abort`, and connections bet
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -35,6 +36,7 @@ GRACE_SECONDS = 2.0
 NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
 SILENT_SECONDS = 4.0  # of a rank that looks no more, after that: eight looks
 CONNECT_SECONDS = 2.0
+MOST_UNANSWERED = 3  # by a store that does not refuse: it may be busy
 FIGURES_SECONDS = 2.0
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
@@ -51,6 +53,9 @@ class Member:
         store = c10d._get_default_store()
         self._address = _address(store)
         self._host: int | None = None  # the rank that has the store
+        self._host_has_left = False
+        self._unanswered = 0
+        self._left = 0.0
         self._ports = {int(port) for port in (os.environ.get("MASTER_PORT", ""), _port(store)) if str(port).isdecimal()}
         # A client of its own: another one's `get` may hold its lock for minutes.
         self._store = c10d.PrefixStore("memmgr", store.clone())
@@ -64,6 +69,7 @@ class Member:
         self._store.set(f"place/{self._place}/{me}", f"{self.rank} {os.getpid()}")
         if self._address is not None and self._address[1] in _listening():
             self._store.set("host", str(self.rank))
+            atexit.register(self._linger)
 
     def opens(self) -> None:
         """A budget opens: what was told before is over where its rank has a budget again."""
@@ -78,6 +84,11 @@ class Member:
     def leaves(self) -> None:
         """The budget has closed."""
         self._store.set(f"state/{self.rank}", f"left {self.seen} {self.budgets}")
+        self._left = time.monotonic()
+
+    def _linger(self) -> None:
+        """Who has the store takes it along, so the others first hear that it has left in order."""
+        time.sleep(max(0.0, self._left + 2 * LOOK_SECONDS - time.monotonic()))
 
     def state(self, rank: int) -> str:
         """`open` or `left`, the troubles that it knew when it opened, which of its budgets it is."""
@@ -117,6 +128,8 @@ class Member:
         self._store.add(f"beat/{self.rank}", 1)
         if self._host is None and self._store.check(["host"]):
             self._host = int(self._store.get("host"))
+        if self._host is not None and self._host != self.rank:
+            self._host_has_left = self.state(self._host).startswith("left")
 
     def silent(self) -> int | None:
         """Another rank that is open and does not look any more. Takes `SILENT_SECONDS`."""
@@ -130,13 +143,17 @@ class Member:
         return {rank: self._store.add(f"beat/{rank}", 0) for rank in others}
 
     def lost_with_store(self) -> int | None:
-        """The rank that had the store, if that cannot be reached any more."""
-        if self._address is None or self._host in (None, self.rank):
+        """The rank that had the store, if that cannot be reached any more and the rank had not left its budget."""
+        if self._address is None or self._host in (None, self.rank) or self._host_has_left:
             return None
         try:
             socket.create_connection(self._address, CONNECT_SECONDS).close()
-        except OSError:
+        except ConnectionRefusedError:
             return self._host
+        except OSError:
+            self._unanswered += 1
+            return self._host if self._unanswered >= MOST_UNANSWERED else None
+        self._unanswered = 0
         return None
 
     def forget(self) -> None:

@@ -91,9 +91,9 @@ def test_all_can_begin_again(tmp_path: Path) -> None:
         assert ranks.read(tmp_path, rank) is not None and ranks.read(tmp_path / "again", rank) is not None
 
 
-@pytest.mark.slow
-def test_a_rank_that_ends_in_order_is_no_trouble(tmp_path: Path) -> None:
-    ranks.finish_all(ranks.begin("job.trouble", "ddp", "none", world=2, folder=tmp_path, timeout=60), 60)
+@pytest.mark.parametrize("trouble", [pytest.param("none", marks=pytest.mark.slow), "none, with the store"])
+def test_a_rank_that_ends_in_order_is_no_trouble(tmp_path: Path, trouble: str) -> None:
+    ranks.finish_all(ranks.begin("job.trouble", "ddp", trouble, world=2, folder=tmp_path, timeout=60), 60)
     assert not any(ranks.read(tmp_path, rank) for rank in range(2))
 
 
