@@ -36,6 +36,7 @@ GRACE_SECONDS = 2.0
 NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
 SILENT_SECONDS = 4.0  # of a rank that looks no more, after that: eight looks
 CONNECT_SECONDS = 2.0
+ENOUGH_LOOKS = 4
 MOST_UNANSWERED = 3  # by a store that does not refuse: it may be busy
 FIGURES_SECONDS = 2.0
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
@@ -54,6 +55,7 @@ class Member:
         self._address = _address(store)
         self._host: int | None = None  # the rank that has the store
         self._host_has_left = False
+        self._looks = 0
         self._unanswered = 0
         self._left = 0.0
         self._ports = {int(port) for port in (os.environ.get("MASTER_PORT", ""), _port(store)) if str(port).isdecimal()}
@@ -128,6 +130,7 @@ class Member:
         self._store.add(f"beat/{self.rank}", 1)
         if self._host is None and self._store.check(["host"]):
             self._host = int(self._store.get("host"))
+        self._looks += 1
         if self._host is not None and self._host != self.rank:
             self._host_has_left = self.state(self._host).startswith("left")
 
@@ -144,6 +147,12 @@ class Member:
 
     def lost_with_store(self) -> int | None:
         """The rank that had the store, if that cannot be reached any more and the rank had not left its budget."""
+        if (
+            self._host is None
+            and self._looks < ENOUGH_LOOKS
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        ):
+            self._host = 0  # as torch has it; there was no time to hear it
         if self._address is None or self._host in (None, self.rank) or self._host_has_left:
             return None
         try:
