@@ -67,11 +67,19 @@ class RankError(RuntimeError):
     enough_bytes: int = 0
 
 
+_GONE = {
+    "": "its process ended inside its budget and left no error (killed, perhaps for want of memory).",
+    "silent": "nothing is heard of it any more, and it left no error (its host is lost, or its process is).",
+    "store": "the process group's store, which it had, cannot be reached any more.",
+}
+
+
 def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> RankError:
     """The error of the ranks that are well.
 
     Args:
-        trouble: `rank`; of its exception `error` (the type; empty: its process is gone), `text`, the sizes of a BudgetError.
+        trouble: `rank`; of its exception `error` (the type; empty: its process is gone), `text`, the sizes of a BudgetError;
+            `how` it is known that it is gone.
         here: the rank that raises it.
         binary: sizes in powers of two, as the user wrote the budget.
     """
@@ -87,7 +95,7 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
     elif kind:
         what = f"has ended with {kind}: {trouble['text']}" if trouble["text"] else f"has ended with {kind}."
     else:
-        what = "is gone: its process ended inside its budget and left no error (killed, perhaps for want of memory)."
+        what = "is gone: " + _GONE[trouble.get("how", "")]
     error = RankError(f"memmgr: rank {rank} {what}\nRank {here} would have waited for it.")
     error.rank, error.floor_bytes, error.enough_bytes, error.budget_bytes = rank, floor, enough, limit
     return error

@@ -20,6 +20,7 @@ namespace memmgr::pager {
 SumUnderLock resident_cell_bytes;
 SumUnderLock root_bytes;
 SumUnderLock escaped_bytes;
+SumUnderLock newborn_bytes;
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
@@ -191,6 +192,7 @@ static uint16_t maker() {
 static void forget_newborn_locked(Cell* c) {
   if (!c->newborn) return;
   c->newborn = false;
+  newborn_bytes -= c->nbytes;
   newborns--;
   newborns_by[c->maker]--;
 }
@@ -361,6 +363,7 @@ void stand_unpinned_locked(Cell* c) {
 void begin_newborn_locked(Cell* c) {
   c->version->uninitialized = true;
   c->newborn = true;
+  newborn_bytes += c->nbytes;
   c->maker = maker();
   stand_pinned_locked(c);
   newborns++;

@@ -251,6 +251,7 @@ void forget_recipe_locked(Version* v, Trash* trash);
 extern SumUnderLock resident_cell_bytes;
 extern SumUnderLock root_bytes;  // of cells that nothing can make again: without a tier they stay
 extern SumUnderLock escaped_bytes;
+extern SumUnderLock newborn_bytes;
 extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
 extern std::atomic<int64_t> absent_cells;
 

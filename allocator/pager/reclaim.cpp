@@ -353,14 +353,18 @@ void note_floor(uint64_t bytes) {
   }
 }
 
+uint64_t bytes_that_stay() {
+  const uint64_t all = mm_arena_resident(budget.arena);
+  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                 // outputs, mostly
+  const uint64_t roots = may_be_offloaded() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
+  return all - std::min(all, elsewhere) + escaped_bytes.load() + in_flight_bytes.load(std::memory_order_relaxed) +
+         roots;
+}
+
 void note_working_set(uint64_t pinned_bytes, Share at_once) {
   const uint64_t all = mm_arena_resident(budget.arena);
   if (all > most_resident.load(std::memory_order_relaxed)) most_resident = all;  // two threads: one of them is enough
-  const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();         // outputs, mostly
-  const uint64_t fixed =
-      all - std::min(all, elsewhere) + escaped_bytes.load() + in_flight_bytes.load(std::memory_order_relaxed);
-  const uint64_t roots = may_be_offloaded() ? 0 : root_bytes.load();
-  note_floor(fixed + roots + at_once.of(pinned_bytes + scratch_peak()));
+  note_floor(bytes_that_stay() + at_once.of(pinned_bytes + scratch_peak()));
 }
 
 static thread_local uint64_t tl_refused_bytes = 0;

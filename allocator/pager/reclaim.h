@@ -77,6 +77,9 @@ struct Share {
     return part < whole ? static_cast<uint64_t>(static_cast<double>(bytes) * part / whole) : bytes;
   }
 };
+// What no request can make leave: what is small or no cell, has escaped, is under way or newborn; roots, without a
+// tier.
+uint64_t bytes_that_stay();
 // The same of something that runs: what it has pinned (`cell_at` of 0 to n), its own memory since begin_scratch(), and
 // what can never leave.
 void note_working_set(uint64_t pinned_bytes, Share at_once);
@@ -86,7 +89,7 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);
-    bool again = roots_stay && c->root;
+    bool again = c->newborn || (roots_stay && c->root);
     for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
     if (!again) pinned += c->nbytes;
   }
@@ -96,8 +99,8 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
 void note_refused();
 uint64_t floor_bytes();
 void reset_floor();
-// The process has asked for collectives. What of them is under way at once is the other ranks' doing and differs from
-// run to run, so the floor has some room: lists count whole.
+// The process has asked for collectives of a whole group. What of them is under way at once is the other ranks' doing
+// and differs from run to run, so the floor has some room: lists count whole.
 extern std::atomic<bool> others_take_part;
 // The most that was resident after an op, since the same moment.
 extern std::atomic<uint64_t> most_resident;

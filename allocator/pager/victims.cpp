@@ -114,6 +114,16 @@ bool may_be_packed_locked(const Cell* c) {
   return !may_be_dropped_locked(c) || seconds_to_make_locked(v) > kPackSecondsPerByte * static_cast<double>(c->nbytes);
 }
 
+// Making it again takes what the recipe reads beside what it makes, and needs room for both when it is asked for. What
+// stays may have grown by then: a pipeline's sends are under way until its step ends.
+static bool has_room_again_locked(const Cell* c) {
+  const uint64_t limit = mm_arena_budget(budget.arena);
+  uint64_t bytes = bytes_that_stay() + limit / 8;
+  for (const Version* v : c->version->recipe->outputs) bytes += v ? v->nbytes : 0;
+  for (const TensorArg& a : c->version->recipe->tensors) bytes += a.version ? a.version->nbytes : 0;
+  return bytes <= limit;
+}
+
 double cost_of_leaving_locked(const Cell* c, bool* drop) {
   *drop = false;
   double cost = -1;
@@ -121,7 +131,7 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
   if (may_be_dropped_locked(c)) {
     const double again = seconds_to_make_locked(c->version);
-    if (cost < 0 || again <= cost) {
+    if (cost < 0 || (again <= cost && has_room_again_locked(c))) {
       *drop = true;
       return again;
     }

@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Reducers:
         self._patches.wrap(reducer, "_rebuild_buckets", self._with_new_buckets)
         for name in COLLECTIVES:
             self._patches.wrap(torch._C._distributed_c10d.Backend, name, self._by_address)
+        self._patches.when_imported("torch.distributed.pipelining.stage", self._patch_stages)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -87,6 +89,18 @@ class Reducers:
             return original(backend, *args, **kwargs)
 
         return collective
+
+    def _patch_stages(self, stages: ModuleType) -> None:
+        self._patches.wrap(stages, "_make_tensor_from_meta", self._touched)
+
+    def _touched(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # A stage makes its receive buffers for all micro-batches at once. Nobody has an address of them, so they need not
+        # stay until something has come.
+        @functools.wraps(original)
+        def make_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return original(*args, **kwargs).zero_()
+
+        return make_tensor
 
     def _meet(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -2,12 +2,14 @@
 
 Through the default process group's store. While a budget is open a thread looks there twice a second, and at the processes of
 this host's ranks. A rank that leaves its budget by an exception writes what it was; one whose process ends inside its budget
-is written down by its neighbours. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it waits for is aborted:
-process groups by torch's own `abort`, and connections between ranks, since gloo has no abort.
+is written down by its neighbours, or by the first rank that an error of the backend tells of it: the one whose thread looks no
+more. Where the store is gone, so is the rank that had it. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it
+waits for is aborted: process groups by torch's own `abort`, and connections between ranks, since gloo has no abort.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -26,12 +28,16 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from memmgr._errors import RankError, rank_error
+from memmgr._errors import BudgetError, RankError, rank_error
 from memmgr.readers.patches import Patches
 
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 2.0
-NAMING_SECONDS = 5.0  # a backend may say that a connection is closed before anybody knows whose
+NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
+SILENT_SECONDS = 4.0  # of a rank that looks no more, after that: eight looks
+CONNECT_SECONDS = 2.0
+ENOUGH_LOOKS = 4
+MOST_UNANSWERED = 3  # by a store that does not refuse: it may be busy
 FIGURES_SECONDS = 2.0
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
@@ -46,6 +52,12 @@ class Member:
         self.group = dist.group.WORLD
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         store = c10d._get_default_store()
+        self._address = _address(store)
+        self._host: int | None = None  # the rank that has the store
+        self._host_has_left = False
+        self._looks = 0
+        self._unanswered = 0
+        self._left = 0.0
         self._ports = {int(port) for port in (os.environ.get("MASTER_PORT", ""), _port(store)) if str(port).isdecimal()}
         # A client of its own: another one's `get` may hold its lock for minutes.
         self._store = c10d.PrefixStore("memmgr", store.clone())
@@ -57,6 +69,9 @@ class Member:
         self.budgets = 0
         me = self._store.add(f"place/{self._place}", 1)
         self._store.set(f"place/{self._place}/{me}", f"{self.rank} {os.getpid()}")
+        if self._address is not None and self._address[1] in _listening():
+            self._store.set("host", str(self.rank))
+            atexit.register(self._linger)
 
     def opens(self) -> None:
         """A budget opens: what was told before is over where its rank has a budget again."""
@@ -71,6 +86,11 @@ class Member:
     def leaves(self) -> None:
         """The budget has closed."""
         self._store.set(f"state/{self.rank}", f"left {self.seen} {self.budgets}")
+        self._left = time.monotonic()
+
+    def _linger(self) -> None:
+        """Who has the store takes it along, so the others first hear that it has left in order."""
+        time.sleep(max(0.0, self._left + 2 * LOOK_SECONDS - time.monotonic()))
 
     def state(self, rank: int) -> str:
         """`open` or `left`, the troubles that it knew when it opened, which of its budgets it is."""
@@ -105,6 +125,46 @@ class Member:
         gone = {fd for fd, _ in poll.poll(0)}
         return [rank for rank, fd in self._neighbours.items() if fd < 0 or fd in gone]
 
+    def beat(self) -> None:
+        """Says that this rank looks, and learns who has the store while it can be asked."""
+        self._store.add(f"beat/{self.rank}", 1)
+        if self._host is None and self._store.check(["host"]):
+            self._host = int(self._store.get("host"))
+        self._looks += 1
+        if self._host is not None and self._host != self.rank:
+            self._host_has_left = self.state(self._host).startswith("left")
+
+    def silent(self) -> int | None:
+        """Another rank that is open and does not look any more. Takes `SILENT_SECONDS`."""
+        before = self._beats()
+        time.sleep(SILENT_SECONDS)
+        after = self._beats()
+        return next((rank for rank, beats in before.items() if after.get(rank) == beats), None)
+
+    def _beats(self) -> dict[int, int]:
+        others = [rank for rank in range(self.world) if rank != self.rank and self.state(rank).startswith("open")]
+        return {rank: self._store.add(f"beat/{rank}", 0) for rank in others}
+
+    def lost_with_store(self) -> int | None:
+        """The rank that had the store, if that cannot be reached any more and the rank had not left its budget."""
+        if (
+            self._host is None
+            and self._looks < ENOUGH_LOOKS
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        ):
+            self._host = 0  # as torch has it; there was no time to hear it
+        if self._address is None or self._host in (None, self.rank) or self._host_has_left:
+            return None
+        try:
+            socket.create_connection(self._address, CONNECT_SECONDS).close()
+        except ConnectionRefusedError:
+            return self._host
+        except OSError:
+            self._unanswered += 1
+            return self._host if self._unanswered >= MOST_UNANSWERED else None
+        self._unanswered = 0
+        return None
+
     def forget(self) -> None:
         """Its process group is gone, and another one takes its place."""
         for fd in self._neighbours.values():
@@ -128,8 +188,14 @@ class Member:
                 theirs.update(json.loads(self._store.get(key)))
         for c in self._connections():
             if f"{c.raddr.ip}:{c.raddr.port}" in theirs:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(c.fd)) as end:
-                    end.shutdown(socket.SHUT_RDWR)
+                _shut(c)
+
+    def cut_accepted(self) -> None:
+        """Without a store nobody can say where a connection leads. Each rank shuts what it has accepted: together all."""
+        mine = _listening()
+        for c in self._connections():
+            if c.laddr.port in mine:
+                _shut(c)
 
     def _connections(self) -> Iterator[Any]:
         for c in psutil.Process().net_connections("tcp"):
@@ -165,8 +231,8 @@ class Job:
         quiet: there will be none.
         binary: errors speak in powers of two.
 
-    Known limitations: a host that is lost as a whole is not named; neither is a rank that has no budget. Where nobody can be
-    reached any more (rank 0 had the store, and is gone) the backend's own error stays as it is.
+    Known limitations: a rank that has no budget is not named. A host that is lost without closing its connections is named once
+    the backend has waited for its own timeout.
     """
 
     def __init__(self, figures: Callable[[], Figures], *, quiet: bool, binary: bool = False) -> None:
@@ -208,10 +274,15 @@ class Job:
         with contextlib.suppress(Exception):  # the store may be gone: then this error is all there is
             if _is_of_a_backend(error):
                 self._heard.wait(NAMING_SECONDS)
+                if self._trouble is None and (silent := member.silent()) is not None and self._trouble is None:
+                    self._trouble = {"rank": silent, "error": "", "text": "", "how": "silent"}
+                    member.tell(**self._trouble)
                 if self._trouble is not None:
                     return rank_error(self._trouble, member.rank, binary=self._binary)
             member.show_connections()
             member.tell(rank=member.rank, **_described(error))
+        if self._trouble is not None and _is_of_a_backend(error):  # heard while this one was about to be told
+            return rank_error(self._trouble, member.rank, binary=self._binary)
         return None
 
     # -- membership --
@@ -267,23 +338,33 @@ class Job:
     # -- the thread --
 
     def _watch(self, member: Member) -> None:
-        with contextlib.suppress(Exception):  # without the store nobody knows whether a rank has ended in order
-            while not self._leaving.is_set():
-                trouble = member.next_trouble()
-                if trouble is None:
-                    for rank in member.ended():
-                        if member.state(rank).startswith("open"):
-                            trouble = {"rank": rank, "error": "", "text": ""}
-                            member.tell(**trouble)
-                            break
-                if trouble is not None and trouble["rank"] != member.rank:
-                    self._trouble = trouble
-                    self._heard.set()
-                    self._abort(member)
-                    return
-                self._leaving.wait(LOOK_SECONDS)
+        while not self._leaving.is_set():
+            try:
+                trouble = self._look(member)
+            except Exception:  # without the store nobody knows whether a rank has ended in order
+                lost = member.lost_with_store()
+                trouble = None if lost is None else {"rank": lost, "error": "", "text": "", "how": "store"}
+            if trouble is not None and trouble["rank"] != member.rank:
+                self._trouble = trouble
+                self._heard.set()
+                self._abort(member)
+                return
+            self._leaving.wait(LOOK_SECONDS)
+
+    def _look(self, member: Member) -> dict[str, Any] | None:
+        member.beat()
+        trouble = member.next_trouble()
+        if trouble is None:
+            for rank in member.ended():
+                if member.state(rank).startswith("open"):
+                    trouble = {"rank": rank, "error": "", "text": ""}
+                    member.tell(**trouble)
+                    break
+        return trouble
 
     def _abort(self, member: Member) -> None:
+        without_store = self._trouble is not None and self._trouble.get("how") == "store"
+        cut = member.cut_accepted if without_store else member.cut_connections
         with contextlib.suppress(Exception):
             member.show_connections()
         if self._leaving.wait(GRACE_SECONDS):
@@ -293,27 +374,43 @@ class Job:
                 group.abort()
         while not self._leaving.wait(LOOK_SECONDS):  # others may show theirs later
             with contextlib.suppress(Exception):
-                member.cut_connections()
+                cut()
 
 
 _member: Member | None = None
 
 
-def _is_of_a_backend(error: BaseException | None) -> bool:
-    """Could it be the end of a wait for another rank?"""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised for."""
     met: set[int] = set()
     while error is not None and id(error) not in met:
-        ours = isinstance(error, torch.OutOfMemoryError)
-        if isinstance(error, RuntimeError) and not ours and _OF_A_BACKEND.search(str(error)):
-            return True
-        if isinstance(error, dist.DistError):
-            return True
+        yield error
         met.add(id(error))
         error = error.__cause__ or error.__context__
+
+
+def _is_of_a_backend(error: BaseException) -> bool:
+    """Could it be the end of a wait for another rank?"""
+    for each in _chain(error):
+        ours = isinstance(each, torch.OutOfMemoryError)
+        if isinstance(each, RuntimeError) and not ours and _OF_A_BACKEND.search(str(each)):
+            return True
+        if isinstance(each, dist.DistError):
+            return True
     return False
 
 
+def _budget_error(error: BaseException) -> BudgetError | None:
+    """Only where it was raised for one: what was handled before has nothing to do with it."""
+    while not isinstance(error, BudgetError):
+        if error.__cause__ is None:
+            return None
+        error = error.__cause__
+    return error
+
+
 def _described(error: BaseException) -> dict[str, Any]:
+    error = _budget_error(error) or error  # pipelining raises errors of its own for those of a stage
     text = str(error).strip().splitlines()
     sizes = {name: int(getattr(error, name, 0)) for name in ("budget_bytes", "floor_bytes", "enough_bytes")}
     return {"error": type(error).__name__, "text": text[0][:500] if text else "", **sizes}
@@ -336,6 +433,26 @@ def _pidfd(pid: int) -> int:
 
 
 def _port(store: Any) -> int | str:
+    return getattr(_innermost(store), "port", "")
+
+
+def _address(store: Any) -> tuple[str, int] | None:
+    """Of a store that a process serves."""
+    store = _innermost(store)
+    return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
+
+
+def _innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "port", "")
+    return store
+
+
+def _listening() -> set[int]:
+    """The ports of this process."""
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def _shut(connection: Any) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
+        end.shutdown(socket.SHUT_RDWR)

@@ -159,6 +159,18 @@ def ddp_hook(seed: int, scope: Scope) -> Record:
 
 
 @case
+def ddp_power(seed: int, scope: Scope) -> Record:
+    """One bucket: a callback of PowerSGD waits for a collective, and gloo has two threads for both. Batched, torch 2.13 fails."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    model = nn.parallel.DistributedDataParallel(_body())
+    model.register_comm_hook(
+        power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), power.powerSGD_hook
+    )
+    return _train(model, scope, _mean(model))
+
+
+@case
 def ddp_unused(seed: int, scope: Scope) -> Record:
     class SometimesUnused(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ def join(rank: int, world: int, folder: Path, seconds: float) -> None:
         world_size=world,
         timeout=datetime.timedelta(seconds=seconds),
     )
+
+
+def join_with_store(rank: int, world: int, folder: Path, seconds: float) -> None:
+    """The same over a store that rank 0 has, as without a launcher's own."""
+    torch.set_num_threads(1)
+    timeout, port = datetime.timedelta(seconds=seconds), folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, True, timeout=timeout, wait_for_workers=False)
+        port.with_suffix(".part").write_text(str(store.port))
+        os.replace(port.with_suffix(".part"), port)
+    else:
+        end = time.monotonic() + seconds
+        while not port.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), world, False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def write(folder: Path, rank: int, **found: Any) -> None:

@@ -38,3 +38,10 @@ def test_the_same_bits_on_four_ranks(name: str, tmp_path: Path) -> None:
 
 def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
     ranks.finish_all(ranks.begin("job.holders", world=2, folder=tmp_path, timeout=60), 60)
+
+
+@pytest.mark.parametrize(
+    "name", ["pp_1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pp_gpipe", "pp_interleaved"))]
+)
+def test_the_floor_of_a_stage(name: str, tmp_path: Path) -> None:
+    print(*ranks.finish_all(ranks.begin("job.floors", name, world=2, folder=tmp_path, timeout=90), 90), sep="\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import os
 import signal
 import sys
@@ -14,11 +17,15 @@ from exactness import children
 from torch import nn
 
 import memmgr
+from memmgr.runtime import job
 
 from . import ranks
 
 BUDGET = 40_000_000
 STEP = 2  # in which it happens
+KILLED = {"SIGKILL", "lost", "store", "no budget"}
+"""Its process is killed: with neighbours that see it; on a host of its own; with the store that it has; without a budget."""
+WITH_STORE = {"store", "none, with the store"}
 LIVES_SECONDS = 20.0  # the process in trouble goes on so long, connections and all
 
 
@@ -39,13 +46,13 @@ def _model(kind: str, world: int) -> nn.Module:
 def _train(model: nn.Module, here: bool, trouble: str, folder: Path) -> None:
     opt = torch.optim.AdamW(model.parameters())
     for step in range(5):
-        if trouble == "none" and step == STEP and not here:
+        if trouble.startswith("none") and step == STEP and not here:
             return
         if here and step == STEP:
             (folder / "when").write_text(str(time.time()))
-            if trouble == "SIGKILL":
+            if trouble in KILLED:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if trouble == "none":
+            if trouble.startswith("none"):
                 return  # in order, before the others
             if trouble in ("ValueError", "again"):
                 raise ValueError("the batch is not what it was")
@@ -67,15 +74,21 @@ def _once_more(kind: str, rank: int, world: int, folder: Path) -> None:
 
 
 def main(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
-    ranks.join(rank, world, folder, 60)
+    join = ranks.join_with_store if trouble in WITH_STORE else ranks.join
+    join(rank, world, folder, 60)
+    if trouble == "lost":
+        job._place = lambda: f"host {rank}"
     model = _model(kind, world)
-    here = rank == world - 1
+    here = rank == (0 if trouble in WITH_STORE else world - 1)
+    unmanaged = here and trouble == "no budget"
+    awaited = (RuntimeError,) if trouble == "no budget" else (memmgr.RankError, memmgr.BudgetError, ValueError)
     try:
-        with memmgr.budget(BUDGET, quiet=True):
+        with contextlib.nullcontext() if unmanaged else memmgr.budget(BUDGET, quiet=True):
             _train(model, here, trouble, folder)
-            if trouble == "none" and not here:
+            if trouble.startswith("none") and not here:
                 time.sleep(3)
-    except (memmgr.RankError, memmgr.BudgetError, ValueError) as error:
+                assert not any(each._heard.is_set() for each in gc.get_objects() if isinstance(each, job.Job))
+    except awaited as error:
         ranks.write(
             folder,
             rank,
@@ -99,4 +112,6 @@ if __name__ == "__main__":
     children.arm()
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5])
     sys.stdout.flush()
+    if sys.argv[5] in WITH_STORE:
+        atexit._run_exitfuncs()
     os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us

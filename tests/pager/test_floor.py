@@ -47,3 +47,18 @@ def test_a_twentieth_decides(name: str) -> None:
     with pytest.raises(memmgr.BudgetError) as caught:
         train(name, int(0.95 * floor))
     assert 0.95 * floor < caught.value.floor_bytes <= 1.05 * floor
+
+
+def test_what_nobody_has_written_to_is_part_of_the_floor() -> None:
+    """It stays until an op touches it (rule 3), as a pipeline's receive buffers once did."""
+    mb = 1 << 20
+    with memmgr.budget(None, quiet=True) as mm:
+        held = [torch.empty(mb // 4) for _ in range(8)]
+        torch.ones(mb // 4).add_(1)
+        assert 9 * mb <= mm.stats()["floor_bytes"] < 11 * mb
+        for each in held:
+            each.zero_()  # now it may leave
+    with memmgr.budget(None, quiet=True) as mm:
+        held = [torch.empty(mb // 4).zero_() for _ in range(8)]
+        torch.ones(mb // 4).add_(1)
+        assert mm.stats()["floor_bytes"] < 3 * mb  # an op, and its second run
