@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <list>
+#include <utility>
 
 #include "budget.h"
 #include "hold.h"
@@ -29,6 +30,7 @@ struct Follower {
   bool decided = false;                                      // a plan leads, or none does
   size_t departures = 0, writes = 0, reads = 0, groups = 0;  // where its rows stand
   std::deque<Going> going;
+  std::vector<Going> gone;      // and may go again: made on the way to others, they have come back before their time
   std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
                                 // one has been overtaken by its return
   std::vector<uint32_t> deferred;  // reads that found no room
@@ -53,6 +55,7 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
   leading = plan != nullptr;
   if (!plan) {
     f.going.clear();
+    f.gone.clear();
     f.deferred.clear();
     return;
   }
@@ -76,6 +79,22 @@ Cell* cell_locked(const Follower& f, uint32_t ordinal) {
 
 void depart_locked(Follower& f, const PlanRow& row) {
   f.going.push_back({row.ordinal, turn_of(f, row.ordinal), row.what == Row::kOffload ? Way::kOffload : Way::kEvict});
+}
+
+// What the plan has away and what is there all the same is to go, too. False: there is none.
+bool go_again_locked(Follower& f) {
+  std::vector<Going> gone;
+  for (const Going& g : f.gone) {
+    if (turn_of(f, g.ordinal) != g.turn) continue;
+    const Cell* c = cell_locked(f, g.ordinal);
+    if (!c) continue;
+    if (c->resident())
+      f.going.push_back(g);
+    else
+      gone.push_back(g);
+  }
+  f.gone.swap(gone);
+  return !f.going.empty();
 }
 
 // Reads that are due begin; what finds no room is tried again after the next op.
@@ -139,6 +158,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     }
     unpin(c);
     drop(std::move(held));
+    group.end_read();
   }
 }
 
@@ -236,6 +256,7 @@ void follow_after(uint32_t position) {
 uint64_t let_planned_go(uint64_t want, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
+  bool again = false;
   std::vector<Going> pinned;  // and what has no copy yet, where nobody waits
   while (released < want) {
     Cell* c = nullptr;
@@ -243,18 +264,24 @@ uint64_t let_planned_go(uint64_t want, bool ahead) {
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       Follower& f = follower();
-      if (f.going.empty()) break;
+      if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay
       next = f.going.front();
       f.going.pop_front();
       if (turn_of(f, next.ordinal) != next.turn) continue;
       c = cell_locked(f, next.ordinal);
-      if (!c || !c->resident()) continue;
+      if (!c) continue;
+      if (!c->resident()) {
+        f.gone.push_back(next);
+        continue;
+      }
       if ((ahead && next.way == Way::kOffload && c->slot < 0) || !claim_locked(c)) {
         pinned.push_back(next);
         continue;
       }
     }
     released += leave_claimed(c, next.way);
+    std::lock_guard<std::mutex> lock(graph_lock());
+    follower().gone.push_back(next);
   }
   if (!pinned.empty()) {
     std::lock_guard<std::mutex> lock(graph_lock());

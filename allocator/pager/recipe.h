@@ -22,7 +22,7 @@ struct Kind {
   std::atomic<Trust> trust{Trust::kNew};
   std::atomic<uint32_t> trials{0};      // that found no room
   std::atomic<double> seconds{-1};      // of one run; -1: not measured
-  std::atomic<uint64_t> bits_bytes{0};  // of its first result as a bit for each element; 0: it has more than two values
+  std::atomic<uint64_t> bits_bytes{0};  // of a result as a bit for each element; 0: one had more than two values
 };
 
 enum class Role : uint8_t {

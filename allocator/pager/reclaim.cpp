@@ -149,6 +149,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     mm_bits bits{};
     if (pack) {
       const void* from = c->bytes.get();
+      Kind* const kind = c->version->recipe->kind;
       lock.unlock();
       packed = mm_bits_pack(from, c->nbytes, &bits);
       lock.lock();
@@ -156,7 +157,11 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
         mm_bits_free(&bits);
         return give_up();
       }
-      if (packed) drop = false;
+      if (packed)
+        drop = false;
+      else
+        kind->bits_bytes =
+            0;  // the first of its kind was two-valued by chance (zeros, say): no plan counts on it again
     }
     if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe has ended meanwhile
     if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {    // it has more values than others of its kind

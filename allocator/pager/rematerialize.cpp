@@ -20,8 +20,7 @@ namespace {
 
 struct Kept {
   Version* version;  // counted
-  uint64_t group;    // that made it
-  uint32_t until;    // the position of the group that reads it last
+  uint32_t until;  // the position of the group that reads it last; UINT32_MAX: of the one that made it some are to come
 };
 
 // Ghosts whose bytes stay after the rematerialization that made them, for others of its group or of later ones. Guarded
@@ -34,7 +33,7 @@ std::vector<Kept>& kept_ghosts() {
 thread_local RematGroup* tl_group = nullptr;  // that this thread runs
 
 bool worth_keeping_locked(const Version* v) {
-  return tl_group && v->temporary && v->needed > 0 && tl_group->reads_later_locked(v);
+  return tl_group && v->temporary && v->needed > 0 && (tl_group->reads_later_locked(v) || tl_group->may_keep_locked(v));
 }
 
 template <class Which>
@@ -66,7 +65,7 @@ struct Plan {
     for (Version* v : lent) {
       if (worth_keeping_locked(v)) {
         v->kept = true;
-        kept_ghosts().push_back({v, tl_group->number, UINT32_MAX});
+        kept_ghosts().push_back({v, UINT32_MAX});
         continue;
       }
       end_loan_locked(v, &trash);
@@ -93,7 +92,11 @@ void make_plan_locked(Version* target, Plan* plan, std::unordered_set<const Reci
       continue;
     }
     const Version* v = at.recipe->tensors[at.next++].version;
-    if (!v || has_bytes_locked(v) || (v->kept && v->cell)) continue;
+    if (!v || has_bytes_locked(v)) continue;
+    if (v->kept && v->cell) {
+      plan->uses[v]++;
+      continue;
+    }
     if (v->cell && only_python_has(v->cell)) continue;  // whoever needs it makes it beside its storage
     TORCH_CHECK(v->recipe,
                 "memmgr: a tensor cannot be made again because what it was made of is gone. Please report this.");
@@ -318,10 +321,8 @@ at::DataPtr rematerialize(Cell* c) {
   TORCH_CHECK(false, "memmgr: a tensor cannot be made again: what it is made of leaves as fast as it comes back");
 }
 
-static std::atomic<uint64_t> groups{0};
-
 RematGroup::RematGroup(const std::vector<uint32_t>& ordinals, uint32_t position, std::vector<KeptRow> keep)
-    : number(++groups), position_(position), keep_(std::move(keep)) {
+    : position_(position), keep_(std::move(keep)) {
   {
     Plan all;
     std::lock_guard<std::mutex> lock(graph_lock());
@@ -339,6 +340,12 @@ bool RematGroup::reads_later_locked(const Version* v) const {
   return found != reads_.end() && found->second > 0;
 }
 
+std::vector<KeptRow>::iterator RematGroup::row_for(const Version* v) {
+  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return r.nbytes == v->nbytes; });
+}
+
+bool RematGroup::may_keep_locked(const Version* v) { return row_for(v) != keep_.end(); }
+
 void RematGroup::has_run_locked(const Recipe* r) {
   for (const TensorArg& a : r->tensors) {
     const auto found = a.version ? reads_.find(a.version) : reads_.end();
@@ -346,19 +353,22 @@ void RematGroup::has_run_locked(const Recipe* r) {
   }
 }
 
-RematGroup::~RematGroup() {
-  tl_group = nullptr;
+void RematGroup::end_read() {
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());
   for (Kept& k : kept_ghosts()) {
-    if (k.group != number) continue;
-    const auto row =
-        std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return r.nbytes >= k.version->nbytes; });
-    const bool read = k.version->needed > 0 && row != keep_.end();
-    k.until = read ? row->read : 0;
-    if (read) row->nbytes -= k.version->nbytes;
+    if (k.until != UINT32_MAX || reads_later_locked(k.version)) continue;
+    const auto row = k.version->needed > 0 ? row_for(k.version) : keep_.end();
+    k.until = row != keep_.end() ? row->read : 0;
+    if (row != keep_.end()) keep_.erase(row);
   }
-  end_kept_locked(&trash, [&](const Kept& k) { return k.until <= position_; });
+  end_kept_locked(&trash, [&](const Kept& k) { return k.until <= position_ && !reads_later_locked(k.version); });
+}
+
+RematGroup::~RematGroup() {
+  tl_group = nullptr;
+  reads_.clear();
+  end_read();
 }
 
 uint64_t end_kept_ghosts() {

@@ -28,11 +28,14 @@ class RematGroup {
   RematGroup& operator=(const RematGroup&) = delete;
 
   bool reads_later_locked(const Version* v) const;
+  bool may_keep_locked(const Version* v);
   void has_run_locked(const Recipe* r);
-
-  const uint64_t number;
+  // One of its cells is back: what no other is made of ends, but for what stays for later groups.
+  void end_read();
 
  private:
+  std::vector<KeptRow>::iterator row_for(const Version* v);
+
   std::unordered_map<const Version*, uint32_t> reads_;  // that are to come
   uint32_t position_;
   std::vector<KeptRow> keep_;

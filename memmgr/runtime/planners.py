@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 from memmgr.policies.plan.planner import plan
 from memmgr.policies.published.capuchin import capuchin
+from memmgr.policies.published.coop import coop
 from memmgr.policies.published.delta import delta_taco
 from memmgr.policies.published.states import STATES
+from memmgr.policies.published.swapping import vdnn_all, vdnn_conv
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Do, Step
@@ -73,6 +75,9 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
         "plan": _ours,
         "capuchin": _published(capuchin),
         "delta_taco": _published(delta_taco),
+        "coop": _published(coop),
+        "vdnn_all": _published(vdnn_all),
+        "vdnn_conv": _published(vdnn_conv),
         **{name: _published(system) for name, system in STATES.items()},
     }
 )

@@ -200,11 +200,14 @@ class Plans:
         return known.short >= SHORT_IN_A_ROW and known.tries < MOST_TRIES
 
     def _make_room(self, known: _Known) -> None:
-        """For what its ops needed this time and had not needed when they were measured; if that is nothing, by the margin."""
+        """For what its ops needed this time and had not needed when they were measured; if that is nothing, by the margin.
+
+        What was taken for two-valued then and is not needs all of its bytes.
+        """
         known.tries += 1
         known.short = 0
         now = self.measured(repeats=known.repeats, scratch=known.of.scratch)
-        if sum(now.scratch) > sum(known.of.scratch):
+        if sum(now.scratch) > sum(known.of.scratch) or now.two_valued < known.of.two_valued:
             known.of = now
         else:
             known.margin += 1

@@ -56,6 +56,11 @@ class Measured:
     hashes: bytes
     scratch: list[int]
 
+    @property
+    def two_valued(self) -> int:
+        """How many storages can leave as bits."""
+        return sum(op.name == UNPACK for op in self.trace.ops)
+
 
 def seconds_of(columns: TimelineColumns) -> float:
     """What the period took."""
@@ -251,7 +256,7 @@ class PlanRows:
         writes: begin to be written after the op.
         reads: begin to come back before the op.
         groups: what is made again before the op, in order, and what goes between.
-        kept: what nobody holds any more, made before one op and read before another.
+        kept: each that nobody holds any more, made before one op and read last before another.
     """
 
     departures: Rows
@@ -304,22 +309,51 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         away[s] = "departures", len(found["departures"])
         found["departures"].append((0, of.before[s], OFFLOADS))
     grouped = False  # something was made again for the next of them already
+    unmade: dict[
+        int, tuple[int, ...]
+    ] = {}  # of what is made with whatever reads it, and is not yet: what it is made of
+    late: dict[int, None] = {}  # goes when that is made
+
+    def go(s: int) -> None:
+        which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
+        away[s] = which, len(found[which])
+        found[which].append((position, cell(s), DROPS))
+
+    def go_late() -> None:
+        still = {s for made_of in unmade.values() for s in made_of}
+        for s in [s for s in late if s not in still]:
+            del late[s]
+            go(s)
+
     for step in steps:
         s = step.target
         if step.do is Do.COMPUTE:
+            unmade.clear()
+            go_late()
             done += 1
             grouped = False
             resident.update(made for made in trace.ops[s].outputs if made not in away)
             resident.difference_update(old for old, _ in trace.ops[s].writes)
         elif step.do is Do.RECOMPUTE:
             grouped = True
-            for made in trace.ops[s].outputs:
-                if made in resident:
-                    continue
-                resident.add(made)
+            op = trace.ops[s]
+            again = [made for made in op.outputs if made not in resident]
+            rows_of_it = [made for made in again if of.ordinal[made] >= 0 and trace.storages[made].released > done]
+            resident.update(again)
+            for made in again:
                 away.pop(made, None)
-                if of.ordinal[made] >= 0 and trace.storages[made].released > done:
+            for made in rows_of_it:
+                if made in late:
+                    del late[made]
+                else:
                     found["groups"].append((before(done), of.ordinal[made], MAKES))
+            if rows_of_it:
+                todo = list(op.inputs)
+                while todo:
+                    todo += unmade.pop(todo.pop(), ())
+                go_late()
+            else:
+                unmade.update(dict.fromkeys(again, op.inputs))
         elif step.do is Do.RELOAD:
             resident.add(s)
             if s in away:
@@ -334,19 +368,20 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             resident.discard(s)
             if of.ordinal[s] < 0 or trace.storages[s].released <= done:
                 continue
-            which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
-            away[s] = which, len(found[which])
-            found[which].append((position, cell(s), DROPS))
+            if any(s in made_of for made_of in unmade.values()):
+                late[s] = None
+            else:
+                go(s)
     for s in away.keys() & {end for end, _ in trace.cycle}:  # comes back in the next pass
         which, row = away[s]
         position, ordinal, _ = found[which][row]
         found[which][row] = position, ordinal, OFFLOADS
-    kept: dict[tuple[int, int], int] = {}
+    last: dict[tuple[int, int], int] = {}  # of what is kept, and since when: until when
     for c in carried(trace, steps):
         if trace.storages[c.storage].released <= c.made:
-            pair = before(c.made), before(c.read)
-            kept[pair] = kept.get(pair, 0) + trace.storages[c.storage].size_bytes
+            last[c.storage, c.made] = max(last.get((c.storage, c.made), 0), c.read)
+    kept = [(before(made), before(read), trace.storages[s].size_bytes) for (s, made), read in last.items()]
 
     # In the order of the plan, which is by position but for what the time between two ops shifts.
     by_position = {which: sorted(those, key=lambda row: row[0]) for which, those in found.items()}
-    return PlanRows(**by_position, kept=[(made, read, size) for (made, read), size in sorted(kept.items())])
+    return PlanRows(**by_position, kept=sorted(kept))

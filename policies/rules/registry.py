@@ -47,13 +47,16 @@ def _policy(name: str, filter_: str, director: str, prefetch: str | Prefetcher, 
         DIRECTORS[director],
         PREFETCHERS[prefetch] if isinstance(prefetch, str) else prefetch,
         planner=planner,
-        recomputes=director != "offload" or planner not in ("", "plan", *STREAMING),
+        recomputes=director != "offload" or planner not in ("", "plan", *STREAMING, *SWAPPING),
         offloads=director != "evict",
     )
 
 
 STREAMING = ("zero_offload", "zero_infinity", "patrickstar", "l2l")
 """Planners that move model states, and run nothing again."""
+
+SWAPPING = ("vdnn_all", "vdnn_conv")
+"""Planners that move what backward needs, and run nothing again."""
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=False)
 
@@ -65,7 +68,8 @@ POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
         "delta": _policy("delta", "delta", "delta", "bandwidth"),
         "capuchin": _policy("capuchin", "lru", "offload", "off", "capuchin"),
         "delta_taco": _policy("delta_taco", "delta", "delta", "fifo", "delta_taco"),
-        **{name: _policy(name, "lru", "offload", "off", name) for name in STREAMING},
+        "coop": _policy("coop", "dtr_eq", "evict", "off", "coop"),
+        **{name: _policy(name, "lru", "offload", "off", name) for name in (*STREAMING, *SWAPPING)},
         "keep": _KEEP,
         "nothing": _KEEP,
         "torture": Policy("torture", FILTERS["lru"], Alternate(), off, torture=True),

@@ -17,7 +17,7 @@ from memmgr.native.pager import Order
 from memmgr.policies import POLICIES, Candidates, Policy, parse_policy
 from memmgr.policies.rules.directors import DIRECTORS
 from memmgr.policies.rules.prefetchers import PREFETCHERS
-from memmgr.policies.rules.registry import STREAMING
+from memmgr.policies.rules.registry import STREAMING, SWAPPING
 from memmgr.runtime.ranking import order_of
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
@@ -55,7 +55,19 @@ MINE = Policy("mine", newest_first, DIRECTORS["auto"], PREFETCHERS["off"])
 
 
 def test_which_orders_are_mallocs_own() -> None:
-    own = {"auto", "evict", "offload", "torture", "capuchin", "delta_taco", *STREAMING, "keep", "nothing"}
+    own = {
+        "auto",
+        "evict",
+        "offload",
+        "torture",
+        "capuchin",
+        "delta_taco",
+        "coop",
+        *STREAMING,
+        *SWAPPING,
+        "keep",
+        "nothing",
+    }
     assert {name for name, policy in POLICIES.items() if order_of(policy) is not Order.RANKED} == own
     assert order_of(parse_policy("lru+evict")) is Order.LRU
     assert order_of(parse_policy("delta")) is Order.RANKED  # its director compares as the paper does

@@ -18,8 +18,8 @@ LIMIT = 1_000_000
 READS, MAKES, RECIPE = 0, 2 | 4, 4
 
 
-def columns(scratch: list[int], seconds: float = 0.01) -> Any:
-    """Three ops that look alike, each of which makes 1000 bytes of the same 500; `scratch`: of each."""
+def columns(scratch: list[int], seconds: float = 0.01, bits: int = 0) -> Any:
+    """Three ops that look alike, each of which makes 1000 bytes of the same 500; `scratch`: of each; `bits`: in which each may stay."""
     touched = [ordinal for k in range(3) for ordinal in (0, k + 1)]
 
     def packed(values: list[Any], kind: str) -> bytes:
@@ -29,7 +29,7 @@ def columns(scratch: list[int], seconds: float = 0.01) -> Any:
         "names": ["mm"], "op": packed([0] * 3, "i4"), "first_touch": packed([0, 2, 4], "u4"),
         "seconds": packed([seconds] * 3, "f4"), "before": packed([0.0] * 3, "f4"), "scratch": packed(scratch, "u8"),
         "other": packed([0] * 3, "u8"), "module": packed([0] * 3, "u4"), "ordinal": packed(touched, "u4"),
-        "flags": bytes([READS, MAKES] * 3), "bits": packed([0] * 6, "u4"), "sizes": packed([500] + [1000] * 3, "u8"),
+        "flags": bytes([READS, MAKES] * 3), "bits": packed([0, bits] * 3, "u4"), "sizes": packed([500] + [1000] * 3, "u8"),
         "fixed": bytes(4), "prior": packed([0xFFFFFFFF] * 4, "u4"), "deaths": b"", "hashes": b"", "turn": 3,
     }  # fmt: skip
 
@@ -151,6 +151,17 @@ def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.Mo
     assert run.of[-1].unmanaged_peak == run.of[-2].unmanaged_peak
     tried = sum(run.ends(2, followed=True, short=True) for _ in range(20))
     assert tried == plans.MOST_TRIES - 2
+
+
+def test_what_has_more_than_two_values_after_all_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.pager.noted = columns([0, 0, 0], bits=32)
+    for key in (1, 2, 2):
+        run.ends(key)
+    run.pager.noted = columns([0, 0, 0])
+    assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
+    assert run.asked[-1] == run.asked[-2], "the margin is as it was"
+    assert len(run.of[-1].ops) == len(run.of[-2].ops) - 3
 
 
 def test_planning_takes_its_share_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import forkserver
 import psutil
 import pytest
+from torch._functorch import config as functorch
 
 from memmgr._machine import memory_bytes
 from memmgr.tools import cli
@@ -46,7 +47,14 @@ def bench(out: Path, *words: str) -> int:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one small bench."""
     out = tmp_path_factory.mktemp("bench") / "new"
-    asked = ("--models", "GPT,ResNet", "--systems", "unmanaged,checkpoint,auto,coop", "--budgets", "70%,checkpoint")
+    asked = (
+        "--models",
+        "GPT,ResNet",
+        "--systems",
+        "unmanaged,checkpoint,offload_activations,auto,online,coop,vdnn",
+        "--budgets",
+        "70%,checkpoint",
+    )
     assert bench(out, *asked) == 0
     return out
 
@@ -58,11 +66,12 @@ def found(out: Path) -> dict[str, Row]:
 
 def test_every_cell_is_there_with_the_bits_of_plain_torch(measured: Path) -> None:
     there = found(measured)
+    managed = ("auto", "online", "coop", "vdnn")
     assert set(there) == {
         f"{model}|{budget}|{system}"
         for model in ("GPT", "ResNet")
         for budget, systems in {
-            "": ("unmanaged", "checkpoint"), "70%": ("unmanaged", "auto", "coop"), "checkpoint": ("auto", "coop"),
+            "": ("unmanaged", "checkpoint", "offload_activations"), "70%": ("unmanaged", *managed), "checkpoint": managed,
         }.items()
         for system in systems
     }  # fmt: skip
@@ -83,8 +92,41 @@ def test_checkpointing_counts_a_batch_twice(measured: Path) -> None:
 
 
 def test_a_system_that_cannot_run_says_why_in_its_cell(measured: Path) -> None:
-    assert "simulator" in found(measured)["GPT|70%|coop"].error
-    assert any("simulator" in line for line in (measured / "bench.md").read_text().splitlines() if "coop" in line)
+    there = found(measured)["GPT||offload_activations"]
+    assert there.error == "needs an accelerator: it offloads to the CPU"
+    assert any(there.error in line for line in (measured / "bench.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("system", ["online", "coop", "vdnn"])
+def test_it_runs_live_with_the_bits_of_plain_torch(measured: Path, system: str) -> None:
+    there = found(measured)["GPT|70%|" + system]
+    if system == "coop":  # recompute only has a floor
+        assert there.error.startswith("needs ")
+        return
+    assert there.error == "" and there.bits == "yes" and there.stats is not None
+    assert there.budget_bytes is not None and there.inside_bytes <= there.budget_bytes
+
+
+def test_a_step_without_its_plan_says_so() -> None:
+    """What is beneath the planner decided: those are not the figures of the system that the cell names."""
+    said = []
+    for planned, reclaims, system in ((0, 5, "vdnn"), (2, 5, "vdnn"), (0, 0, "vdnn"), (0, 5, "online")):
+        stats = {"planned_passes": planned, "reclaims": reclaims}
+        row = Row("GPT", "50%", system, 50, 100, 50, 60, 1.0, (1.0, 1.0, 1.0), 1.0, "yes", stats=stats)
+        said.append(next(cells([row]))[-1])
+    assert said == ["yes, no plan", "yes", "yes", "yes"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_what_a_step_calls_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GAN is two models in a list, which nobody calls."""
+    monkeypatch.setattr(functorch, "activation_memory_budget", functorch.activation_memory_budget)  # as it was, later
+    for name in ("GAN", "GPT"):
+        training = make(name, tiny=True)
+        SYSTEMS["compile"].apply(training)
+        called = list(training.model) if name == "GAN" else [training.model]
+        assert all(module._compiled_call_impl is not None for module in called)
 
 
 def test_machine_and_versions_are_said(measured: Path) -> None:
@@ -103,7 +145,14 @@ def test_the_same_command_goes_on_and_measures_nothing_twice(
     measured: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (measured / "bench.json").read_bytes()
-    asked = ("--models", "GPT,ResNet", "--systems", "unmanaged,checkpoint,auto,coop", "--budgets", "70%,checkpoint")
+    asked = (
+        "--models",
+        "GPT,ResNet",
+        "--systems",
+        "unmanaged,checkpoint,offload_activations,auto,online,coop,vdnn",
+        "--budgets",
+        "70%,checkpoint",
+    )
     monkeypatch.setattr(Nursery, "start", lambda *_: pytest.fail("a cell was started"))
     assert bench(measured, *asked, "--json") == 0
     assert json.loads(capsys.readouterr().out)["rows"] == json.loads(before)["rows"]

@@ -45,7 +45,14 @@ def cells(rows: Iterable[Row], longest: int = 400) -> Iterator[list[str]]:
         low, middle, high = row.ratios
         share = f"{row.inside_bytes / row.need_bytes:.0%}"
         figures = [megabytes(row.inside_bytes), share, megabytes(row.outside_bytes), f"{row.seconds * 1e3:,.0f} ms"]
-        yield [*head, *figures, f"{middle:.2f}x", f"{low:.2f} to {high:.2f}", f"{row.processor:.2f}x", _BITS[row.bits]]
+        bits = _BITS[row.bits] + (", no plan" if _without_plan(row) else "")
+        yield [*head, *figures, f"{middle:.2f}x", f"{low:.2f} to {high:.2f}", f"{row.processor:.2f}x", bits]
+
+
+def _without_plan(row: Row) -> bool:
+    """Memory was short, and what is beneath the planner decided: none of its schedules fits."""
+    stats = row.stats or {}
+    return SYSTEMS[row.system].planned and stats.get("reclaims", 0) > 0 and not stats.get("planned_passes")
 
 
 LARGEST_HEAD = ("model", "memory", "system", "batch", "of unmanaged", "a sample", "of unmanaged's", "processor", "peak")

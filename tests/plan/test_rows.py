@@ -1,0 +1,50 @@
+"""A schedule as the rows that the pager follows."""
+
+from __future__ import annotations
+
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
+from memmgr.policies.trace.schedule import Do, Step, replay
+from memmgr.runtime.timeline import DROPS, MAKES, Measured, rows
+
+C, A, GHOST, B, OUT = range(5)
+
+
+def period() -> Measured:
+    """A from a constant, a ghost from A, B from the ghost; the last op reads B and A."""
+    ops = (
+        Op("constant", 0.0, (), (C,), OpKind.CONSTANT), Op("a", 1.0, (C,), (A,)), Op("ghost", 1.0, (A,), (GHOST,)),
+        Op("b", 1.0, (GHOST,), (B,)), Op("between", 1.0, (C,), (), OpKind.VIEW), Op("last", 1.0, (B,), (OUT,)),
+        Op("end", 1.0, (A,), (), OpKind.VIEW),
+    )  # fmt: skip
+    storages = (
+        Storage("c", 1, 0, HELD), Storage("a", 1, 1, 7), Storage("ghost", 1, 2, 4), Storage("b", 1, 3, 6), Storage("out", 1, 5, HELD),
+    )  # fmt: skip
+    trace = Trace(ops, storages, "cpu", None, ())
+    return Measured(trace.check(), [0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], {}, b"", [0] * 6)
+
+
+def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
+    """The pager makes the ghost when B is: an A that went before would be made a second time, and stay."""
+    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
+    of = period()
+    steps = [
+        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, A), Step(free, B), Step(compute, 4),
+        Step(again, 1), Step(again, 2), Step(free, A), Step(again, 3), Step(free, GHOST), Step(compute, 5), Step(free, B),
+        Step(again, 1), Step(compute, 6), Step(free, A),
+    ]  # fmt: skip
+    assert replay(of.trace, steps, 4).valid
+    made = rows(of, steps)
+    assert made.groups == [(4, A, MAKES), (4, B, MAKES), (4, A, DROPS), (5, A, MAKES)]
+    assert sorted(made.departures) == [(2, A, DROPS), (2, B, DROPS)]
+
+
+def test_what_goes_late_and_is_made_again_before_that_stays() -> None:
+    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
+    of = period()
+    steps = [
+        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, A), Step(free, B), Step(compute, 4),
+        Step(again, 1), Step(again, 2), Step(free, A), Step(again, 1), Step(again, 3), Step(free, GHOST), Step(compute, 5),
+        Step(free, B), Step(compute, 6), Step(free, A),
+    ]  # fmt: skip
+    assert replay(of.trace, steps, 4).valid
+    assert rows(of, steps).groups == [(4, A, MAKES), (4, B, MAKES)]
