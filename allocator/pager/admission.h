@@ -18,6 +18,11 @@ class Admitted {
   const uint64_t asked_;
 };
 
+// Who runs alone and finds no room waits so often for others to write to what they have made: on a busy machine a
+// thread may not run for long.
+constexpr int kMostPauses = 200;
+constexpr double kPauseSeconds = 0.005;
+
 bool others_are_running();
 void wait_for_others(double seconds);
 void forget_admission_in_child();

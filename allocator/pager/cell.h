@@ -112,7 +112,7 @@ struct Version {
   bool temporary = false;  // a ghost that a rematerialization has made for others; its bytes end with that
   bool kept = false;       // and they stay until a group of them is done (rematerialize.cpp)
   bool uninitialized = false;
-  bool presumed = false;  // a run that only measures has not tried how it is made; the next step will
+  bool presumed = false;     // by a run that measures: the next step will try how it is made
   Recipe* recipe = nullptr;  // counted
   uint16_t depth = 0;
   uint64_t nbytes = 0;

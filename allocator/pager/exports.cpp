@@ -7,6 +7,7 @@
 #include "cell.h"
 #include "escape.h"
 #include "frame.h"
+#include "threads.h"
 
 namespace memmgr::pager {
 
@@ -37,7 +38,7 @@ bool escape_first(PyObject* args) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     Cell* c = cell_of(s.get());
-    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get());
+    if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
     if (c) escape(c, Escape::kDlpack);
   } catch (const std::exception& e) {
     wrong = e.what();

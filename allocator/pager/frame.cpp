@@ -4,6 +4,7 @@
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/SparseTensorImpl.h>
 
+#include "admission.h"
 #include "budget.h"
 #include "hold.h"
 #include "pools/pool.h"
@@ -12,13 +13,27 @@
 
 namespace memmgr::pager {
 
-Cell* adopt_in_budget(c10::StorageImpl* s) {
+Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   const uint64_t nbytes = s->nbytes();
   if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
-  const Promised promised(budget.arena, nbytes);  // another thread would take the room
-  for (int i = 0; const uint64_t shortage = mm_arena_shortage(budget.arena); ++i)
-    if (!reclaim_callback(budget.pool, shortage, nbytes, i)) throw_out_of_memory(nbytes);
-  return adopt(s);
+  std::optional<Admitted> alone;
+  for (int pauses = 0;;) {
+    const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
+    {
+      const Promised promised(budget.arena, nbytes);  // another thread would take the room
+      bool may_leave = true;
+      for (int i = 0; may_leave; ++i) {
+        const uint64_t shortage = mm_arena_shortage(budget.arena);
+        if (shortage == 0) return adopt(s);
+        may_leave = reclaim_callback(budget.pool, shortage, nbytes, i);
+      }
+    }
+    if (!may_wait || (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))))
+      throw_out_of_memory(nbytes);
+    alone.reset();
+    if (pauses > 0) wait_for_others(kPauseSeconds);
+    alone.emplace(nbytes, true);
+  }
 }
 
 void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts) {
@@ -42,7 +57,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
     if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
-    c = adopt_in_budget(s);
+    c = adopt_in_budget(s, may_wait_);
     if (!c) return;
   }
   if (c->small) {  // always there; pinned because it may end inside the op, and its writes are watched again after it

@@ -10,7 +10,8 @@
 namespace memmgr::pager {
 
 // Memory of torch's default allocator counts from its adoption on: others leave for it first.
-Cell* adopt_in_budget(c10::StorageImpl* s);
+// may_wait: the calling thread is in no op that has been admitted, so others may end theirs first.
+Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait);
 
 void parts_of_sparse(c10::TensorImpl* t, c10::SmallVector<c10::TensorImpl*, 3>* parts);
 
@@ -53,6 +54,9 @@ class Frame {
   ~Frame() { release(); }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
+
+  // What it adopts may wait for room: before the op is admitted.
+  void may_wait(bool on) { may_wait_ = on; }
 
   void tensor(c10::TensorImpl* t, bool written);
 
@@ -110,6 +114,7 @@ class Frame {
   c10::SmallVector<Touched, 12> cells_;
   c10::SmallVector<Touched, 4> small_;
   const bool adopts_;
+  bool may_wait_ = false;
   bool writes_small_ = false;
   size_t pinned_ = 0;
   bool declares_writes_ = false;

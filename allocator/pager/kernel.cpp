@@ -125,6 +125,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame;
+  frame.may_wait(depth.outermost());
   std::optional<Frame> extra;  // for tensors that no argument shows
   const size_t n = info->arguments, base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
@@ -148,7 +149,6 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   c10::SmallVector<c10::IValue, 10> copy;
   const bool may_retry =
       absent_cells.load(std::memory_order_relaxed) > 0 || others_are_running() || others_have_newborns();
-  constexpr int kMostPauses = 200;  // of 5 ms: a thread that is to write may not run for long on a busy machine
   int pauses = 0;
   if (may_retry) copy.append(args, args + n);
   for (int attempt = 0;; ++attempt) {
@@ -176,7 +176,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     }
     frame.release();
     admitted.reset();
-    if (pauses > 0) wait_for_others(0.005);  // until they have touched what they have made
+    if (pauses > 0) wait_for_others(kPauseSeconds);  // until they have touched what they have made
     stack->resize(base);
     stack->insert(stack->end(), copy.begin(), copy.end());
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);

@@ -99,7 +99,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      if (!c && adoptable(s.get())) c = adopt_in_budget(s.get());
+      if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
       if (c) escape(c, static_cast<Escape>(why));
     } catch (...) {
       PyEval_RestoreThread(saved);
@@ -157,7 +157,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
       for (StoragePtr& s : storages) {
         Cell* c = cell_of(s.get());
         if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
-          c = adopt_in_budget(s.get());
+          c = adopt_in_budget(s.get(), tl_depth == 0);
         if (!c) continue;
         pin(c, ticks());
         self->cells->emplace_back(c, std::move(s));

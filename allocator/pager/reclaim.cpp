@@ -157,11 +157,11 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
         mm_bits_free(&bits);
         return give_up();
       }
+      // The first of its kind may have been two-valued by chance (zeros, say): no plan counts on it again.
       if (packed)
         drop = false;
       else
-        kind->bits_bytes =
-            0;  // the first of its kind was two-valued by chance (zeros, say): no plan counts on it again
+        kind->bits_bytes = 0;
     }
     if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe has ended meanwhile
     if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {    // it has more values than others of its kind

@@ -32,7 +32,7 @@ class Promised {
   mm_arena* arena_;
   int64_t nbytes_;
 };
-// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once; they go on being counted.
+// Nanoseconds that this thread has waited for room, or for bytes to be back, each counted once. They go on counting.
 const uint64_t& waited_ns();
 class Wait {
  public:

@@ -317,6 +317,28 @@ def test_a_thread_waits_until_others_have_written_to_what_they_have_made(
     assert total == 6 * (1 << 18)
 
 
+def test_memory_of_others_waits_for_room_as_an_op_does(large_only: None, beyond: Callable[[str], int]) -> None:
+    """`dcp.async_save` beside training, near the floor, ended in an error where the next op would have left room."""
+    made, go = threading.Event(), threading.Event()
+
+    def other() -> None:
+        x = torch.empty(1 << 19)
+        made.set()
+        go.wait()
+        time.sleep(0.05)
+        x.fill_(1)
+
+    with memmgr.budget(beyond("2.6MB"), quiet=True) as mm:
+        thread = threading.Thread(target=other)
+        thread.start()
+        made.wait()
+        outside = torch.UntypedStorage(1 << 20)
+        go.set()
+        torch.empty(0).set_(outside)  # type: ignore[call-overload]
+        thread.join()
+        assert mm.stats()["adopted"] == 1
+
+
 def test_the_floor_of_a_compiled_region(large_only: None) -> None:
     """Its arguments stay, and so does all that it makes until it returns."""
     with memmgr.budget(None, policy="keep", quiet=True) as mm:
