@@ -119,14 +119,17 @@ def test_a_step_without_its_plan_says_so() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_what_a_step_calls_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_calls_is_compiled() -> None:
     """A GAN is two models in a list, which nobody calls."""
-    monkeypatch.setattr(functorch, "activation_memory_budget", functorch.activation_memory_budget)  # as it was, later
-    for name in ("GAN", "GPT"):
-        training = make(name, tiny=True)
-        SYSTEMS["compile"].apply(training)
-        called = list(training.model) if name == "GAN" else [training.model]
-        assert all(module._compiled_call_impl is not None for module in called)
+    before = functorch.activation_memory_budget
+    try:
+        for name in ("GAN", "GPT"):
+            training = make(name, tiny=True)
+            SYSTEMS["compile"].apply(training)
+            called = list(training.model) if name == "GAN" else [training.model]
+            assert all(module._compiled_call_impl is not None for module in called)
+    finally:
+        functorch.activation_memory_budget = before  # pytest's patches would delete it
 
 
 def test_machine_and_versions_are_said(measured: Path) -> None:
