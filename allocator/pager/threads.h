@@ -67,7 +67,7 @@ bool thread_is_seen();
 enum Listener : uint32_t { kOthers = 1, kForeignCalls = 2, kProfiler = 4 };
 extern std::atomic<uint32_t> listeners;
 // While nobody listens, the callbacks of the thread that has opened the budget rest: each costs every call of the
-// dispatcher 0.1 us, `mm` has four of them, and the net has nothing to find in a thread that is seen.
+// dispatcher 0.1 us, `mm` makes several, and the net has nothing to find in a thread that is seen.
 void listen(Listener who, bool on);
 void let_callbacks_rest(bool on);
 void follow_listeners();
