@@ -41,9 +41,8 @@ class Call {
 
  private:
   void note_scratch(uint64_t bytes);
-  // Is there room for a trial, which takes so much? Without a limit only below what was there at some time before, so
-  // that to measure a run changes nothing of what it needs.
-  static bool measures();
+  static bool measures();  // without a limit: what a run needs is looked at, and may not be changed by that
+  // Is there room for a trial, which takes so much? Of a run that is measured only below what was there before.
   static bool may_try(const Kind* kind, uint64_t bytes);
   void record(Frame& frame, const c10::IValue* args, size_t n);
   void outputs(Frame& frame);

@@ -58,7 +58,8 @@ class Member:
         self._looks = 0
         self._unanswered = 0
         self._left = 0.0
-        self._ports = {int(port) for port in (os.environ.get("MASTER_PORT", ""), _port(store)) if str(port).isdecimal()}
+        ports = os.environ.get("MASTER_PORT", ""), self._address[1] if self._address is not None else ""
+        self._ports = {int(port) for port in ports if str(port).isdecimal()}
         # A client of its own: another one's `get` may hold its lock for minutes.
         self._store = c10d.PrefixStore("memmgr", store.clone())
         self._store.set_timeout(datetime.timedelta(seconds=2))
@@ -147,11 +148,8 @@ class Member:
 
     def lost_with_store(self) -> int | None:
         """The rank that had the store, if that cannot be reached any more and the rank had not left its budget."""
-        if (
-            self._host is None
-            and self._looks < ENOUGH_LOOKS
-            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        ):
+        of_an_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._host is None and self._looks < ENOUGH_LOOKS and not of_an_agent:
             self._host = 0  # as torch has it; there was no time to hear it
         if self._address is None or self._host in (None, self.rank) or self._host_has_left:
             return None
@@ -432,20 +430,11 @@ def _pidfd(pid: int) -> int:
         return -1
 
 
-def _port(store: Any) -> int | str:
-    return getattr(_innermost(store), "port", "")
-
-
 def _address(store: Any) -> tuple[str, int] | None:
     """Of a store that a process serves."""
-    store = _innermost(store)
-    return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
-
-
-def _innermost(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return store
+    return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
 
 
 def _listening() -> set[int]:

@@ -17,15 +17,9 @@ from exactness import children
 from exactness.harness import HUGE_BYTES, assert_same, managed, need, reference
 
 import memmgr
+from memmgr.runtime.job import _budget_error
 
 from . import matrix, ranks
-
-
-def _budget_error(error: BaseException | None) -> memmgr.BudgetError | None:
-    """A stage's error has it for its cause."""
-    while error is not None and not isinstance(error, memmgr.BudgetError):
-        error = error.__cause__
-    return error
 
 
 def check(name: str, folder: Path) -> None:

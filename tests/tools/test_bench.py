@@ -43,19 +43,15 @@ def bench(out: Path, *words: str) -> int:
     return cli.main(["bench", "--tiny", "--threads", "1", "--turns", "2", "--out", str(out), *words])
 
 
+OF_ALL_SORTS = "unmanaged,checkpoint,offload_activations,auto,online,coop,vdnn"
+ASKED = ("--models", "GPT,ResNet", "--systems", OF_ALL_SORTS, "--budgets", "70%,checkpoint")
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one small bench."""
     out = tmp_path_factory.mktemp("bench") / "new"
-    asked = (
-        "--models",
-        "GPT,ResNet",
-        "--systems",
-        "unmanaged,checkpoint,offload_activations,auto,online,coop,vdnn",
-        "--budgets",
-        "70%,checkpoint",
-    )
-    assert bench(out, *asked) == 0
+    assert bench(out, *ASKED) == 0
     return out
 
 
@@ -148,16 +144,8 @@ def test_the_same_command_goes_on_and_measures_nothing_twice(
     measured: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (measured / "bench.json").read_bytes()
-    asked = (
-        "--models",
-        "GPT,ResNet",
-        "--systems",
-        "unmanaged,checkpoint,offload_activations,auto,online,coop,vdnn",
-        "--budgets",
-        "70%,checkpoint",
-    )
     monkeypatch.setattr(Nursery, "start", lambda *_: pytest.fail("a cell was started"))
-    assert bench(measured, *asked, "--json") == 0
+    assert bench(measured, *ASKED, "--json") == 0
     assert json.loads(capsys.readouterr().out)["rows"] == json.loads(before)["rows"]
 
 
