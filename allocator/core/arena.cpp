@@ -24,8 +24,8 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
 // it says, or others take all that it frees.
 constexpr int kPatience = 1024;
-constexpr uint64_t kChunks = 256;  // in the budget, at least
-constexpr uint64_t kLeastChunk = uint64_t{32} << 10;
+constexpr uint64_t kChunks = 1024;  // in the budget, at least
+constexpr uint64_t kLeastChunk = uint64_t{64} << 10;
 constexpr uint64_t kAddresses = 4;  // times the budget, where blocks are aligned
 // Pages given back so often for one try, each time taken by others before us.
 constexpr int kRoundsForRoom = 256;
