@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import resource
 import subprocess
 import sys
 import textwrap
@@ -499,11 +500,43 @@ def test_moves_do_not_cut_memory_ever_finer(core):
             arena.free(address)
 
     parts = []
-    for _ in range(24):
+    for _ in range(48):
         one_round()
         parts.append(mappings(start, start + 1024 * MIB))
     assert arena.stats.remapped_bytes > 20 * budget
-    assert parts[-1] <= 1.2 * parts[5]
+    assert parts[-1] <= 1.05 * parts[23]  # once every chunk has been moved
+    arena.destroy()
+
+
+def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
+    """The ends of blocks that no whole chunk fills come fresh from the system, page by page: where chunks are long that was most
+    of what a step of the demo's GPT took at 100 % of its need (4,811 faults, 19.7 MB; 13 since)."""
+    budget = 96 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+
+    def one_round() -> None:
+        for _ in range(400):
+            size = dice.choice([196_608, 294_912, 589_824, 786_432, 1_572_864])
+            while sum(size for _, size in live) + size > budget - MIB:
+                arena.free(live.pop(dice.randrange(len(live)))[0])
+            address = arena.alloc(size)
+            assert address is not None
+            touch(address, size)
+            live.append((address, size))
+
+    for _ in range(6):
+        one_round()
+    moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(6):
+        one_round()
+    moved = arena.stats.remapped_bytes - moved
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    assert moved > budget
+    assert faults * 4096 < 0.1 * moved, (faults, moved)
+    for address, _ in live:
+        arena.free(address)
     arena.destroy()
 
 
