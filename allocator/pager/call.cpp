@@ -92,7 +92,12 @@ void Call::run(Frame& frame) {
   // Nobody draws between another's noting of the state and its draw.
   if (info_->seeded && !drawing_.owns_lock() && info_->kind != OpClass::kForeign) drawing_ = begin_drawing();
   if (info_->kind != OpClass::kForeign || info_->collective) {
-    call_below(op_, below_, stack_);
+    if (C10_UNLIKELY(recipe_ && recipe_->kind->clears.load(std::memory_order_relaxed))) {
+      const Filling cleared(0);
+      call_below(op_, below_, stack_);
+    } else {
+      call_below(op_, below_, stack_);
+    }
   } else {
     std::optional<ForeignScope> scope;
     if (info_->native) scope.emplace();
@@ -249,7 +254,9 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
     if (a.role == Role::kWritten && !before_) return;
   if (!may_try(kind, scratch_peak())) return;
   try {
-    const bool same = reproduces(*recipe_, left, std::move(before_));
+    const Again again = run_again(*recipe_, left, std::move(before_));
+    const bool same = again == Again::kSame || (again == Again::kSameWhereWritten && info_->writes == 0);
+    if (again == Again::kSameWhereWritten) kind->clears.store(same);
     if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
       mm_bits bits{};
       kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);

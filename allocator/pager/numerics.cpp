@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
 #include <torch/headeronly/version.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,6 +28,7 @@ MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision, Precisio
 namespace {
 
 constexpr size_t kPrecisions = 9;
+constexpr int16_t kDenormals = static_cast<int16_t>(0x8040);  // flush to zero, denormals are zero
 using Switches = std::array<int16_t, 16 + kPrecisions>;
 
 const std::array<at::Float32Precision*, kPrecisions>& precisions() {
@@ -60,8 +62,9 @@ Switches read_switches() {
              0,
              static_cast<int16_t>(c10::get_default_dtype().toScalarType())};
 #if defined(__x86_64__)
-  s[14] = static_cast<int16_t>(_mm_getcsr() & 0x8040);  // flush to zero, denormals are zero
+  s[14] = static_cast<int16_t>(_mm_getcsr() & kDenormals);
 #endif
+  s[14] |= static_cast<int16_t>(c10::GradMode::is_enabled());  // oneDNN's LSTM makes its workspace only then
   const auto& float32 = precisions();
   for (size_t i = 0; i < kPrecisions; ++i) s[16 + i] = static_cast<int16_t>(*float32[i]);
   return s;
@@ -83,7 +86,10 @@ void write_switches(const Switches& now, const Switches& then) {
   if (differs(11)) c.setSDPUseCuDNN(then[11]);
   if (differs(12)) c.setAllowFP16ReductionCPU(then[12]);
   if (differs(13)) at::set_num_threads(static_cast<int>(then[13]));
-  if (differs(14)) c.setFlushDenormal(then[14] != 0);
+  if (differs(14)) {
+    c.setFlushDenormal((then[14] & kDenormals) != 0);
+    c10::GradMode::set_enabled((then[14] & 1) != 0);
+  }
   if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
   for (size_t i = 0; i < kPrecisions; ++i)
     if (differs(16 + i)) *precisions()[i] = static_cast<at::Float32Precision>(then[16 + i]);

@@ -14,9 +14,14 @@ namespace memmgr::pager {
 // says what went wrong.
 at::DataPtr rematerialize(Cell* c);
 
-// Did a second run give what the first one left? `outputs` are the storages that it left, null where none is wanted;
-// `before` is what the op wrote to, as it was. The inputs are resident and pinned. Says false, too, when it failed.
-bool reproduces(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before);
+enum class Again : uint8_t {
+  kSame,
+  kSameWhereWritten,  // the op leaves some words of its results as malloc gave them; they are zeros in `outputs` now
+  kOther,             // or it failed
+};
+// Does a second run give what the first one left? `outputs` are the storages that it left, null where none is wanted;
+// `before` is what the op wrote to, as it was. The inputs are resident and pinned. On a device words are all compared.
+Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before);
 
 // Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the
 // way stays until the last of them that is made of it has been. `keep`: what stays for later groups.

@@ -80,6 +80,64 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
     assert kernel.again == 1, f"run again {kernel.again} times: once to learn that it does not reproduce"
 
 
+def test_gaps_in_a_result_do_not_keep_an_op_from_running_again() -> None:
+    """oneDNN's LSTM leaves bytes of its workspace as malloc gave them. They are zeros from the trial on, the rest is what it was."""
+    steps, batch, width = 32, 16, 64
+    weights = [torch.randn(4 * width, width) * 0.1 for _ in range(2)] + [torch.randn(4 * width) for _ in range(2)]
+    state = [torch.zeros(batch, width) for _ in range(2)]
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        results = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *state, False, [], 2, width, 1, True, False, False, True)
+        workspace: torch.Tensor = results[3]
+        return workspace
+
+    def junk_in_free_memory(nbytes: int) -> None:
+        junk = [torch.full((nbytes,), 7 + i, dtype=torch.uint8) for i in range(4)]
+        del junk
+
+    with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
+        native = pager.load()
+        x = torch.randn(steps, batch, width)
+        spaces: list[torch.Tensor] = []
+        for _ in range(3):
+            junk_in_free_memory(spaces[0].nbytes if spaces else 1 << 20)
+            spaces.append(layer(x))
+        before = [space.clone() for space in spaces]
+        assert all(torch.equal(space, before[0]) for space in before)
+        for space in spaces:
+            assert native.take_away(space, 0) == space.nbytes
+        junk_in_free_memory(spaces[0].nbytes)
+        assert all(torch.equal(space, want) for space, want in zip(spaces, before, strict=True))
+        assert mm.stats()["refused_kinds"] == 0
+
+
+def test_a_fused_lstm_runs_again() -> None:
+    """oneDNN leaves gaps in its workspace, which is most of what an LSTM saves, and makes one only where gradients are on."""
+
+    def train(scope: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.LSTM(64, 64, batch_first=True) for _ in range(4))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        with scope as mm:
+            for _ in range(4):
+                out = torch.randn(16, 32, 64)
+                for lstm in layers:
+                    out, _ = lstm(out)
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = mm.stats() if mm is not None else {}
+        return [p.detach().clone() for p in layers.parameters()], stats
+
+    want, _ = train(contextlib.nullcontext())
+    _, whole = train(memmgr.budget("1GB", policy="evict", disk=False, quiet=True))
+    budget = int(0.6 * whole["unmanaged_peak_bytes"])
+    got, stats = train(memmgr.budget(budget, policy="evict", disk=False, quiet=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert whole["refused_kinds"] == 0
+    assert stats["evicted_bytes"] > 0 and stats["recomputes"] > 0
+
+
 @pytest.mark.parametrize("how", ["an op", "pin"])
 def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) -> None:
     """Never a wrong value: the error is raised where the bytes are wanted, again when they are asked for again, and at the end."""

@@ -21,6 +21,7 @@ struct ArenaAllocator final : c10::Allocator {
 
   at::DataPtr take(void* block, uint64_t nbytes) const {
     note_scratch_taken(nbytes);
+    if (C10_UNLIKELY(tl_fill >= 0)) std::memset(block, tl_fill, nbytes);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, true);
     return {block, block, &free_block, c10::Device(c10::kCPU)};
   }

@@ -76,6 +76,15 @@ class Pool {
 // On which side this thread's large blocks lie, where sides differ (MM_SIDE_*).
 extern thread_local int tl_side;
 
+// What fills memory that this thread takes from the host's pool, meanwhile; not below 0.
+extern thread_local int tl_fill;
+struct Filling {
+  explicit Filling(int byte) : before(tl_fill) { tl_fill = byte; }
+  ~Filling() { tl_fill = before; }
+  Filling(const Filling&) = delete;
+  const int before;
+};
+
 Pool* cpu_pool();
 // driver: a library with the driver's entry points, null for CUDA's. Throws where the memory cannot be had.
 Pool* device_pool(c10::Device where, const char* driver);

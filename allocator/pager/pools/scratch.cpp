@@ -6,6 +6,7 @@
 namespace memmgr::pager {
 
 thread_local int tl_side = MM_SIDE_LOW;
+thread_local int tl_fill = -1;
 
 static thread_local int64_t tl_scratch = 0;
 static thread_local int64_t tl_scratch_peak = 0;
