@@ -1020,6 +1020,26 @@ def forward_before_entering(seed: int, scope: Scope) -> Record:
 
 
 @whole
+def sparse_gradients_accumulated(seed: int, scope: Scope) -> Record:
+    """Two backwards before a step, and a momentum that is sparse itself."""
+    table, model, record = nn.Embedding(400, 32, sparse=True), cases.MLP(), Record()
+    opt = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    with scope():
+        for _ in range(3):
+            for _ in range(3):
+                loss = model(table(torch.randint(0, 400, (128,)))).square().mean()
+                loss.backward()
+                record.losses(loss.detach())
+                del loss
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+    record.model(table)
+    record.optimizer(opt)
+    record.rng()
+    return record
+
+
+@whole
 def exception_leaves_the_context(seed: int, scope: Scope) -> Record:
     model, record = cases.MLP(), Record()
     for where in ("forward", "backward"):
