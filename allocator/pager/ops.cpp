@@ -300,7 +300,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const bool never = never_again().count(name) > 0 || silent != written_in_silence().end() || storage_op ||
                      uninitialized || lazy_clone;
   recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
-  if (positional_outputs) overwriter = true;  // out= is written, not read
+  if (positional_outputs && returns) overwriter = true;  // out= is written, not read; its size is known by what returns
 }
 
 bool runs_above_the_kernel(const c10::OperatorHandle& op) {

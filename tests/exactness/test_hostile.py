@@ -223,6 +223,20 @@ def out_variants_into_a_reused_buffer(step: int, w: nn.Parameter, s: SimpleNames
 
 
 @hole
+def out_that_fills_a_part_of_its_storage(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """How much is written depends on values: the rest stays as it was, and no second run knows it."""
+    if step == 0:
+        s.found, s.chosen = torch.zeros(WIDTH * WIDTH, 2, dtype=torch.long), torch.zeros(WIDTH * WIDTH)
+    mask = torch.rand(WIDTH, WIDTH) > (-1 if step == 0 else 0.5)  # first all of it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nonzero(mask, out=s.found[:])
+        torch.masked_select(w.detach().sin(), mask, out=s.chosen[:])
+    h = w.exp().sin() * s.found.view(2, WIDTH, WIDTH).sum(0)
+    return (h * s.chosen.view(WIDTH, WIDTH)).tanh().sum()
+
+
+@hole
 def parameter_rebound_by_data(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     """``p.data = other`` between forward and backward: autograd keeps the old storage."""
     h = (_x() @ w).exp().clamp(max=3) * w.tanh()
