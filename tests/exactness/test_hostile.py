@@ -236,6 +236,22 @@ def out_that_fills_a_part_of_its_storage(step: int, w: nn.Parameter, s: SimpleNa
     return (h * s.chosen.view(WIDTH, WIDTH)).tanh().sum()
 
 
+@whole
+def out_that_is_added_to(seed: int, scope: Scope) -> Record:
+    """First to zeros, as the fresh memory of the second run is."""
+    w, record = nn.Parameter(torch.randn(WIDTH, WIDTH)), Record()
+    with scope():
+        for step in range(5):
+            out = torch.zeros(2, WIDTH, WIDTH)
+            if step:
+                out = torch.ones(2, WIDTH, WIDTH) * step + w.detach().sum() * 0
+            torch._compute_linear_combination(torch.stack([w.detach()] * 3), torch.ones(2, 3), out=out)
+            (w.sin() * w.exp()).cos().mul(out[0]).sum().backward()
+            record.losses(out.sum())
+    record.put("grad", w.grad)
+    return record
+
+
 @hole
 def parameter_rebound_by_data(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     """``p.data = other`` between forward and backward: autograd keeps the old storage."""
