@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ._stock import model_states
+from ._stock import model_states, size_of
 
 LEARNED_PASSES = 4  # at a time: programs alternate
 
@@ -175,10 +175,10 @@ class Modules:
                     if id(tensor) in seen or tensor.device.type != device_type:
                         continue
                     seen.add(id(tensor))
-                    kinds[kind] += tensor.nbytes
+                    kinds[kind] += size_of(tensor)
                     gradient = self._native.gradient_bytes(tensor)
                     kinds["gradients"] += gradient
-                    total += tensor.nbytes + gradient
+                    total += size_of(tensor) + gradient
                 if total:
                     modules[name or "?"] = modules.get(name or "?", 0) + total
         for key, found in list(self._optimizers.items()):
@@ -188,5 +188,5 @@ class Modules:
                 continue
             for kind, _, tensor in model_states((), (optimizer,)):
                 if tensor.device.type == device_type:
-                    kinds[kind] += tensor.nbytes
+                    kinds[kind] += size_of(tensor)
         return kinds, modules

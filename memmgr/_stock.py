@@ -242,6 +242,13 @@ def holders(
     return kinds, ranked[:top]
 
 
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements; of a sparse one, for which torch has no answer, those that it stores."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
 # What a parameter's state takes in units of the parameter, for optimizers that have not made it yet.
 _MOMENTS = {
     "Adam": 2,
@@ -274,7 +281,7 @@ def missing_states(native: Inventory, device: torch.device | str, *, gradients: 
                     continue
                 wanted[id(parameter)] = parameter
                 state = thing.state.get(parameter) or {}
-                there = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
+                there = sum(size_of(v) for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1)
                 made.append((parameter.nbytes, there))
         units = float(_MOMENTS.get(type(thing).__name__, 0))
         if any(group.get("amsgrad") for group in thing.param_groups):

@@ -159,6 +159,7 @@ void Call::outputs(Frame& frame) {
   c10::SmallVector<c10::StorageImpl*, 4> storages;
   const size_t returns = info_->returns;
   if (info_->collective) keep_until_done(frame, returns);
+  if (info_->writes && recipe_ && !wrote_all()) give_up();
   if (info_->writes && recipe_) attach_write(frame);
   collect_outputs(*stack_, returns, &storages);
   c10::SmallVector<Version*, 4> versions(storages.size(), nullptr);
@@ -216,6 +217,16 @@ void Call::attach_if_trusted(c10::ArrayRef<Version*> versions) {
     attach_locked(std::move(recipe_), versions, &trash);
   }
   keep_recipes_few();
+}
+
+bool Call::wrote_all() const {
+  for (const TensorArg& a : recipe_->tensors) {
+    if (a.role != Role::kFresh) continue;
+    const c10::IValue& result = (*stack_)[stack_->size() - info_->returns];
+    const c10::TensorImpl* t = result.isTensor() ? result.unsafeToTensorImpl() : nullptr;
+    if (!t || static_cast<uint64_t>(t->numel()) * t->itemsize() != a.storage_bytes) return false;
+  }
+  return true;
 }
 
 void Call::attach_write(const Frame& frame) {

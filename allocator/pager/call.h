@@ -48,6 +48,8 @@ class Call {
   void outputs(Frame& frame);
   bool is_trusted() const { return recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes; }
   void attach_if_trusted(c10::ArrayRef<Version*> versions);
+  // An `out=` that was resized leaves what it does not need as it was, and no second run knows that.
+  bool wrote_all() const;
   void attach_write(const Frame& frame);
   // What is queued has hardly begun: of those the trial says how long they take.
   void note_run();

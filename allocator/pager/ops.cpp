@@ -106,6 +106,12 @@ const Names& fillers() {
   return *n;
 }
 
+// Their `out=` is read: it is added to.
+const Names& adds_to_out() {
+  static const auto* n = new Names{"aten::_compute_linear_combination"};
+  return *n;
+}
+
 const Names& point_to_point() {
   static const auto* n = new Names{"c10d::send", "c10d::recv_", "c10d::recv_any_source_"};
   return *n;
@@ -300,7 +306,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const bool never = never_again().count(name) > 0 || silent != written_in_silence().end() || storage_op ||
                      uninitialized || lazy_clone;
   recordable = !never && kind != OpClass::kView && writes <= 1 && (!hidden || writes == 0);
-  if (positional_outputs) overwriter = true;  // out= is written, not read
+  // out= is written, not read; how much of it, what returns says.
+  if (positional_outputs && returns && !adds_to_out().count(name)) overwriter = true;
 }
 
 bool runs_above_the_kernel(const c10::OperatorHandle& op) {

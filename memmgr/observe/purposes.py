@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memmgr._stock import model_states
+from memmgr._stock import model_states, size_of
 
 
 class Purpose(enum.IntEnum):
@@ -85,7 +85,7 @@ class Purposes:
             which, version = found[id(parameter)] = gradient._cdata, gradient._version
             # Backward adds to it in one write. A second one set it to zero; a new gradient has none, wherever it lies.
             before, then = self._gradients.get(id(parameter), (0, 0))
-            kept += gradient.nbytes if which == before and version >= then + 2 else 0
+            kept += size_of(gradient) if which == before and version >= then + 2 else 0
         self._gradients, self.kept_bytes = found, max(self.kept_bytes, kept)
         self._native.set_purpose(gradients, Purpose.GRADIENT)
 

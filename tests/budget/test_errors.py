@@ -372,3 +372,16 @@ def test_over_what_is_there_already_one_budget_is_named_that_works(room: int, in
         gc.collect()
     unknown = not inside and not room  # with the disk, the budget opens over what is left, and a forward begins
     assert said == (["at least", "whole"] if unknown else ["whole"]), (said, limit)
+
+
+def test_sparse_gradients_and_states_are_counted() -> None:
+    """Torch has no `nbytes` for them, and a momentum of sparse gradients is one."""
+    table = nn.Embedding(20_000, 64, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    with memmgr.budget(16 * MB, quiet=True):
+        for _ in range(2):
+            table(torch.arange(4000)).square().mean().backward()
+            optimizer.step()
+        with pytest.raises(memmgr.BudgetError) as caught:
+            torch.ones(8 * MB)
+    check_error(caught.value, 16 * MB)

@@ -223,6 +223,36 @@ def out_variants_into_a_reused_buffer(step: int, w: nn.Parameter, s: SimpleNames
 
 
 @hole
+def out_that_fills_a_part_of_its_storage(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
+    """How much is written depends on values: the rest stays as it was, and no second run knows it."""
+    if step == 0:
+        s.found, s.chosen = torch.zeros(WIDTH * WIDTH, 2, dtype=torch.long), torch.zeros(WIDTH * WIDTH)
+    mask = torch.rand(WIDTH, WIDTH) > (-1 if step == 0 else 0.5)  # first all of it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nonzero(mask, out=s.found[:])
+        torch.masked_select(w.detach().sin(), mask, out=s.chosen[:])
+    h = w.exp().sin() * s.found.view(2, WIDTH, WIDTH).sum(0)
+    return (h * s.chosen.view(WIDTH, WIDTH)).tanh().sum()
+
+
+@whole
+def out_that_is_added_to(seed: int, scope: Scope) -> Record:
+    """First to zeros, as the fresh memory of the second run is."""
+    w, record = nn.Parameter(torch.randn(WIDTH, WIDTH)), Record()
+    with scope():
+        for step in range(5):
+            out = torch.zeros(2, WIDTH, WIDTH)
+            if step:
+                out = torch.ones(2, WIDTH, WIDTH) * step + w.detach().sum() * 0
+            torch._compute_linear_combination(torch.stack([w.detach()] * 3), torch.ones(2, 3), out=out)
+            (w.sin() * w.exp()).cos().mul(out[0]).sum().backward()
+            record.losses(out.sum())
+    record.put("grad", w.grad)
+    return record
+
+
+@hole
 def parameter_rebound_by_data(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     """``p.data = other`` between forward and backward: autograd keeps the old storage."""
     h = (_x() @ w).exp().clamp(max=3) * w.tanh()
@@ -1015,6 +1045,26 @@ def forward_before_entering(seed: int, scope: Scope) -> Record:
         model(half).mean().backward()  # a graph of which half was recorded
     del half
     record.model(model)
+    record.rng()
+    return record
+
+
+@whole
+def sparse_gradients_accumulated(seed: int, scope: Scope) -> Record:
+    """Two backwards before a step, and a momentum that is sparse itself."""
+    table, model, record = nn.Embedding(400, 32, sparse=True), cases.MLP(), Record()
+    opt = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    with scope():
+        for _ in range(3):
+            for _ in range(3):
+                loss = model(table(torch.randint(0, 400, (128,)))).square().mean()
+                loss.backward()
+                record.losses(loss.detach())
+                del loss
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+    record.model(table)
+    record.optimizer(opt)
     record.rng()
     return record
 
