@@ -18,6 +18,7 @@ from torch import nn
 
 import memmgr
 import memmgr.native.pager
+from memmgr._stock import holders
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -429,3 +430,59 @@ def test_an_rnn_writes_to_what_its_forward_has_kept() -> None:
     want = run()
     with memmgr.budget("1GB", policy="torture", verify=True, quiet=True):
         assert run() == want
+
+
+OPENED = """
+import threading, torch, memmgr
+from torch import nn
+
+torch.set_num_threads(1)
+stop = threading.Event()
+
+def train(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(96, 96), nn.Tanh())])
+    optimizer = torch.optim.AdamW(model.parameters())
+    while not stop.is_set():
+        model(torch.randn(32, 96)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+threads = [threading.Thread(target=train, args=(seed,)) for seed in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(20):
+    with memmgr.budget("1GB", quiet=True):
+        pass
+stop.set()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_budget_opens_while_others_train() -> None:
+    """Their gradients, and what their graphs save, are no objects of Python's there: torch 2.13 destroyed the heap."""
+    done = forkserver.run([sys.executable, "-c", OPENED], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_gradient_can_leave_though_another_thread_runs() -> None:
+    """It becomes a cell where nobody makes an object of it."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    w = nn.Parameter(torch.ones(64, 64))
+    (w * 1).sum().backward()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        with memmgr.budget("1GB", quiet=True, policy="keep"):
+            kinds, _ = holders(memmgr.native.pager.load(), "cpu")
+            assert memmgr.native.pager.load().describe(w.grad) is not None
+    finally:
+        stop.set()
+        thread.join()
+    assert kinds["gradients"] >= w.nbytes
