@@ -432,42 +432,9 @@ def test_an_rnn_writes_to_what_its_forward_has_kept() -> None:
         assert run() == want
 
 
-OPENED = """
-import threading, torch, memmgr
-from torch import nn
-
-torch.set_num_threads(1)
-stop = threading.Event()
-
-def train(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(96, 96), nn.Tanh())])
-    optimizer = torch.optim.AdamW(model.parameters())
-    while not stop.is_set():
-        model(torch.randn(32, 96)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-threads = [threading.Thread(target=train, args=(seed,)) for seed in range(2)]
-for thread in threads:
-    thread.start()
-for _ in range(20):
-    with memmgr.budget("1GB", quiet=True):
-        pass
-stop.set()
-for thread in threads:
-    thread.join()
-"""
-
-
-def test_a_budget_opens_while_others_train() -> None:
-    """Their gradients, and what their graphs save, are no objects of Python's there: torch 2.13 destroyed the heap."""
-    done = forkserver.run([sys.executable, "-c", OPENED], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_gradient_can_leave_though_another_thread_runs() -> None:
-    """It becomes a cell where nobody makes an object of it."""
+def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No object of Python's is made of it: where that thread began a backward meanwhile torch 2.13 destroyed the heap."""
+    monkeypatch.delattr(memmgr.native.pager.load(), "gradients_of")
     stop = threading.Event()
 
     def spin() -> None:
