@@ -21,6 +21,9 @@ class Inventory(Protocol):
 
     def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
+    def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
+        """`storage_info` of its gradient."""
+
     def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
         """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
 
@@ -37,9 +40,21 @@ def backward_elsewhere() -> bool:
     return False
 
 
-def gradients_of(native: Inventory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the leaves among them; none where another thread is in a backward."""
-    return [] if backward_elsewhere() else native.gradients_of(tensors)
+_WAITING = {
+    ("threading", "wait"),
+    ("threading", "_wait_for_tstate_lock"),
+    ("selectors", "select"),
+    ("socket", "accept"),
+}
+
+
+def others_run() -> bool:
+    """Could another thread begin a backward before we have looked? One that waits for somebody could not."""
+    mine = threading.get_ident()
+    tops = (
+        (thread, top.f_globals.get("__name__"), top.f_code.co_name) for thread, top in sys._current_frames().items()
+    )
+    return any(thread != mine and (module, function) not in _WAITING for thread, module, function in tops)
 
 
 def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
@@ -210,7 +225,9 @@ def holders(
     def take(tensor: Any, kind: str) -> int:
         if tensor is None or tensor.device != device:
             return 0
-        info = native.storage_info(tensor)
+        return count(native.storage_info(tensor), kind)
+
+    def count(info: Any, kind: str) -> int:
         if info is None or info[0] in seen:
             return 0
         seen.add(info[0])
@@ -229,8 +246,8 @@ def holders(
     for kind, _, tensor in model_states((), native.objects_of((torch.optim.Optimizer,))):
         take(tensor, kind)
     known = native.objects_of((torch.Tensor,))
-    for gradient in gradients_of(native, known):
-        take(gradient, "gradients")
+    for tensor in known:
+        count(native.gradient_info(tensor), "gradients")
     for tensor in live_tensors(known, device):
         take(tensor, "other tensors")
     buckets = {key for module in everything for key in _bucket_storages(native, module)}
@@ -300,10 +317,10 @@ def states_below(native: Inventory) -> int:
     found: dict[int, int] = {}
     owners = native.objects_of((torch.nn.Module,)), native.objects_of((torch.optim.Optimizer,))
     states = [tensor for _, _, tensor in model_states(*owners)]
-    for tensor in (*states, *gradients_of(native, states)):
-        info = native.storage_info(tensor)
-        if info is not None:
-            found[info[0]] = info[2] - info[1]
+    for tensor in states:
+        for info in (native.storage_info(tensor), native.gradient_info(tensor)):
+            if info is not None:
+                found[info[0]] = info[2] - info[1]
     return sum(found.values())
 
 

@@ -194,9 +194,9 @@ class Telemetry:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        wake, self._wake = self._wake, -1  # first: a child that is forked now closes nothing of another's
+        if wake >= 0:
+            os.close(wake)
 
     def _now(self) -> float:
         return round(time.perf_counter() - self._begun, 6)

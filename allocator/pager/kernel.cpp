@@ -356,6 +356,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   } catch (const WrongBytes& e) {
     if (tl_depth == 0) raise_wrong_bytes(e);
     throw;
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception&) {
+    if (tl_depth == 0) raise_budget_error_of_python();
+    throw;
   }
 }
 

@@ -14,6 +14,7 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 // Throws it as memmgr.BudgetError, if there is a Python to say so; else returns. Takes the GIL: nothing of ours is
 // held.
 void raise_budget_error(const c10::OutOfMemoryError& e);
+void raise_budget_error_of_python();          // the same, where an op written in Python has ended with torch's error
 void raise_wrong_bytes(const c10::Error& e);  // the same, as memmgr.RecomputeError
 
 }  // namespace memmgr::pager

@@ -3,6 +3,7 @@
 
 #include <ATen/record_function.h>
 #include <Python.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -40,6 +41,7 @@ namespace {
 
 PyObject* make_budget_error = nullptr;  // (text) -> the exception to raise
 PyObject* recompute_error = nullptr;    // its class
+PyObject* torchs_error = nullptr;       // torch.OutOfMemoryError
 
 void set_out_of_memory(const char* text) {
   note_refused();
@@ -278,9 +280,11 @@ PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
   return found;
 }
 
-// adopt_all(tensors) -> bytes: these, and what earlier budgets had
-PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
-  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
+// adopt_all(tensors, gradients) -> bytes: these, the leaves' gradients, and what earlier budgets had
+PyObject* py_adopt_all(PyObject*, PyObject* args) {
+  PyObject* tensors;
+  int gradients;
+  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &tensors, &gradients)) return nullptr;
   std::vector<StoragePtr> found;
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
@@ -290,7 +294,9 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
     if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
-    add(THPVariable_Unpack(o));
+    const at::Tensor& t = THPVariable_Unpack(o);
+    add(t);
+    if (gradients && t.defined() && t.is_leaf()) add(t.grad());
   }
   for (WeakStorage& w : former_cells())
     if (StoragePtr s = w.lock())
@@ -320,10 +326,11 @@ PyObject* py_settle(PyObject*, PyObject*) {
   });
 }
 
-// set_errors(make_budget_error, recompute_error)
+// set_errors(make_budget_error, recompute_error, torch.OutOfMemoryError)
 PyObject* py_set_errors(PyObject*, PyObject* args) {
-  PyObject *make, *wrong;
-  if (!PyArg_ParseTuple(args, "OO", &make, &wrong)) return nullptr;
+  PyObject *make, *wrong, *torchs;
+  if (!PyArg_ParseTuple(args, "OOO", &make, &wrong, &torchs)) return nullptr;
+  Py_XSETREF(torchs_error, Py_NewRef(torchs));
   Py_XSETREF(make_budget_error, Py_NewRef(make));
   Py_XSETREF(recompute_error, Py_NewRef(wrong));
   Py_RETURN_NONE;
@@ -388,10 +395,10 @@ PyMethodDef methods[] = {
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
     {"gradients_of", py_gradients_of, METH_O, "gradients_of(tensors) -> [gradient] of those that have one"},
-    {"adopt_all", py_adopt_all, METH_O, "adopts the tensors of a list -> bytes"},
+    {"adopt_all", py_adopt_all, METH_VARARGS, "adopt_all(tensors, gradients) -> bytes"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
-     "(text -> the exception that out of memory becomes, the class of wrong bytes)"},
+     "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
     {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
     {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
@@ -418,6 +425,21 @@ template <class F>
 void raise_budget_error(const c10::OutOfMemoryError& e) {
   if (!Py_IsInitialized() || !make_budget_error) return;
   throw_python([&] { set_out_of_memory(e.what_without_backtrace()); });
+}
+
+void raise_budget_error_of_python() {
+  if (!Py_IsInitialized() || !make_budget_error) return;
+  const pybind11::gil_scoped_acquire gil;
+  std::string text;
+  try {
+    throw;
+  } catch (pybind11::error_already_set& e) {
+    if (e.type().ptr() != torchs_error) return;  // memmgr's own is a subclass
+    text = pybind11::str(e.value());
+  } catch (...) {
+    return;
+  }
+  throw_python([&] { set_out_of_memory(text.c_str()); });
 }
 
 void raise_wrong_bytes(const c10::Error& e) {

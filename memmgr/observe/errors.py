@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class Explainer:
         self._passes = passes
         self._happened = happened
         self._compiled = compiled
+        self._local = threading.local()
 
     def spent(self, text: str) -> BudgetError:
         """An op found no room; `text` is what the allocator said."""
@@ -78,7 +80,14 @@ class Explainer:
             modules=dict(held.modules),
             text=text.splitlines()[0],
         )
+        self._local.last = BudgetError(*error.args)  # no traceback of it keeps tensors alive
+        vars(self._local.last).update(vars(error))
         return error
+
+    @property
+    def last(self) -> BudgetError | None:
+        """What this thread was told last; another object, which no traceback has."""
+        return getattr(self._local, "last", None)
 
     def too_big(self, there_bytes: int) -> BudgetError:
         """What is there when the budget opens does not fit, and cannot leave."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from memmgr._errors import BudgetError
 from memmgr.native.pager import Pager
 
 from .captures import Captures
@@ -26,8 +28,11 @@ class Passes(Protocol):
 class Readers:
     """All patches of one budget; none survives `remove`."""
 
-    def __init__(self, pager: Pager, device: torch.device, passes: Passes) -> None:
+    def __init__(
+        self, pager: Pager, device: torch.device, passes: Passes, last_error: Callable[[], BudgetError | None]
+    ) -> None:
         self._pager = pager
+        self._last_error = last_error  # of the calling thread
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
@@ -53,6 +58,7 @@ class Readers:
         import torch.autograd.graph as graph
 
         wrap(graph, "_engine_run_backward", self._backward)
+        wrap(torch.nn.Module, "load_state_dict", self._loading)
         self._passes.install(self._patches)
 
     def remove(self) -> None:
@@ -98,6 +104,22 @@ class Readers:
             original(future, result)
 
         return set_result
+
+    def _loading(self, original: Any) -> Any:
+        """Torch makes one RuntimeError of all that went wrong, in which a budget's end is a word among many."""
+
+        @functools.wraps(original)
+        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._last_error()
+            try:
+                return original(module, *args, **kwargs)
+            except RuntimeError as error:
+                last = self._last_error()
+                if last is None or last is before or isinstance(error, BudgetError):
+                    raise
+                raise last from error
+
+        return load_state_dict
 
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)

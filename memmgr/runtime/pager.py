@@ -13,7 +13,7 @@ from memmgr._consumers import log_path
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
-from memmgr._stock import Stock, backward_elsewhere, gradients_of, live_tensors, saved_without_hooks
+from memmgr._stock import Stock, backward_elsewhere, live_tensors, others_run, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager
@@ -68,7 +68,7 @@ class PagerRuntime:
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
         self.passes = Passes(self.native, self._ended_pass, lambda: self._steps.count)
-        self._readers = Readers(self.native, config.device, self.passes)
+        self._readers = Readers(self.native, config.device, self.passes, lambda: self._explain.last)
         self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,
@@ -106,7 +106,7 @@ class PagerRuntime:
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
         on_cpu = config.device.type == "cpu"
         self.job.open()
-        pager.set_errors(self._explain.spent, RecomputeError)
+        pager.set_errors(self._explain.spent, RecomputeError, torch.OutOfMemoryError)
         pager.open(
             limit=min(config.limit_bytes, UNLIMITED),
             folder=config.folder if self._below is not None else None,
@@ -162,11 +162,14 @@ class PagerRuntime:
 
     def _take_stock(self) -> None:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's. What a backward of another
-        thread has is met as ops touch it."""
+        thread has, or might have before we have looked, is met as ops touch it."""
         known = self.native.objects_of((torch.Tensor,))
-        known += gradients_of(self.native, known)
-        saved = [] if backward_elsewhere() else saved_without_hooks(known, self.config.device)
-        self.native.adopt_all(known)
+        saved: list[torch.Tensor] = []
+        elsewhere = backward_elsewhere()
+        if not elsewhere and not others_run():
+            known += self.native.gradients_of(known)
+            saved = saved_without_hooks(known, self.config.device)
+        self.native.adopt_all(known, not elsewhere)
         for tensor in saved:
             self.native.adopt(tensor)
         self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])

@@ -385,3 +385,29 @@ def test_sparse_gradients_and_states_are_counted() -> None:
         with pytest.raises(memmgr.BudgetError) as caught:
             torch.ones(8 * MB)
     check_error(caught.value, 16 * MB)
+
+
+def test_loading_a_state_that_does_not_fit_is_ours_too() -> None:
+    """Torch makes a RuntimeError of all that fails there."""
+    layer, large = nn.Linear(1300, 1300, bias=False), torch.ones(1300, 1300)
+    with memmgr.budget(9 * MB, quiet=True), pytest.raises(memmgr.BudgetError) as caught:
+        layer.load_state_dict({"weight": large})
+    check_error(caught.value, 9 * MB)
+    with memmgr.budget("1GB", quiet=True):
+        layer.load_state_dict({"weight": large})
+        with pytest.raises(RuntimeError, match="Missing key") as missing:
+            layer.load_state_dict({})
+    assert not isinstance(missing.value, memmgr.BudgetError)
+    assert torch.equal(layer.weight, large)
+
+
+def test_an_op_that_is_written_in_python_is_ours_too() -> None:
+    @torch.library.custom_op("memmgr_test::spends", mutates_args=())
+    def spends(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1000)
+
+    with memmgr.budget(9 * MB, quiet=True):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            spends(torch.ones(10_000))
+        assert spends(torch.ones(100)).sum() == 100_000
+    check_error(caught.value, 9 * MB)

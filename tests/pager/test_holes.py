@@ -18,6 +18,7 @@ from torch import nn
 
 import memmgr
 import memmgr.native.pager
+from memmgr._stock import holders
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -429,3 +430,26 @@ def test_an_rnn_writes_to_what_its_forward_has_kept() -> None:
     want = run()
     with memmgr.budget("1GB", policy="torture", verify=True, quiet=True):
         assert run() == want
+
+
+def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No object of Python's is made of it: where that thread began a backward meanwhile torch 2.13 destroyed the heap."""
+    monkeypatch.delattr(memmgr.native.pager.load(), "gradients_of")
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    w = nn.Parameter(torch.ones(64, 64))
+    (w * 1).sum().backward()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        with memmgr.budget("1GB", quiet=True, policy="keep"):
+            kinds, _ = holders(memmgr.native.pager.load(), "cpu")
+            assert memmgr.native.pager.load().describe(w.grad) is not None
+    finally:
+        stop.set()
+        thread.join()
+    assert kinds["gradients"] >= w.nbytes
