@@ -477,6 +477,18 @@ def test_many_moves_leave_every_block_alone_and_the_range_in_few_parts(core):
     arena.destroy()
 
 
+def churn(arena: core_abi.Arena, most: int, sizes: list[int], live: list[tuple[int, int]], dice: random.Random) -> None:
+    """400 blocks of these lengths, each touched; others go by chance while they do not fit."""
+    for _ in range(400):
+        size = dice.choice(sizes)
+        while sum(size for _, size in live) + size > most:
+            arena.free(live.pop(dice.randrange(len(live)))[0])
+        address = arena.alloc(size)
+        assert address is not None
+        touch(address, size)
+        live.append((address, size))
+
+
 def test_moves_do_not_cut_memory_ever_finer(core):
     """Blocks of uneven lengths, the same round over and over: where their ends were cut from what was moved, a later move had
     to stop, and a round took ever more of them (the demo's GPT: 240 a step at first, 5,800 on average over 180)."""
@@ -486,16 +498,8 @@ def test_moves_do_not_cut_memory_ever_finer(core):
     arena.free(start)
 
     def one_round() -> None:
-        dice = random.Random(0)
         live: list[tuple[int, int]] = []
-        for _ in range(400):
-            size = dice.choice([600_000, 1_100_000, 2_359_296, 6_291_456, 18_874_368])
-            while sum(size for _, size in live) + size > budget - MIB:
-                arena.free(live.pop(dice.randrange(len(live)))[0])
-            address = arena.alloc(size)
-            assert address is not None
-            touch(address, size)
-            live.append((address, size))
+        churn(arena, budget - MIB, [600_000, 1_100_000, 2_359_296, 6_291_456, 18_874_368], live, random.Random(0))
         for address, _ in live:
             arena.free(address)
 
@@ -515,22 +519,12 @@ def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     dice = random.Random(0)
     live: list[tuple[int, int]] = []
-
-    def one_round() -> None:
-        for _ in range(400):
-            size = dice.choice([196_608, 294_912, 589_824, 786_432, 1_572_864])
-            while sum(size for _, size in live) + size > budget - MIB:
-                arena.free(live.pop(dice.randrange(len(live)))[0])
-            address = arena.alloc(size)
-            assert address is not None
-            touch(address, size)
-            live.append((address, size))
-
+    sizes = [196_608, 294_912, 589_824, 786_432, 1_572_864]
     for _ in range(6):
-        one_round()
+        churn(arena, budget - MIB, sizes, live, dice)
     moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(6):
-        one_round()
+        churn(arena, budget - MIB, sizes, live, dice)
     moved = arena.stats.remapped_bytes - moved
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     assert moved > budget
