@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,44 +16,13 @@ class Inventory(Protocol):
 
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
 
-    def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
-
     def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
     def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
-        """`storage_info` of its gradient."""
+        """`storage_info` of its gradient; None, too, while another thread puts gradients in place."""
 
     def storage_info(self, tensor: torch.Tensor) -> tuple[int, int, Any, bool] | None:
         """(the storage's address, bytes that it holds, ..., counted by the budget already)."""
-
-
-def backward_elsewhere() -> bool:
-    """Is another thread in a backward? It puts gradients in place, and ends what its graph has saved, without the GIL: who asks
-    for one of these at that moment is given a tensor that has died, and torch destroys the heap."""
-    for thread, top in sys._current_frames().items():
-        frame = top if thread != threading.get_ident() else None
-        while frame is not None:
-            if frame.f_code.co_name == "_engine_run_backward":
-                return True
-            frame = frame.f_back
-    return False
-
-
-_WAITING = {
-    ("threading", "wait"),
-    ("threading", "_wait_for_tstate_lock"),
-    ("selectors", "select"),
-    ("socket", "accept"),
-}
-
-
-def others_run() -> bool:
-    """Could another thread begin a backward before we have looked? One that waits for somebody could not."""
-    mine = threading.get_ident()
-    tops = (
-        (thread, top.f_globals.get("__name__"), top.f_code.co_name) for thread, top in sys._current_frames().items()
-    )
-    return any(thread != mine and (module, function) not in _WAITING for thread, module, function in tops)
 
 
 def live_tensors(known: Iterable[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:

@@ -1,5 +1,4 @@
-// The Python module: opening, closing and the errors. Nothing here is on the way of an op. Over 450 lines with the
-// table of its functions, which names what is here.
+// The Python module: opening, closing and the errors. Nothing here is on the way of an op.
 #include "module.h"
 
 #include <ATen/record_function.h>
@@ -21,6 +20,7 @@
 #include "foreign.h"
 #include "fork.h"
 #include "frame.h"
+#include "gradients.h"
 #include "hold.h"
 #include "kernel.h"
 #include "list_ops.h"
@@ -265,27 +265,11 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
   });
 }
 
-// gradients_of(tensors) -> [gradient] of the leaves that have one, without a bytecode in between.
-PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
-  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "gradients_of() takes a list");
-  PyObject* found = PyList_New(0);
-  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
-    PyObject* o = PyList_GET_ITEM(tensors, i);
-    if (!PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(THPVariableClass))) continue;  // asks no object
-    const at::Tensor& t = THPVariable_Unpack(o);
-    if (!t.defined() || !t.is_leaf() || !t.grad().defined()) continue;
-    PyObject* gradient = THPVariable_Wrap(t.grad());
-    if (!gradient || PyList_Append(found, gradient) < 0) Py_CLEAR(found);
-    Py_XDECREF(gradient);
-  }
-  return found;
-}
-
-// adopt_all(tensors, gradients) -> bytes: these, the leaves' gradients, and what earlier budgets had
-PyObject* py_adopt_all(PyObject*, PyObject* args) {
-  PyObject* tensors;
-  int gradients;
-  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &tensors, &gradients)) return nullptr;
+// adopt_all(tensors) -> bytes: these, the leaves' gradients, and what earlier budgets had. Gradients that another
+// thread puts in place meanwhile are met as ops touch them.
+PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
+  if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
+  const bool gradients = elsewhere() != Elsewhere::kGradients;
   std::vector<StoragePtr> found;
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
@@ -395,8 +379,7 @@ PyMethodDef methods[] = {
      "opens a budget"},
     {"close", py_close, METH_NOARGS, "brings everything back and closes the budget"},
     {"adopt", py_adopt, METH_O, "adopt(tensor) -> bytes of its cell, 0 if it has none"},
-    {"gradients_of", py_gradients_of, METH_O, "gradients_of(tensors) -> [gradient] of those that have one"},
-    {"adopt_all", py_adopt_all, METH_VARARGS, "adopt_all(tensors, gradients) -> bytes"},
+    {"adopt_all", py_adopt_all, METH_O, "adopt_all(tensors) -> bytes"},
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
@@ -453,9 +436,10 @@ void raise_wrong_bytes(const c10::Error& e) {
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
   using namespace memmgr::pager;
   PyObject* module = PyModule_Create(&definition);
-  if (module && (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
-                 PyModule_AddFunctions(module, figure_methods) < 0 ||
-                 PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
+  if (module &&
+      (!add_reader_functions(module) || !add_plan_functions(module) || !add_ranking_functions(module) ||
+       PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, gradient_methods) < 0 ||
+       PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
     Py_CLEAR(module);
   return module;
 }

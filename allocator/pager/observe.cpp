@@ -309,43 +309,9 @@ PyObject* py_objects_of(PyObject*, PyObject* types) {
   return found;
 }
 
-// storage_info(tensor) -> (its storage's address, bytes in memory, bytes, counted by the budget already), None: no
-// storage
-PyObject* info_of_storage(const at::Tensor& t) {
-  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !budget.pool ||
-      t.device().type() != budget.pool->device.type() ||
-      (!t.device().is_cpu() && t.device().index() != budget.pool->device.index()))
-    Py_RETURN_NONE;
-  c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  const Cell* c = cell_of(s);
-  const bool absent = c && (c->state.load() & kAbsent);
-  const void* p = pointer_of(s).get();
-  const bool counted = absent || (c && c->outside) || (budget.pool && p && budget.pool->owns(p));
-  const auto bytes = static_cast<unsigned long long>(s->nbytes());
-  return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
-                       bytes, PyBool_FromLong(counted));
-}
-
 PyObject* py_storage_info(PyObject*, PyObject* o) {
   if (!THPVariable_Check(o)) Py_RETURN_NONE;
   return info_of_storage(THPVariable_Unpack(o));
-}
-
-// gradient_info(tensor), gradient_bytes(tensor): of its gradient, for threads that do not train it. Torch 2.13 destroys
-// the heap where one of them gets the gradient itself, as an object of Python's.
-PyObject* py_gradient_info(PyObject*, PyObject* o) {
-  if (!THPVariable_Check(o)) Py_RETURN_NONE;
-  const at::Tensor& t = THPVariable_Unpack(o);
-  if (!t.defined() || !t.is_leaf()) Py_RETURN_NONE;
-  return info_of_storage(t.grad());
-}
-
-PyObject* py_gradient_bytes(PyObject*, PyObject* o) {
-  if (!THPVariable_Check(o)) return PyErr_Format(PyExc_TypeError, "gradient_bytes() takes a tensor");
-  const at::Tensor& t = THPVariable_Unpack(o);
-  if (!t.defined() || !t.is_leaf()) return PyLong_FromLong(0);
-  const at::Tensor& gradient = t.grad();
-  return PyLong_FromUnsignedLongLong(gradient.defined() ? gradient.numel() * gradient.itemsize() : 0);
 }
 
 // resident_cells() -> [(its storage's address, 0: it has died; bytes)]
@@ -368,6 +334,21 @@ PyObject* py_resident_cells(PyObject*, PyObject*) {
 }
 
 }  // namespace
+
+PyObject* info_of_storage(const at::Tensor& t) {
+  if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage() || !budget.pool ||
+      t.device().type() != budget.pool->device.type() ||
+      (!t.device().is_cpu() && t.device().index() != budget.pool->device.index()))
+    Py_RETURN_NONE;
+  c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const Cell* c = cell_of(s);
+  const bool absent = c && (c->state.load() & kAbsent);
+  const void* p = pointer_of(s).get();
+  const bool counted = absent || (c && c->outside) || (budget.pool && p && budget.pool->owns(p));
+  const auto bytes = static_cast<unsigned long long>(s->nbytes());
+  return Py_BuildValue("KKKN", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(s)), absent ? 0 : bytes,
+                       bytes, PyBool_FromLong(counted));
+}
 
 void add_event(Event what, const Recipe* made_by, uint64_t bytes, uint64_t ns) {
   const Key key{static_cast<uint8_t>(what), made_by ? made_by->info : nullptr, made_by ? made_by->module : 0};
@@ -434,8 +415,6 @@ PyMethodDef observe_methods[] = {
     {"memory_map", py_memory_map, METH_O, "memory_map(columns)"},
     {"objects_of", py_objects_of, METH_O, "objects_of(types): what the garbage collector knows of them"},
     {"storage_info", py_storage_info, METH_O, "storage_info(tensor) -> (address, bytes in memory, bytes, counted)"},
-    {"gradient_info", py_gradient_info, METH_O, "gradient_info(tensor): storage_info of its gradient"},
-    {"gradient_bytes", py_gradient_bytes, METH_O, "gradient_bytes(tensor): of another thread's model, too"},
     {"resident_cells", py_resident_cells, METH_NOARGS, "[(storage's address, bytes)]"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -3,6 +3,7 @@
 // to a storage is taken.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <Python.h>
 
 #include <atomic>
@@ -35,6 +36,9 @@ uint32_t current_module();
 
 void end_watch();  // what happens from here on is nobody's; what has is there to be drained
 void forget_watch_in_child();
+
+// (its storage's address, bytes in memory, bytes, counted by the budget already); None: no storage on the device
+PyObject* info_of_storage(const at::Tensor& t);
 
 extern PyMethodDef observe_methods[];
 

@@ -11,6 +11,7 @@
 #include "foreign.cpp"
 #include "fork.cpp"
 #include "frame.cpp"
+#include "gradients.cpp"
 #include "hold.cpp"
 #include "kernel.cpp"
 #include "list_ops.cpp"

@@ -13,7 +13,7 @@ from memmgr._consumers import log_path
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
-from memmgr._stock import Stock, backward_elsewhere, live_tensors, others_run, saved_without_hooks
+from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager
@@ -165,11 +165,10 @@ class PagerRuntime:
         thread has, or might have before we have looked, is met as ops touch it."""
         known = self.native.objects_of((torch.Tensor,))
         saved: list[torch.Tensor] = []
-        elsewhere = backward_elsewhere()
-        if not elsewhere and not others_run():
+        if self.native.others_wait():
             known += self.native.gradients_of(known)
             saved = saved_without_hooks(known, self.config.device)
-        self.native.adopt_all(known, not elsewhere)
+        self.native.adopt_all(known)
         for tensor in saved:
             self.native.adopt(tensor)
         self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])

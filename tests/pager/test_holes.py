@@ -453,3 +453,81 @@ def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.Mon
         stop.set()
         thread.join()
     assert kinds["gradients"] >= w.nbytes
+
+
+class Blocked:
+    """A thread that runs `body`, which calls what it is given and is held there."""
+
+    def __init__(self, body: Callable[[Callable[[], None]], None]) -> None:
+        self._inside, self._go = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=body, args=(self._stay,))
+
+    def _stay(self) -> None:
+        self._inside.set()
+        self._go.wait(60)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        assert self._inside.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+        self._thread.join(60)
+
+
+def _in_backward(stay: Callable[[], None]) -> None:
+    class Stay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            stay()
+            return g
+
+    Stay.apply(torch.ones(4, requires_grad=True)).sum().backward()
+
+
+def test_nobody_reads_gradients_while_another_thread_puts_some_in_place() -> None:
+    """Backward does without the GIL: what is found has died, and torch's heap is destroyed."""
+    native = memmgr.native.pager.load()
+    w = nn.Parameter(torch.ones(64, 64))
+    (w * 1).sum().backward()
+    with memmgr.budget("1GB", quiet=True, policy="keep"):
+        assert native.gradient_bytes(w) == w.nbytes
+        assert native.gradient_info(w) is not None
+        with Blocked(_in_backward):
+            assert native.gradient_bytes(w) == 0
+            assert native.gradient_info(w) is None
+            assert native.gradients_of([w]) == []
+        assert native.gradient_bytes(w) == w.nbytes
+
+
+def test_a_gradient_is_not_adopted_while_another_thread_may_drop_some() -> None:
+    """`p.grad = None` lets the GIL go between the death of a gradient and the end of its name."""
+    native = memmgr.native.pager.load()
+    stop, running = threading.Event(), threading.Event()
+    other = nn.Parameter(torch.ones(4))
+
+    def drops() -> None:
+        running.set()
+        while not stop.is_set():
+            time.sleep(0.001)  # a call of C's, as where a gradient dies
+            other.grad = None
+
+    w = nn.Parameter(torch.ones(64, 64))
+    (w * 1).sum().backward()
+    thread = threading.Thread(target=drops)
+    thread.start()
+    try:
+        assert running.wait(60)
+        with memmgr.budget("1GB", quiet=True, policy="keep"):
+            assert native.gradient_bytes(w) == 0
+            assert native.describe(w.grad) is None
+            w.grad.add_(1)  # an op meets it
+            assert native.describe(w.grad) is not None
+    finally:
+        stop.set()
+        thread.join(60)
+    assert torch.equal(w.grad, torch.full((64, 64), 2.0))
