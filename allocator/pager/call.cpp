@@ -266,8 +266,8 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
   if (!may_try(kind, scratch_peak())) return;
   try {
     const Again again = run_again(*recipe_, left, std::move(before_));
-    const bool same = again == Again::kSame || (again == Again::kSameWhereWritten && info_->writes == 0);
-    if (again == Again::kSameWhereWritten) kind->clears.store(same);
+    const bool same = again != Again::kOther;
+    if (again == Again::kSameWhereWritten) kind->clears.store(true);
     if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
       mm_bits bits{};
       kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);

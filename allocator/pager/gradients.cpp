@@ -2,72 +2,12 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-#include <cstring>
-#include <string_view>
-#include <utility>
-
-#include "budget.h"
-#include "module.h"
+#include "elsewhere.h"
 #include "observe.h"
 
 namespace memmgr::pager {
 
 namespace {
-
-struct Owned {
-  PyObject* object;
-  explicit Owned(PyObject* o) : object(o) {
-    if (!o) PyErr_Clear();
-  }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() { Py_XDECREF(object); }
-};
-
-std::string_view text_of(PyObject* o) {
-  const char* text = o && PyUnicode_Check(o) ? PyUnicode_AsUTF8(o) : nullptr;
-  if (!text) PyErr_Clear();
-  return text ? text : "";
-}
-
-// Where a thread sleeps until another one, or a peer, has something for it.
-bool waits_in(PyObject* frame, std::string_view function) {
-  static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {
-      {"threading", "wait"}, {"threading", "_wait_for_tstate_lock"}, {"selectors", "select"}, {"socket", "accept"}};
-  const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
-  const bool known = globals.object && PyDict_Check(globals.object);
-  const std::string_view module = text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr);
-  return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{module, function}) != std::end(kWaiting);
-}
-
-// `p.grad = None` is an instruction of a function that names "grad"; setattr(p, name, None) one that names setattr.
-bool may_set_gradients(PyCodeObject* code) {
-  const Owned names(PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_names"));
-  for (Py_ssize_t i = 0; names.object && i < PyTuple_GET_SIZE(names.object); ++i) {
-    const std::string_view name = text_of(PyTuple_GET_ITEM(names.object, i));
-    if (name == "grad" || name == "setattr" || name == "delattr" || name == "__setattr__" || name == "__delattr__")
-      return true;
-  }
-  return false;
-}
-
-Elsewhere does(PyFrameObject* top) {
-  Elsewhere found = Elsewhere::kRuns;
-  Py_INCREF(top);
-  for (PyFrameObject* frame = top; frame;) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    const std::string_view function = text_of(code->co_name);
-    if (frame == top && waits_in(reinterpret_cast<PyObject*>(frame), function)) found = Elsewhere::kWaits;
-    // A backward waits, too: for the engine's threads, for its peers, for a lock of the user's.
-    if (function == "_engine_run_backward" || (frame == top && may_set_gradients(code))) found = Elsewhere::kGradients;
-    Py_DECREF(code);
-    PyFrameObject* next = found == Elsewhere::kGradients ? nullptr : PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = next;
-  }
-  return found;
-}
 
 // The gradient of a leaf; an undefined tensor where nobody may look.
 const at::Tensor& gradient_of(PyObject* o) {
@@ -84,6 +24,7 @@ PyObject* py_others_wait(PyObject*, PyObject*) { return PyBool_FromLong(elsewher
 PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "gradients_of() takes a list");
   PyObject* found = PyList_New(0);
+  const NoCollection meanwhile;
   if (elsewhere() != Elsewhere::kWaits) return found;
   for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
@@ -105,23 +46,6 @@ PyObject* py_gradient_bytes(PyObject*, PyObject* o) {
 }
 
 }  // namespace
-
-Elsewhere elsewhere() {
-  PyThreadState* const mine = PyThreadState_Get();
-  PyThreadState* const first = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(mine));
-  if (first == mine && !PyThreadState_Next(first)) return Elsewhere::kWaits;
-  // A collection here would run what objects have to say at their end, and let other threads go on.
-  const int collects = PyGC_Disable();
-  Elsewhere found = Elsewhere::kWaits;
-  const Owned frames(PyObject_CallNoArgs(PySys_GetObject("_current_frames")));
-  const Owned own(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-  PyObject *thread, *top;
-  for (Py_ssize_t at = 0; frames.object && own.object && PyDict_Next(frames.object, &at, &thread, &top);)
-    if (PyObject_RichCompareBool(thread, own.object, Py_EQ) == 0)
-      found = std::max(found, does(reinterpret_cast<PyFrameObject*>(top)));
-  if (collects) PyGC_Enable();
-  return frames.object && own.object ? found : Elsewhere::kGradients;
-}
 
 PyMethodDef gradient_methods[] = {
     {"others_wait", py_others_wait, METH_NOARGS, "does every other thread wait for somebody?"},

@@ -15,6 +15,7 @@
 #include "budget.h"
 #include "captures.h"
 #include "cell.h"
+#include "elsewhere.h"
 #include "escape.h"
 #include "exports.h"
 #include "foreign.h"
@@ -144,6 +145,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     budget.open.store(true, std::memory_order_release);
     let_callbacks_rest(true);
     see_this_thread(true);
+    let_others_end_their_ops();
     Py_RETURN_NONE;
   });
 }
@@ -184,6 +186,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     };
     end_watch();
     forget_captures();
+    forget_others();
     std::optional<Staying> staying(std::in_place);
     std::string wrong;
     forget_periods();
@@ -297,6 +300,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
 PyObject* py_settle(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     uint64_t beyond = 0;
+    give_others_a_moment();
     Py_BEGIN_ALLOW_THREADS;
     const uint64_t limit = mm_arena_budget(budget.arena);
     for (int i = 0; i < 1000; ++i) {

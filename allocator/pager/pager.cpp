@@ -5,6 +5,7 @@
 #include "captures.cpp"
 #include "cell.cpp"
 #include "clock.cpp"
+#include "elsewhere.cpp"
 #include "escape.cpp"
 #include "exports.cpp"
 #include "follow.cpp"

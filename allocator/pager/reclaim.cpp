@@ -12,6 +12,7 @@
 #include "admission.h"
 #include "budget.h"
 #include "captures.h"
+#include "elsewhere.h"
 #include "follow.h"
 #include "hold.h"
 #include "loops.h"
@@ -55,6 +56,10 @@ static thread_local bool tl_froze = false;
 
 void nothing_leaves(bool begin) {
   tl_froze = begin;
+  hold_departures(begin);
+}
+
+void hold_departures(bool begin) {
   std::lock_guard<std::mutex> lock(graph_lock());  // whoever claims a victim has seen it
   frozen.fetch_add(begin ? 1 : -1);
 }
@@ -296,6 +301,7 @@ static uint64_t reclaim_chosen(uint64_t need, uint64_t request) {
 uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   if (!budget.open.load(std::memory_order_relaxed) || asking != budget.pool) return 0;
   for (int i = 0; frozen.load() > 0; ++i) {
+    if (others_are_in_their_ops()) i = 0;
     if (tl_froze || i == 2000) return 0;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -56,6 +56,7 @@ bool sum_agrees(const Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);
 bool nothing_leaves_locked();
+void hold_departures(bool begin);  // the same, whichever thread asks for room
 // While one lives, what leaves at its thread's requests goes to the tier, where there is one, whatever it costs.
 struct NothingIsDropped {
   NothingIsDropped();

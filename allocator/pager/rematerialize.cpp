@@ -403,33 +403,48 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int 
   return made;
 }
 
-// `second` was made in memory full of `fill`.
-Again compare(const char* first, const char* second, uint64_t nbytes, int fill) {
-  if (std::memcmp(first, second, nbytes) == 0) return Again::kSame;
-  uint64_t word;
-  std::memset(&word, fill, sizeof word);
-  bool written = false;
-  for (uint64_t at = 0; at < nbytes; at += sizeof word) {
-    const uint64_t n = std::min(sizeof word, nbytes - at);
-    const bool left_alone = std::memcmp(second + at, &word, n) == 0;
-    if (!left_alone && std::memcmp(first + at, second + at, n) != 0) return Again::kOther;
+struct Compared {
+  bool equal = true;
+  bool gaps = false;  // words of the second run that may be as malloc gave them
+  bool other = false;
+};
+
+// `second` was made in memory full of `fill`: a word that holds it still may be a gap.
+void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
+  bool equal = true, written = false;
+  uint64_t filled;
+  std::memset(&filled, fill, sizeof filled);
+  for (uint64_t at = 0; at < nbytes; at += sizeof filled) {
+    uint64_t one = filled, two = filled;
+    const uint64_t n = std::min(sizeof filled, nbytes - at);
+    std::memcpy(&one, first + at, n);
+    std::memcpy(&two, second + at, n);
+    const bool left_alone = two == filled;
+    equal &= one == two;
+    found->gaps |= left_alone;
+    found->other |= one != two && !left_alone;
     written |= !left_alone;
   }
-  return written ? Again::kSameWhereWritten : Again::kOther;
+  found->equal &= equal;
+  found->other |= !equal && !written;  // no two results of an op that writes nothing are its own
 }
 
-Again compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
-  Again found = Again::kSame;
-  for (size_t i = 0; i < outputs.size() && found != Again::kOther; ++i) {
+Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
+  Compared found;
+  for (size_t i = 0; i < outputs.size() && !found.other; ++i) {
     if (!outputs[i]) continue;
-    if (i >= made.size() || !made[i] || made[i]->nbytes() != outputs[i]->nbytes()) return Again::kOther;
     const uint64_t nbytes = outputs[i]->nbytes();
+    if (i >= made.size() || !made[i] || made[i]->nbytes() != nbytes) {
+      found.equal = false;
+      found.other = true;
+      break;
+    }
     const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
     const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
     if (budget.pool->on_host())
-      found = std::max(found, compare(first, second, nbytes, fill));
-    else if (!budget.pool->same(first, second, nbytes))
-      return Again::kOther;
+      compare(first, second, nbytes, fill, &found);
+    else
+      found.equal &= budget.pool->same(first, second, nbytes);
   }
   return found;
 }
@@ -439,17 +454,23 @@ Again compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<Storag
 Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before) {
   constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
   counters.trials++;
-  const int fill = budget.pool->on_host() ? kPattern : -1;
-  std::vector<StoragePtr> made = run_over_inputs(r, std::move(before), fill);
-  const Again found = compare(outputs, made, fill);
-  if (found != Again::kSameWhereWritten || r.info->writes) return found;
-  // What lies in the gaps is any bytes that malloc had there. From now on they are zeros, in the first result as well.
+  const bool on_host = budget.pool->on_host();
+  std::vector<StoragePtr> made = run_over_inputs(r, std::move(before), on_host ? kPattern : -1);
+  const Compared first = compare(outputs, made, kPattern);
+  if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
+  if (first.other) return Again::kOther;
+  if (!first.gaps) return Again::kSame;
+  // Gaps hold any bytes that malloc had there, ones too, as an earlier trial's memory. Results may be ones of their
+  // own.
   made.clear();
   made = run_over_inputs(r, nullptr, 0);
-  if (compare(outputs, made, 0) == Again::kOther) return Again::kOther;
+  const Compared second = compare(outputs, made, 0);
+  if (second.other) return Again::kOther;
+  if (first.equal && second.equal) return Again::kSame;
+  // From now on gaps are zeros, in the first result as well.
   for (size_t i = 0; i < outputs.size(); ++i)
     if (outputs[i]) std::memcpy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
-  return found;
+  return Again::kSameWhereWritten;
 }
 
 }  // namespace memmgr::pager

@@ -48,6 +48,7 @@ KernelSlots& kernel_slots() {
 struct OwnSlot {
   KernelSlot slot;
   OwnSlot() {
+    slot.system_thread = static_cast<unsigned long>(syscall(SYS_gettid));
     std::lock_guard<std::mutex> lock(kernel_slots().lock);
     kernel_slots().all.push_back(&slot);
   }
@@ -79,6 +80,13 @@ uint64_t ops_counted() {
   uint64_t ops = kernel_slots().ops_of_ended;
   for (const KernelSlot* s : kernel_slots().all) ops += s->ops.load(std::memory_order_relaxed);
   return ops;
+}
+
+uint64_t ops_counted_of(unsigned long system_thread) {
+  std::lock_guard<std::mutex> lock(kernel_slots().lock);
+  for (const KernelSlot* s : kernel_slots().all)
+    if (s->system_thread == system_thread) return s->ops.load(std::memory_order_relaxed);
+  return 0;
 }
 
 void prepare_for_waiting() {

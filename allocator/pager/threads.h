@@ -33,6 +33,7 @@ class Depth {
 // Whoever is in the kernel with a budget open may be about to pin a cell: a budget that ends waits until nobody is. Two
 // stores an op; the one who waits pays for the order of memory (membarrier).
 struct KernelSlot {
+  unsigned long system_thread = 0;
   std::atomic<uint32_t> inside{0};
   std::atomic<uint64_t> ops{0};
 };
@@ -54,7 +55,8 @@ class InKernel {
  private:
   KernelSlot* slot_;
 };
-uint64_t ops_counted();      // of all threads, since the process began
+uint64_t ops_counted();  // of all threads, since the process began
+uint64_t ops_counted_of(unsigned long system_thread);
 void prepare_for_waiting();  // before the first op of a budget
 // Until every other thread has left the kernel, at most so long. False: somebody has not.
 bool wait_until_kernel_is_left(double seconds);

@@ -531,3 +531,61 @@ def test_a_gradient_is_not_adopted_while_another_thread_may_drop_some() -> None:
         stop.set()
         thread.join(60)
     assert torch.equal(w.grad, torch.full((64, 64), 2.0))
+
+
+IN_AN_OP = """
+import threading, time, torch, memmgr
+torch.set_num_threads(1)
+
+a = torch.randn(2500, 2500)
+want = a @ a
+seconds = time.monotonic()
+a @ a
+seconds = time.monotonic() - seconds
+begins, got = threading.Event(), []
+
+def multiply():
+    begins.set()
+    got.append(a @ a)
+
+thread = threading.Thread(target=multiply)
+thread.start()
+begins.wait()
+time.sleep(seconds / 4)
+with memmgr.budget(1.2 * a.nbytes, policy="offload", quiet=True) as mm:
+    b = torch.ones(2500, 2500)
+    b += 1
+    thread.join()
+    left = mm.stats()["offloads"]
+assert left > 0, "nothing had to leave"
+assert torch.equal(got.pop(), want)
+print("right")
+"""
+
+
+def test_what_an_op_reads_that_began_before_the_budget_stays() -> None:
+    """Nobody has pinned it: the op would read memory that is the system's again."""
+    done = forkserver.run([sys.executable, "-c", IN_AN_OP], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.endswith("right\n")
+
+
+def test_a_thread_that_sleeps_keeps_nothing_from_leaving() -> None:
+    """It began its call before the budget opened, as an op might have; the system says that it computes nothing."""
+    ends = threading.Event()
+
+    def sleep() -> None:
+        while not ends.is_set():
+            time.sleep(3)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    try:
+        with memmgr.budget("1GB", policy="torture", quiet=True) as mm:
+            for _ in range(4):
+                torch.ones(100, 100).add_(1)
+            stats = mm.stats()
+    finally:
+        ends.set()
+        thread.join()
+    assert stats["evictions"] + stats["offloads"] >= 4

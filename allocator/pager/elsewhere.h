@@ -1,0 +1,37 @@
+// What the threads besides this one do, as far as Python and the system can tell.
+#pragma once
+
+#include <Python.h>
+
+namespace memmgr::pager {
+
+enum class Elsewhere {
+  kWaits,      // every other thread waits for somebody
+  kRuns,       // one runs, and none puts gradients in place
+  kGradients,  // one does, or may: nobody else reads any
+};
+
+// A collection runs what objects have to say at their end, and lets other threads go on.
+struct NoCollection {
+  const int collects = PyGC_Disable();
+  NoCollection() = default;
+  NoCollection(const NoCollection&) = delete;
+  NoCollection& operator=(const NoCollection&) = delete;
+  ~NoCollection() {
+    if (collects) PyGC_Enable();
+  }
+};
+
+// With the GIL, which is not let go of: the answer holds until the caller lets go.
+Elsewhere elsewhere();
+
+// Where a budget opens, an op of another thread may have begun before it: nobody has pinned what it reads. From here on
+// nothing leaves until each thread has begun another op, or another call, or sleeps, or has ended. With the GIL.
+void let_others_end_their_ops();
+// The GIL is let go of for a moment, for calls of Python's that end at once.
+void give_others_a_moment();
+// Nothing leaves because of them. Asked by whoever needs room; without the GIL.
+bool others_are_in_their_ops();
+void forget_others();
+
+}  // namespace memmgr::pager
