@@ -173,6 +173,7 @@ def budget_error(
     *,
     budget_bytes: int,
     floor_bytes: int = 0,
+    untried_bytes: int = 0,
     there_bytes: int = 0,
     failed: tuple[str, str] | None = None,
     below_bytes: int = 0,
@@ -189,6 +190,7 @@ def budget_error(
         held: who holds what.
         budget_bytes: the budget.
         floor_bytes: the most that could not have left so far, in bytes.
+        untried_bytes: where an op would have had room for its second run, without which nothing of it can be made again.
         there_bytes: what was there before the budget opened, in bytes; 0 when it is open.
         failed: the tier that failed, "disk" or "host", and why; None: none did.
         below_bytes: what was in it.
@@ -215,7 +217,7 @@ def budget_error(
         step = _where_states_stay(held, max(floor_bytes, there_bytes), ahead)
     else:
         step = int(SPARE * max(floor, ahead.op_bytes, held.update_bytes))
-    enough = max(floor, step) if known or there_bytes else floor
+    enough = max(floor, step, untried_bytes) if known or there_bytes else floor
     enough = round_up(enough, binary=binary)
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)

@@ -277,6 +277,7 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
     if (!same) counters.refused_kinds++;
   } catch (const c10::OutOfMemoryError&) {
     kind->trials++;  // no room for a second result: another time
+    kind->needs_bytes = refused_bytes() + scratch_peak();
   } catch (const c10::Error&) {
     kind->trust.store(Trust::kNo);
     counters.refused_kinds++;

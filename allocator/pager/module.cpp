@@ -136,6 +136,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     mm_arena_reset_peak(budget.arena);
     mm_arena_reset_counts(budget.arena);
     reset_floor();
+    forget_untried();
     new (&counters) Counters;  // from zero
     counters.ops_before = ops_counted();
     forget_moved();

@@ -137,6 +137,7 @@ PyObject* py_stats(PyObject*, PyObject*) {
   put(d, "resident_bytes.peak", a.resident_peak_bytes);
   put(d, "unmanaged_peak_bytes", a.unmanaged_peak_bytes);
   put(d, "floor_bytes", floor_bytes());
+  put(d, "untried_bytes", untried_bytes());
   put(d, "reclaims", a.reclaims);
   put(d, "remapped_bytes", a.remapped_bytes);
   put(d, "resident_cell_bytes", resident_cell_bytes.load());

@@ -73,6 +73,23 @@ Kind* kind_of(uint64_t hash, OpInfo* info) {
   return kind;
 }
 
+}  // namespace
+
+uint64_t untried_bytes() {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  uint64_t most = 0;
+  for (const auto& [hash, kind] : kinds().all)
+    if (kind->trust.load() == Trust::kNew) most = std::max(most, kind->needs_bytes.load());
+  return most;
+}
+
+void forget_untried() {
+  std::lock_guard<std::mutex> lock(kinds().lock);
+  for (const auto& [hash, kind] : kinds().all) kind->needs_bytes = 0;
+}
+
+namespace {
+
 struct Hash {
   uint64_t value = 0x243F6A8885A308D3ull;
   void mix(uint64_t v) {

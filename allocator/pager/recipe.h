@@ -20,10 +20,11 @@ enum class Trust : uint8_t { kNew, kYes, kNo };
 struct Kind {
   OpInfo* info = nullptr;
   std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<bool> clears{false};      // it leaves bytes of its results alone: the memory for them is cleared first
-  std::atomic<uint32_t> trials{0};      // that found no room
-  std::atomic<double> seconds{-1};      // of one run; -1: not measured
-  std::atomic<uint64_t> bits_bytes{0};  // of a result as a bit for each element; 0: one had more than two values
+  std::atomic<bool> clears{false};       // it leaves bytes of its results alone: the memory for them is cleared first
+  std::atomic<uint32_t> trials{0};       // that found no room
+  std::atomic<uint64_t> needs_bytes{0};  // a budget in which the last of these would have found it
+  std::atomic<double> seconds{-1};       // of one run; -1: not measured
+  std::atomic<uint64_t> bits_bytes{0};   // of a result as a bit for each element; 0: one had more than two values
 };
 
 enum class Role : uint8_t {
@@ -33,6 +34,10 @@ enum class Role : uint8_t {
   kValue,    // a number: its bytes are in the recipe
   kShape,    // only its geometry is read
 };
+
+// The largest budget that a kind needs that found no room for its trial; what it makes stays until it does.
+uint64_t untried_bytes();
+void forget_untried();
 
 struct TensorArg {
   TensorArg() {}  // else emplace_back() would fill it with zeros first

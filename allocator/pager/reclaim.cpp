@@ -379,7 +379,8 @@ void note_working_set(uint64_t pinned_bytes, Share at_once) {
 }
 
 static thread_local uint64_t tl_refused_bytes = 0;
-void note_refused() { note_floor(std::exchange(tl_refused_bytes, 0)); }
+uint64_t refused_bytes() { return std::exchange(tl_refused_bytes, 0); }
+void note_refused() { note_floor(refused_bytes()); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};
 std::atomic<bool> others_take_part{false};

@@ -98,6 +98,7 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
 }
 // What this thread was refused last, once that is an error and not a try that was made again.
 void note_refused();
+uint64_t refused_bytes();  // the same, of a try
 uint64_t floor_bytes();
 void reset_floor();
 // The process has asked for collectives of a whole group. What of them is under way at once is the other ranks' doing

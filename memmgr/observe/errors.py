@@ -100,6 +100,7 @@ class Explainer:
             held,
             budget_bytes=self._asked.limit_bytes,
             floor_bytes=now["floor_bytes"],
+            untried_bytes=0 if tier else now["untried_bytes"],
             below_bytes=tier.get("used_peak_bytes", 0),
             room_bytes=tier.get("capacity_bytes", 0),
             ahead=self._ahead(held, now, below=bool(tier)),
