@@ -41,8 +41,13 @@ std::string_view text_of(PyObject* o) {
 
 // Where a thread sleeps until another one, or a peer, has something for it.
 bool waits_in(PyObject* frame, std::string_view function) {
-  static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {
-      {"threading", "wait"}, {"threading", "_wait_for_tstate_lock"}, {"selectors", "select"}, {"socket", "accept"}};
+  static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {{"threading", "wait"},
+                                                                               {"threading", "_wait_for_tstate_lock"},
+                                                                               {"concurrent.futures.thread", "_worker"},
+                                                                               {"selectors", "select"},
+                                                                               {"socket", "accept"},
+                                                                               {"socket", "readinto"},
+                                                                               {"multiprocessing.connection", "_recv"}};
   const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
   const bool known = globals.object && PyDict_Check(globals.object);
   const std::string_view module = text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import sys
@@ -453,6 +454,16 @@ def test_a_gradient_can_leave_though_another_thread_runs(monkeypatch: pytest.Mon
         stop.set()
         thread.join()
     assert kinds["gradients"] >= w.nbytes
+
+
+def test_an_executors_idle_threads_wait() -> None:
+    """Many programs have some; what their graphs have saved, and gradients, are looked at all the same."""
+    native = memmgr.native.pager.load()
+    others = native.others_wait()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert pool.submit(sum, [1, 2]).result() == 3
+        time.sleep(0.05)  # it waits for more
+        assert native.others_wait() == others
 
 
 class Blocked:
