@@ -137,8 +137,7 @@ std::string_view read_of_thread(unsigned long system_thread, const char* what, c
 
 // It has ended, or it has slept for a while with next to nothing done.
 bool rests(Other* o, uint64_t now) {
-  constexpr uint64_t kLongNs =
-      50'000'000;  // the pieces of an op that OpenMP's other threads have may take longer than its own
+  constexpr uint64_t kLongNs = 50'000'000;  // OpenMP's other threads may be longer at their pieces of its op
   char text[512], times[64];
   const std::string_view state = read_of_thread(o->system_thread, "stat", text, sizeof text);
   if (state.empty()) return true;
