@@ -68,7 +68,7 @@ class PagerRuntime:
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
         self.passes = Passes(self.native, self._ended_pass, lambda: self._steps.count)
-        self._readers = Readers(self.native, config.device, self.passes, lambda: self._explain.last)
+        self._readers = Readers(self.native, config.device, self.passes, lambda error: self._explain.meant_by(error))
         self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,
