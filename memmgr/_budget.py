@@ -220,10 +220,13 @@ class budget:
             _current = runtime
         try:
             runtime.start()
-        except BaseException:
-            _current = None
+            self._runtime = _last = runtime
+        except BaseException:  # an interrupt may come when it has started
+            try:
+                runtime.close(failed=True, report=False)
+            finally:
+                _current = None
             raise
-        self._runtime = _last = runtime
         return self
 
     def _settled(self) -> Config:

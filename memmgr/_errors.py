@@ -17,6 +17,7 @@ UNSEEN = (
 LEAST_WORK = 8  # one part in so many of the states
 SPARE = 1.06  # alignment, and what kernels take for themselves
 
+SPENT = "memmgr: the budget of "  # in the text of an allocator's error
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
 _FAILED = re.compile(r"The (\w+) tier failed: (.+?)\.?$", re.MULTILINE)
 _FULL = "No space left on device"

@@ -108,6 +108,11 @@ bool adoptable(const c10::StorageImpl* s) {
   return p.get_context() == p.get() && !s->sym_nbytes().is_heap_allocated() && s->nbytes() > 0;
 }
 
+void grows_in_pool(c10::StorageImpl* s) {
+  static c10::Allocator* const torchs = c10::GetDefaultCPUAllocator();
+  if (s->allocator() == torchs && budget.pool && budget.pool->on_host()) s->set_allocator(budget.pool->allocator());
+}
+
 Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   std::lock_guard<std::mutex> lock(graph_lock());
   return adopt_locked(s, pins, ticks());
@@ -119,6 +124,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks) {
     return c;
   }
   if (!adoptable(s)) return nullptr;
+  grows_in_pool(s);
   at::DataPtr& p = pointer_of(s);
   auto* c = new Cell;
   c->state.store(pins);

@@ -147,6 +147,8 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
 
 // May this storage become a cell: memory of the pool, or of torch's default allocator, that is nobody else's?
 bool adoptable(const c10::StorageImpl* s);
+// Storages remember who gave them their first bytes, and would ask torch's allocator for more.
+void grows_in_pool(c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
 // A new cell begins with so many pins.
 Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);

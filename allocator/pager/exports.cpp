@@ -7,6 +7,7 @@
 #include "cell.h"
 #include "escape.h"
 #include "frame.h"
+#include "module.h"
 #include "threads.h"
 
 namespace memmgr::pager {
@@ -34,18 +35,18 @@ bool escape_first(PyObject* args) {
   const at::Tensor& t = THPVariable_Unpack(o);
   if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return true;
   const auto s = StoragePtr::reclaim_copy(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  std::string wrong;
-  Py_BEGIN_ALLOW_THREADS;
+  PyThreadState* saved = PyEval_SaveThread();
   try {
     Cell* c = cell_of(s.get());
     if (!c && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
     if (c) escape(c, Escape::kDlpack);
-  } catch (const std::exception& e) {
-    wrong = e.what();
+  } catch (const std::exception&) {
+    PyEval_RestoreThread(saved);
+    set_python_error();
+    return false;
   }
-  Py_END_ALLOW_THREADS;
-  if (!wrong.empty()) PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
-  return wrong.empty();
+  PyEval_RestoreThread(saved);
+  return true;
 }
 
 template <int N>

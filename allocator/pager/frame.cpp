@@ -10,12 +10,14 @@
 #include "pools/pool.h"
 #include "reclaim.h"
 #include "streams.h"
+#include "threads.h"
 
 namespace memmgr::pager {
 
 Cell* adopt_in_budget(c10::StorageImpl* s, bool may_wait) {
   const uint64_t nbytes = s->nbytes();
   if (pointer_of(s).get_deleter() == budget.pool->deleter() || nbytes < budget.options.small_bytes) return adopt(s);
+  const Depth depth;  // else it would wait for itself: who runs alone is counted
   std::optional<Admitted> alone;
   for (int pauses = 0;;) {
     const bool newborns_before = others_have_newborns();  // one that ends meanwhile has left room
@@ -56,6 +58,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (!s) return;
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
+    grows_in_pool(s);
     if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
     c = adopt_in_budget(s, may_wait_);
     if (!c) return;

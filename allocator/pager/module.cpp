@@ -46,7 +46,6 @@ PyObject* recompute_error = nullptr;    // its class
 PyObject* torchs_error = nullptr;       // torch.OutOfMemoryError
 
 void set_out_of_memory(const char* text) {
-  note_refused();
   const NotCompiled not_compiled;
   PyObject* error = make_budget_error ? PyObject_CallFunction(make_budget_error, "s", text) : nullptr;
   if (error)

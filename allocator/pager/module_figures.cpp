@@ -223,6 +223,11 @@ PyObject* py_stats(PyObject*, PyObject*) {
   return d;
 }
 
+PyObject* py_note_refused(PyObject*, PyObject*) {
+  note_refused();
+  Py_RETURN_NONE;
+}
+
 PyObject* py_drain(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
   drop_what_waits();
@@ -279,6 +284,7 @@ PyMethodDef figure_methods[] = {
     {"set_purpose", py_set_purpose, METH_VARARGS, "set_purpose(tensors, purpose): what the program has them for"},
     {"stats", py_stats, METH_NOARGS, "figures"},
     {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
+    {"note_refused", py_note_refused, METH_NOARGS, "what this thread found no room for is part of the floor"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},

@@ -156,6 +156,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
     try {
       for (StoragePtr& s : storages) {
         Cell* c = cell_of(s.get());
+        if (!c && budget.open && written) grows_in_pool(s.get());
         if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
           c = adopt_in_budget(s.get(), tl_depth == 0);
         if (!c) continue;

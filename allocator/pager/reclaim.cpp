@@ -279,6 +279,7 @@ bool claim_locked(Cell* c) { return !c->small && frozen.load() == 0 && begin_mov
 uint64_t leave_claimed(Cell* c, Way way) { return leave(c, way, &drop_later); }
 
 uint64_t let_go(Cell* c, Way way) {
+  while (others_are_in_their_ops()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (!claim_locked(c)) return 0;

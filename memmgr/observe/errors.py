@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from memmgr._device import out_of_memory_words
-from memmgr._errors import Ahead, BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr._errors import SPENT, Ahead, BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
 from memmgr._stock import Inventory, holders, missing_states, states_below, step_bytes, update_bytes
 
 from .passes import Passes
@@ -24,6 +24,13 @@ GROWS = 1.27
 
 AGAIN = 1.2
 """Without a tier: what is made again beside an op, and gradients that wait for others, over the rest."""
+
+
+def _copy(error: BudgetError) -> BudgetError:
+    """Another object, which no traceback has: it would keep tensors alive."""
+    copy = BudgetError(*error.args)
+    vars(copy).update(vars(error))
+    return copy
 
 
 class Asked(Protocol):
@@ -41,6 +48,7 @@ class Native(Inventory, Protocol):
     """What is used of the pager."""
 
     def stats(self) -> dict[str, int]: ...
+    def note_refused(self) -> None: ...
     def tier_stats(self) -> dict[str, int]: ...
     def resident_cells(self) -> list[tuple[int, int]]: ...
 
@@ -66,10 +74,11 @@ class Explainer:
         self._passes = passes
         self._happened = happened
         self._compiled = compiled
-        self._local = threading.local()
+        self._spent: deque[BudgetError] = deque(maxlen=16)  # of all threads
 
     def spent(self, text: str) -> BudgetError:
-        """An op found no room; `text` is what the allocator said."""
+        """This thread found no room; `text` is what the allocator said."""
+        self._native.note_refused()
         held = self._holdings()
         error = self._error(torchs_own_words(text), held, failed=failed_tier(text))
         self._happened(
@@ -80,14 +89,16 @@ class Explainer:
             modules=dict(held.modules),
             text=text.splitlines()[0],
         )
-        self._local.last = BudgetError(*error.args)  # no traceback of it keeps tensors alive
-        vars(self._local.last).update(vars(error))
+        self._spent.append(_copy(error))
         return error
 
-    @property
-    def last(self) -> BudgetError | None:
-        """What this thread was told last; another object, which no traceback has."""
-        return getattr(self._local, "last", None)
+    def meant_by(self, error: RuntimeError) -> BudgetError | None:
+        """What torch's error should have been: that of `spent` which it quotes, or one for what C++ found no room for."""
+        text = str(error)
+        for told in reversed(tuple(self._spent)):
+            if str(told).splitlines()[0] in text:
+                return _copy(told)
+        return self.spent(text) if isinstance(error, torch.OutOfMemoryError) and SPENT in text else None
 
     def too_big(self, there_bytes: int) -> BudgetError:
         """What is there when the budget opens does not fit, and cannot leave."""

@@ -29,10 +29,10 @@ class Readers:
     """All patches of one budget; none survives `remove`."""
 
     def __init__(
-        self, pager: Pager, device: torch.device, passes: Passes, last_error: Callable[[], BudgetError | None]
+        self, pager: Pager, device: torch.device, passes: Passes, meant_by: Callable[[RuntimeError], BudgetError | None]
     ) -> None:
         self._pager = pager
-        self._last_error = last_error  # of the calling thread
+        self._meant_by = meant_by  # what an error of torch's should have been
         self._patches = Patches()
         self._raw = RawReaders(pager, self._patches)
         self._reducers = Reducers(pager, self._patches)
@@ -52,13 +52,25 @@ class Readers:
         wrap = self._patches.wrap
         wrap(threading.Thread, "_bootstrap_inner", self._thread)
         # Their callbacks run in threads of C++, where nothing else would see the ops.
+        # What `then` returns is one of torch._C's, which torch.futures' derives from.
         for name in ("then", "add_done_callback"):
-            wrap(torch.futures.Future, name, self._callback)
-        wrap(torch.futures.Future, "set_result", self._result)
+            wrap(torch._C.Future, name, self._callback)
+        wrap(torch._C.Future, "set_result", self._result)
         import torch.autograd.graph as graph
 
         wrap(graph, "_engine_run_backward", self._backward)
-        wrap(torch.nn.Module, "load_state_dict", self._loading)
+        for owner, name in (
+            (torch.nn.Module, "load_state_dict"),
+            (torch._C.ScriptFunction, "__call__"),
+            (torch._C.ScriptMethod, "__call__"),
+            (torch._C, "wait"),
+            (torch._C.PyTorchFileReader, "get_storage_from_record"),
+            (torch.UntypedStorage, "resize_"),
+            (torch._C.Future, "wait"),
+            (torch._C.Future, "value"),
+            (graph, "_engine_run_backward"),  # of scripted graphs
+        ):
+            wrap(owner, name, self._quoting)
         self._passes.install(self._patches)
 
     def remove(self) -> None:
@@ -105,21 +117,20 @@ class Readers:
 
         return set_result
 
-    def _loading(self, original: Any) -> Any:
-        """Torch makes one RuntimeError of all that went wrong, in which a budget's end is a word among many."""
+    def _quoting(self, original: Any) -> Any:
+        """For what quotes an error in one of its own, or allocates outside of ops: both end as a BudgetError."""
 
         @functools.wraps(original)
-        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._last_error()
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return original(module, *args, **kwargs)
+                return original(*args, **kwargs)
             except RuntimeError as error:
-                last = self._last_error()
-                if last is None or last is before or isinstance(error, BudgetError):
+                meant = None if isinstance(error, BudgetError) else self._meant_by(error)
+                if meant is None:
                     raise
-                raise last from error
+                raise meant from error
 
-        return load_state_dict
+        return call
 
     def _backward(self, original: Any) -> Any:
         @functools.wraps(original)

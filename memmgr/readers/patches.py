@@ -50,7 +50,8 @@ class Patches:
     def undo(self) -> None:
         """What somebody else wrapped meanwhile is left: it calls through ours."""
         if self._finder is not None:
-            sys.meta_path.remove(self._finder)
+            if sys.meta_path:  # the interpreter is not ending
+                sys.meta_path.remove(self._finder)
             self._finder = None
         for owner, name, before, wrapper in reversed(self._done):
             if vars(owner).get(name, _MISSING) is not wrapper:

@@ -26,6 +26,7 @@ from .patches import Patches
 NAMERS: dict[str, frozenset[str]] = {
     "torch.serialization": frozenset(),
     "torch.storage": frozenset({"__eq__", "is_shared", "__deepcopy__"}),
+    "torch.autograd.graph": frozenset({"_get_tid", "_get_sid"}),
     "torch._tensor": frozenset({"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal"}),
     "torch.nn.modules.rnn": frozenset(),
     "torch.distributed.fsdp._fully_shard._fsdp_param": frozenset(),

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from memmgr._errors import BudgetError
+from memmgr._errors import SPENT, BudgetError
 from memmgr.readers.patches import Patches
-
-_SPENT = "memmgr: the budget of "
 
 
 class CompiledGraphs:
@@ -56,7 +54,7 @@ class CompiledGraphs:
             try:
                 return original(graph, inputs)
             except torch.OutOfMemoryError as error:
-                if isinstance(error, BudgetError) or _SPENT not in str(error):
+                if isinstance(error, BudgetError) or SPENT not in str(error):
                     raise
                 spent = self._spent(str(error))
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
@@ -68,7 +69,7 @@ class PagerRuntime:
         self._ranker = Ranker(self.native, config.policy, offload=offload)
         self._steps = SlicedSteps(self.native, config.device, config.small_bytes)
         self.passes = Passes(self.native, self._ended_pass, lambda: self._steps.count)
-        self._readers = Readers(self.native, config.device, self.passes, lambda: self._explain.last)
+        self._readers = Readers(self.native, config.device, self.passes, lambda error: self._explain.meant_by(error))
         self._purposes = Purposes(self.native, self.passes)
         self.figures = PagerFigures(
             config,
@@ -107,25 +108,25 @@ class PagerRuntime:
         on_cpu = config.device.type == "cpu"
         self.job.open()
         pager.set_errors(self._explain.spent, RecomputeError, torch.OutOfMemoryError)
-        pager.open(
-            limit=min(config.limit_bytes, UNLIMITED),
-            folder=config.folder if self._below is not None else None,
-            disk_bytes=config.disk_bytes,
-            throttle=config.throttle,
-            small_bytes=config.small_bytes,
-            may_evict=config.policy.recomputes,
-            may_offload=config.policy.offloads,
-            torture=config.policy.torture,
-            verify=config.verify,
-            order=int(self._order),
-            search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
-            remap=config.placement.remap,
-            apart=config.placement.apart,
-            device=str(config.device),
-            driver=os.environ.get(DRIVER_VARIABLE),
-            host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
-        )
-        try:
+        try:  # an interrupt may come between its opening and our next line
+            pager.open(
+                limit=min(config.limit_bytes, UNLIMITED),
+                folder=config.folder if self._below is not None else None,
+                disk_bytes=config.disk_bytes,
+                throttle=config.throttle,
+                small_bytes=config.small_bytes,
+                may_evict=config.policy.recomputes,
+                may_offload=config.policy.offloads,
+                torture=config.policy.torture,
+                verify=config.verify,
+                order=int(self._order),
+                search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
+                remap=config.placement.remap,
+                apart=config.placement.apart,
+                device=str(config.device),
+                driver=os.environ.get(DRIVER_VARIABLE),
+                host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
+            )
             self._measure_link()
             self._take_stock()
             if pager.resident() > config.limit_bytes // 2 or config.limit_bytes >= UNLIMITED:
@@ -201,28 +202,31 @@ class PagerRuntime:
         """Everything comes back, and nothing of ours is left."""
         if self._final is not None:
             return
-        if self._open and not failed:
-            self._purposes.look()
-        self._final = self.figures.freeze()
-        try:
+        crashed = failed and not self.ended_well
+        with (
+            contextlib.ExitStack() as then
+        ):  # what is put on it last runs first; where one is interrupted the others run
+            if self._stock is not None:  # the next budget of the process counts it again
+                stock = self._stock
+                then.callback(lambda: self.native.add_outside(-stock.close()))
+            then.callback(lambda: self.telemetry.close(self._final or {}, self.summary(), crashed))
+            then.callback(self.job.close, failed=crashed)
+            then.callback(self._readers.remove)  # other threads may have read meanwhile what was away
+            then.callback(self.native.close)
+            then.callback(self._graphs.remove)
+            then.callback(self._steps.remove)
+            if failed:  # what fails now leaves a step half done
+                then.callback(self.native.set_limit, UNLIMITED)
+            then.callback(self._ranker.close)
+            then.callback(self.plans.close)
+            then.callback(self._periods.close)
+            try:
+                if self._open and not failed:
+                    self._purposes.look()
+            finally:
+                self._final = self.figures.freeze()
             if self._sizing is not None:
                 self._sizing.close(self._final)
-            self._periods.close()
-            self.plans.close()
-            self._ranker.close()
-            if failed:  # what fails now leaves a step half done
-                self.native.set_limit(UNLIMITED)
-            try:
-                self._steps.remove()
-            finally:
-                self._graphs.remove()
-                self.native.close()
-        finally:
-            self._readers.remove()  # last: other threads may have read meanwhile what was away
-            self.job.close(failed=failed and not self.ended_well)
-            self.telemetry.close(self._final, self.summary(), failed and not self.ended_well)
-            if self._stock is not None:  # the next budget of the process counts it again
-                self.native.add_outside(-self._stock.close())
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
             log = None if self.config.log is None else log_path(self.config.log)
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary)

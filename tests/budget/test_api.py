@@ -284,3 +284,22 @@ def test_memory_of_others_is_counted_once_there_is_room_for_it() -> None:
         figures = mm.stats()
     assert figures["adopted"] == 300
     assert figures["resident_bytes.peak"] <= figures["budget_bytes"]
+
+
+IN_A_GENERATOR = """
+import torch, memmgr
+
+def steps():
+    with memmgr.budget("1GB", quiet=True):
+        while True:
+            yield torch.ones(100_000).sum()
+
+found = steps()
+print(next(found).item())
+"""
+
+
+def test_a_budget_in_a_generator_that_nobody_ends_closes_with_the_interpreter() -> None:
+    """Python ends the generator where it has taken the lists of finders away."""
+    done = subprocess.run([sys.executable, "-c", IN_A_GENERATOR], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "100000.0\n", "")

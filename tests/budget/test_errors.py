@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import subprocess
+import sys
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +439,113 @@ def test_room_for_a_second_run_is_counted_where_nothing_else_could_leave() -> No
     while (error := train(asked[-1])) is not None:
         asked.append(error.enough_bytes)
         assert len(asked) <= 3, f"the third budget that was named does not work: {asked}"
+
+
+def sixteen(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x])
+
+
+def sixteen_forked(x: torch.Tensor) -> torch.Tensor:
+    return torch.jit.wait(torch.jit.fork(sixteen, x))
+
+
+class Sixteen(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sixteen(x)
+
+
+def in_a_callback(x: torch.Tensor) -> Any:
+    first: torch.futures.Future[int] = torch.futures.Future()
+    second = first.then(lambda done: done.value()).then(lambda done: sixteen(x))
+    first.set_result(1)
+    return second
+
+
+def of_a_storage(x: torch.Tensor) -> Any:
+    return x.untyped_storage().resize_(64 * MB)
+
+
+QUOTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "script": lambda x: torch.jit.script(sixteen)(x),
+    "traced": lambda x: torch.jit.trace(sixteen, torch.ones(4))(x),
+    "module": lambda x: torch.jit.script(Sixteen())(x),
+    "frozen": lambda x: torch.jit.freeze(torch.jit.script(Sixteen().eval()))(x),
+    "forked": lambda x: torch.jit.script(sixteen_forked)(x),
+    "wait": lambda x: in_a_callback(x).wait(),
+    "value": lambda x: in_a_callback(x).value(),
+    "wait_all": lambda x: torch.futures.wait_all([in_a_callback(x)]),
+    "resize_": of_a_storage,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", QUOTED)
+def test_what_torch_quotes_in_an_error_of_its_own_is_ours_too(name: str) -> None:
+    """TorchScript, futures and C++ beside ops have errors of their own; what they keep alive ends with them."""
+    with memmgr.budget(9 * MB, quiet=True) as mm:
+        x = torch.ones(300_000)
+        with pytest.raises(memmgr.BudgetError) as caught:
+            QUOTED[name](x)
+        check_error(caught.value, 9 * MB)
+        there = weakref.ref(x)
+        del x, caught
+        gc.collect()
+        assert there() is None, "an error that memmgr keeps holds the tensors of whoever was told it"
+        assert sixteen(torch.ones(100)).sum() == 1600
+    assert mm.stats()["resident_bytes.peak"] <= 9 * MB
+
+
+def test_a_checkpoint_that_does_not_fit_is_ours_too(tmp_path: Path) -> None:
+    torch.save(torch.ones(8 * MB), tmp_path / "large.pt")
+    with memmgr.budget(9 * MB, quiet=True):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            torch.load(tmp_path / "large.pt")
+        check_error(caught.value, 9 * MB)
+
+
+GROWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "resize_": lambda small: small.resize_(8 * MB),
+    "out=": lambda small: torch.add(torch.ones(1).expand(8 * MB), 1, out=small),
+    "of the storage": lambda small: small.untyped_storage().resize_(32 * MB),
+    "set_": lambda small: torch.empty(0).set_(small.untyped_storage(), 0, (8 * MB,)),
+    "storage of its own": lambda small: torch.UntypedStorage(4).resize_(32 * MB),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", GROWS)
+def test_what_was_there_before_grows_inside_the_budget(name: str) -> None:
+    """A storage remembers the allocator of its first bytes, and asks that one for more."""
+    small, later = (torch.empty(0).set_(torch.UntypedStorage(16), 0, (4,)) for _ in range(2))  # torch's own allocator's
+    with memmgr.budget(9 * MB, quiet=True) as mm:
+        later.fill_(0)
+        with pytest.raises(memmgr.BudgetError) as caught:
+            GROWS[name](small)
+    check_error(caught.value, 9 * MB)
+    assert mm.stats()["resident_bytes.peak"] <= 9 * MB
+    GROWS[name](later)
+
+
+WAITS = """
+import torch, memmgr
+with memmgr.budget(9_000_000, quiet=True):
+    kept = torch.UntypedStorage(4_000_000).clone()
+    try:
+        torch.UntypedStorage(8_000_000).clone()
+    except memmgr.BudgetError:
+        print("told")
+"""
+
+
+def test_what_finds_no_room_outside_of_an_op_does_not_wait_for_itself() -> None:
+    """It runs alone, and who runs alone is counted among those who run."""
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "told\n", done.stderr
+
+
+def test_dlpack_of_what_has_no_room_is_ours_too() -> None:
+    x = torch.ones(2 * MB)
+    with memmgr.budget(9 * MB, quiet=True), memmgr.pin(torch.ones(1 * MB)):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            torch.utils.dlpack.to_dlpack(x)
+        check_error(caught.value, 9 * MB)

@@ -197,3 +197,53 @@ def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> N
     assert mm.stats()["evictions"] + mm.stats()["offloads"] > 0
     assert mm.stats()["resident_bytes.peak"] <= limit
     nothing_stays(training, before)
+
+
+PARTS = ("open", "look", "periods", "plans", "ranker", "steps", "graphs", "native", "readers", "job")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_interrupt_that_comes_while_c_runs_leaves_no_budget_open(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised when that call returns, which a trace function cannot do: in the longest calls of opening and closing."""
+    before = global_state()
+    interrupted = 0
+
+    def interrupt(owner: Any, name: str) -> None:
+        run = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            nonlocal interrupted
+            run(*args, **kwargs)
+            monkeypatch.undo()
+            interrupted += 1
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, name, call)
+
+    mm = memmgr.budget(1 << 30, quiet=True)
+    kept: list[torch.Tensor] = []
+
+    def run() -> None:
+        if part == "open":
+            interrupt(pager.load(), "open")
+        with mm:
+            runtime = mm._runtime
+            assert runtime is not None
+            kept.append(torch.randn(256, 256) + 1)
+            assert runtime.native.take_away(kept[0]) > 0
+            parts = {"look": (runtime._purposes, "look"), "job": (runtime.job, "close")}
+            parts |= {name: (getattr(runtime, f"_{name}"), "remove") for name in ("steps", "graphs", "readers")}
+            parts |= {name: (getattr(runtime, f"_{name}"), "close") for name in ("periods", "ranker")}
+            parts |= {"plans": (runtime.plans, "close"), "native": (runtime.native, "close")}
+            interrupt(*parts[part])
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert interrupted == 1
+    gc.collect()
+    after = global_state()
+    assert not {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+    with memmgr.budget(1 << 30, quiet=True):
+        kept.append(torch.randn(256, 256) + 1)
+    for tensor in kept:
+        assert tensor.square().sum() > 0

@@ -264,3 +264,27 @@ def test_two_that_wait_for_the_same_import(tmp_path: Path, monkeypatch: pytest.M
         sys.modules.pop("memmgr_late", None)
         first.undo()
         second.undo()
+
+
+def test_saved_tensors_that_may_be_changed_are_compared(pager: native.Pager) -> None:
+    """allow_mutation_on_saved_tensors tells by its address which saved tensor is about to change."""
+
+    def gradient(leave: bool) -> torch.Tensor:
+        w = nn.Parameter(_numbers() / 4096)
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            h = w.sin()
+            y = h.exp()
+            z = y * h
+            if leave:
+                for tensor in (h, y):
+                    _away(pager, tensor)
+            y.mul_(2)
+            h.zero_()
+            (z + y).sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    leaving = gradient(True)
+    assert memmgr.stats()["escapes"] == 0
+    assert torch.equal(leaving, gradient(False))
+    _nothing_is_pinned(pager)
