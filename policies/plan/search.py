@@ -12,6 +12,9 @@ from .timeline import Timeline
 
 _NO_LIMIT = 1 << 62
 
+_FURTHER = 2.0
+"""What is dearer than its rival by this factor is not looked at to the end: it waits for its turn."""
+
 _SETTLE = 10
 """Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
 
@@ -52,43 +55,57 @@ class Search:
 
     # ---- what a recompute takes ----------------------------------------------------------------------------------
 
-    def closure(self, key: int, peak_at: int) -> tuple[float, list[int]] | None:
+    def closure(self, key: int, peak_at: int, most_seconds: float = float("inf")) -> tuple[float, list[int]] | None:
         """(seconds, keys) of what has to run in `key`'s stage so that its op can run again at `key`; itself included.
 
         An input that is not kept until then is kept longer where that fits under the budget and frees nothing at
         position `peak_at`, else it is made again too. None: something is gone that cannot be made again.
+        Above `most_seconds` it ends: what it has found by then is less than it takes.
         """
         t, p = self.timeline, self.timeline.problem
+        events, profile, pin, gone, stride = t.keys, t.profile, t.pin, t.gone, t.stride
+        row = key - key % stride
         keys, seen = [key], {key}
         seconds = 0.0
-        for q in keys:  # grows
-            op = t.op(q)
+        for q in keys:  # grows; all of one row, so what is made in it is there
+            op = q - row - t.first
             if op < 0:
-                seconds += t.prices[q % t.stride]
+                seconds += t.prices[q - row]
                 continue
             seconds += p.cost[op]
+            if seconds > most_seconds:
+                break
+            high = -1
             for s in p.inputs[op]:
-                if t.resident(s, q):
+                if pin[s] >= q:
+                    continue
+                made, uses = t.made[s], t.uses[s]
+                j = bisect_left(made, q)
+                start = made[j - 1]
+                b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
+                end = uses[b - 1] if b and uses[b - 1] > start else start
+                lost = start < gone[s] < q  # overwritten in place since: it cannot be kept until then
+                if not lost and (start >= row or end >= q):
                     continue
                 back = t.restore(s, q)
                 if back in seen:
                     continue
-                if not self._lost(s, q):
-                    low, high = bisect_right(t.keys, t.reach(s, q)), bisect_left(t.keys, q)
-                    fits = high <= low or int(t.profile[low:high].max()) + p.size[s] <= self.budget
-                    if (fits and not low <= peak_at < high) or not t.can_restore(s):
+                if not lost:
+                    if not t.can_restore(s):
                         continue
-                if not t.can_restore(s):
+                    low = bisect_right(events, end)
+                    if high < 0:
+                        high = bisect_left(events, q)
+                    if not low <= peak_at < high and (
+                        high <= low or int(profile[low:high].max()) + p.size[s] <= self.budget
+                    ):
+                        continue
+                elif not t.can_restore(s):
                     return None
                 seen.add(back)
                 keys.append(back)
         self._looked += len(keys)
         return seconds, keys
-
-    def _lost(self, s: int, key: int) -> bool:
-        """Whether storage s was overwritten in place since it was last made before `key`: it cannot be kept until then."""
-        made = self.timeline.made[s]
-        return made[bisect_left(made, key) - 1] < self.timeline.gone[s] < key
 
     def _apply(self, keys: list[int]) -> list[int]:
         added = []
@@ -198,7 +215,8 @@ class Search:
                     heapq.heappop(heap)
                     continue
                 at -= t.stride
-            closure = None if t.has(key) else self.closure(key, x)
+            rival = min((one[0] for one in heap[1:3]), default=float("inf"))
+            closure = None if t.has(key) else self.closure(key, x, _FURTHER * max(price, rival) * weight)
             if closure is None:
                 heapq.heappop(heap)
                 continue
@@ -278,12 +296,11 @@ class Search:
                         stack.append(back)
 
     def hopeless(self, key: int) -> bool:
-        """Whether taking the event out cannot fit, seen without doing it."""
-        t, p = self.timeline, self.timeline.problem
-        x = bisect_left(t.keys, key)
-        op = key % t.stride - t.first
-        freed = sum(p.size[s] for s in p.inputs[op]) if op >= 0 else 0
-        for s in t._makes(key % t.stride):
+        """Whether taking the event out cannot fit, seen without doing it: by what happens before its row."""
+        t, p, keys = self.timeline, self.timeline.problem, self.timeline.keys
+        row = key - key % t.stride
+        changes = []  # (position from which on, bytes more)
+        for s in t._makes(key - row):
             made, uses = t.made[s], t.uses[s]
             j = bisect_left(made, key)
             start = made[j - 1]
@@ -293,9 +310,32 @@ class Search:
             if start < t.gone[s] < uses[b - 1]:
                 return True
             a = bisect_left(uses, key)
-            end = uses[a - 1] if a and uses[a - 1] > start else start
-            low = bisect_right(t.keys, end)
-            if low < x and int(t.profile[low:x].max()) + p.size[s] - freed > self.budget:
+            changes.append((bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), p.size[s]))
+        if not changes:
+            return False
+        # What the row makes for it goes with it, as if for it alone; what comes from before stays less long.
+        todo, read = [key], set()
+        for q in todo:  # grows
+            for s in p.inputs[q - row - t.first] if q - row >= t.first else ():
+                if s in read or t.pin[s] >= q:
+                    continue
+                read.add(s)
+                made, uses = t.made[s], t.uses[s]
+                j = bisect_left(made, q)
+                start = made[j - 1]
+                if start >= row:
+                    todo.append(start)
+                    continue
+                b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
+                if uses[b - 1] < row + t.stride:
+                    a = bisect_left(uses, row)
+                    changes.append((bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), -p.size[s]))
+        changes.sort()
+        end, more = bisect_left(keys, row), 0
+        for i, (low, size) in enumerate(changes):
+            more += size
+            high = min(changes[i + 1][0], end) if i + 1 < len(changes) else end
+            if more > 0 and low < high and int(t.profile[low:high].max()) + more > self.budget:
                 return True
         return False
 
