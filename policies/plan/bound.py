@@ -229,7 +229,7 @@ def tighter(
     alone = {t: seconds for t, seconds in alone.items() if seconds < INFEASIBLE}
     ranked = sorted(alone, key=lambda t: -alone[t])
     together, best = ranked[:1], max([0.0, *alone.values()])
-    for t in ranked[1:]:
+    for t in ranked[1:] if SOLVE.get() else ():
         most_work -= sum(weight[m] for m in together) + weight[t]
         if most_work < 0:
             break
@@ -253,6 +253,7 @@ def _alone(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[int])
         [s for s in loose if last_use[s] > m.at],
         m.lost & known,
         budget_bytes - m.forced_bytes,
+        {s: last_use[s] / problem.n_ops for s in loose if last_use[s] >= 0},
     )
     return seconds, {s: kept.get(s, 1.0) for s in m.relevant} if kept or seconds < INFEASIBLE else {}
 

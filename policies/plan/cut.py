@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 _ALL = float("inf")
 
+_TIE = 1e-6
+"""Of a storage's bytes. Models repeat their layers: what costs the same would all be kept by half, which says nothing."""
+
 
 class Network:
     """Arcs with capacities; node 0 is the source, node 1 the sink."""
@@ -86,7 +89,7 @@ class Network:
 
 def relaxed(
     seconds: dict[int, float], inputs: dict[int, Sequence[int]], size: dict[int, int], maker: dict[int, int],
-    wanted: Sequence[int], gone: frozenset[int], room: int,
+    wanted: Sequence[int], gone: frozenset[int], room: int, light: dict[int, float],
 ) -> tuple[float, dict[int, float]]:  # fmt: skip
     """(least seconds that run again, the share of each storage that is kept) where what is kept has `room` bytes.
 
@@ -98,6 +101,7 @@ def relaxed(
         wanted: what has to be there in the end.
         gone: what cannot be kept.
         room: bytes.
+        light: per storage, from 0 to 1, how much rather than its like it is kept.
 
     Returns:
         Infinity and nothing, where there is no such choice.
@@ -106,6 +110,7 @@ def relaxed(
     storages = {s: 2 + len(ops) + i for i, s in enumerate(size)}
     network = Network(2 + len(ops) + len(storages))
     fixed, priced = [], []
+    weight = {s: each * (1.0 - _TIE * light.get(s, 0.0)) for s, each in size.items()}
     for s in wanted:
         network.arc(0, storages[s], _ALL)
         fixed.append(_ALL)
@@ -118,16 +123,16 @@ def relaxed(
         fixed.append(cost)
     for s in size:
         network.arc(storages[s], ops.get(maker[s], 1), 0.0)
-        priced.append(_ALL if s in gone else float(size[s]))
+        priced.append(_ALL if s in gone else weight[s])
 
-    def chosen(price: float) -> tuple[float, int, set[int]]:
+    def chosen(price: float) -> tuple[float, float, set[int]]:
         """(seconds, bytes, kept) of the least seconds + price * bytes."""
         there = network.cut([*fixed, *(price * each for each in priced)])
         kept = {s for s, node in storages.items() if there[node] and not there[ops.get(maker[s], 1)]}
-        return sum(c for k, c in seconds.items() if there[ops[k]]), sum(size[s] for s in kept), kept
+        return sum(c for k, c in seconds.items() if there[ops[k]]), sum(weight[s] for s in kept), kept
 
     unit = sum(seconds.values()) or 1.0
-    more = 0.0, sum(size[s] for s in wanted), set(wanted)  # nothing runs again
+    more = 0.0, sum(weight[s] for s in wanted), set(wanted)  # nothing runs again
     if gone.isdisjoint(wanted) and more[1] <= room:
         return 0.0, {s: float(s in more[2]) for s in size}
     less = chosen(unit)  # a byte is worth all

@@ -37,6 +37,7 @@ def plan(
     recompute: bool = True,
     effort: int = EFFORT,
     solve: bool = True,
+    periods: float = INFEASIBLE,
 ) -> Plan:
     """The best plan found. The same arguments give the same plan.
 
@@ -48,7 +49,8 @@ def plan(
         budget_bytes: most bytes resident at any time, the outputs of the running op included.
         link: the tier that may be used; None: recompute only.
         recompute: whether ops may run again; without it the link alone has to do.
-        effort: steps of search, about 3 us each.
+        effort: steps of search at most, about 2 us each.
+        periods: how often the plan will be followed: no search goes on that so many do not get back.
         solve: whether linear programs are solved, for the bound and as advice; without them the bound is weaker, plans with a
             slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
 
@@ -59,12 +61,14 @@ def plan(
     """
     wanted = SOLVE.set(solve)
     try:
-        return _plan(trace, budget_bytes, link, recompute, effort)
+        return _plan(trace, budget_bytes, link, recompute, effort, periods)
     finally:
         SOLVE.reset(wanted)
 
 
-def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int) -> Plan:
+def _plan(
+    trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int, periods: float = INFEASIBLE
+) -> Plan:
     if link is not None and trace.cycle:
         return _cycle(trace, budget_bytes, link, recompute, effort)
     problem = Problem.of(trace)
@@ -80,7 +84,7 @@ def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
         best, seconds, bound = idle, unmanaged, 0.0
     else:
         if recompute:
-            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort)
+            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort, periods=periods)
             seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
         if link is not None:
             bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds

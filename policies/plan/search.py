@@ -22,6 +22,13 @@ _MANY = 4_000
 """Events beyond the program's own from which on they are taken out by the batch first."""
 
 
+_WANDER = 0.01
+"""Trading goes on from what is worse than the best by up to this share, and comes back to it ..."""
+
+_TURNS = 30
+"""... after so many turns without a better one. Without that most passes end where no single trade helps."""
+
+
 class Search:
     """Moves on one timeline under one budget. All randomness comes from `seed`, all limits are counts: no clock.
 
@@ -383,21 +390,25 @@ class Search:
 
     # ---- trading -------------------------------------------------------------------------------------------------
 
-    def improve(self, work: int) -> None:
-        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done.
+    def improve(self, work: int, enough_seconds: float = 0.0) -> None:
+        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done or no more than
+        `enough_seconds` run again. The bias counts in every other turn, by chance.
 
-        What is worse than before is taken back. The timeline has to meet the budget, and does afterwards.
+        What is worse than before by little is gone on from for some turns (record-to-record travel: Dueck, J. Comp. Phys. 104,
+        1993); at the end the best is there. The timeline has to meet the budget, and does afterwards.
         """
         t = self.timeline
         until = self.work + work
-        while self.work < until and t.extra_seconds > 0:
-            before = t.extra_seconds
+        best, since, biases = t.extra_seconds, 0, ({}, self.bias)
+        way: list[tuple[str, int, int]] = []  # what was changed since the best
+        while self.work < until and best > enough_seconds:
             t.mark()
+            self.bias = self.random.choice(biases)
             self._ruin()
             kept = self.shave(
                 sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
                 noise=self.random.choice((0.2, 1.0, 3.0)),
-                limit_seconds=before * 1.1,
+                limit_seconds=best * 1.1,
                 limit_work=until - self.work,
                 fitting=self.random.random() < 0.5,
             )
@@ -405,9 +416,18 @@ class Search:
                 extras = t.extras()
                 self.prune(extras if len(extras) < 60 else self.random.sample(extras, 60))
             self._looked += 20
-            if not kept or t.extra_seconds > before * (1 + 1e-12):
+            since += 1
+            if not kept or t.extra_seconds > best * (1 + _WANDER):
+                t.undo()
+            elif t.extra_seconds < best * (1 - 1e-12):
+                best, since, way = t.extra_seconds, 0, []
+            else:
+                way += t.journal or []
+            if way and (since >= _TURNS or self.work >= until):
+                t.journal, way, since = way, [], 0
                 t.undo()
             t.journal = None
+        self.bias = biases[1]
 
     def _ruin(self) -> None:
         t = self.timeline
