@@ -336,7 +336,9 @@ class Search:
                 b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
                 if uses[b - 1] < row + t.stride:
                     a = bisect_left(uses, row)
-                    changes.append((bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), -p.size[s]))
+                    changes.append(
+                        (bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), -p.size[s])
+                    )
         changes.sort()
         end, more = bisect_left(keys, row), 0
         for i, (low, size) in enumerate(changes):
@@ -399,7 +401,8 @@ class Search:
         """
         t = self.timeline
         until = self.work + work
-        best, since, biases = t.extra_seconds, 0, ({}, self.bias)
+        best, since = t.extra_seconds, 0
+        biases: tuple[dict[int, float], ...] = ({}, self.bias)
         way: list[tuple[str, int, int]] = []  # what was changed since the best
         while self.work < until and best > enough_seconds:
             t.mark()
