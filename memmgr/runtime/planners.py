@@ -57,7 +57,9 @@ Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
 
 
 def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
-    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False, periods=PERIODS)
+    made = plan(
+        trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False, periods=PERIODS, lets_go=True
+    )
     if not made.feasible:
         return None
     return Scheduled(made.steps, made.overhead, made.lower_bound, made.away, made.moved_bytes)

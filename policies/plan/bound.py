@@ -114,7 +114,7 @@ def _moment(problem: Problem, at: int, last_use: list[int]) -> _Moment:
             if problem.again[s]:
                 stack.extend(problem.inputs[problem.maker[s]])
     forced = sum(problem.size[s] for s in there) - problem.handed[at]
-    lost = frozenset(s for s in relevant if 0 <= problem.written[s] <= at)
+    lost = frozenset(s for s in relevant if 0 <= problem.written[s] <= at or 0 <= problem.let_go[s] < at)
     return _Moment(at, sorted(relevant), frozenset(there), lost, forced)
 
 

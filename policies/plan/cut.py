@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _ALL = float("inf")
 
-_TIE = 1e-6
+_TIE = 1e-7
 """Of a storage's bytes. Models repeat their layers: what costs the same would all be kept by half, which says nothing."""
 
 

@@ -143,7 +143,7 @@ def _climb_down(search: Search, sharpness: float, budget_bytes: int, least: int,
 
 
 def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
-    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows."""
+    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows, or keeps what is gone."""
     timeline = Timeline(problem)
     stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
     for step in steps:
@@ -159,6 +159,8 @@ def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
         for back, ops in enumerate(reversed(rows)):
             for op in ops:
                 timeline.add(timeline.key(stage, op) - back * timeline.stride)
+    if any(start < timeline.gone[s] < end for s, start, end in timeline.intervals()):
+        return None
     return timeline
 
 

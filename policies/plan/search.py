@@ -286,9 +286,22 @@ class Search:
                 return True
         return False
 
+    def _alone(self, key: int) -> bool:
+        """Whether what was made before is gone, and something after the event reads what it makes."""
+        t = self.timeline
+        for s in t._makes(key % t.stride):
+            made = t.made[s]
+            j = bisect_left(made, key)
+            end = t.reach(s, made[j + 1] if j + 1 < len(made) else 1 << 62)
+            if end > key and made[j - 1] < t.gone[s] < end:
+                return True
+        return False
+
     def take_out(self, key: int) -> None:
-        """Removes an event and the recomputes of its stage that only it wanted."""
+        """Removes an event and the recomputes of its stage that only it wanted; not where nothing can be kept in its stead."""
         t, p = self.timeline, self.timeline.problem
+        if self._alone(key):
+            return
         base = key - key % t.stride
         stack = [key]
         while stack:
@@ -442,6 +455,6 @@ class Search:
         else:  # the same op, or its neighbours in the program, wherever they run again
             middle = self.random.choice(extras) % t.stride
             chosen = sorted(extras, key=lambda q: abs(q % t.stride - middle))[:count]
-        for q in chosen:
+        for q in sorted(chosen, reverse=True):  # who reads before what is read
             if t.has(q):
                 self.take_out(q)

@@ -50,6 +50,9 @@ class Timeline:
         self.uses: list[list[int]] = [[] for _ in range(m)]
         self.pin = [own[t] if t >= 0 else -1 for t in p.pinned]
         self.gone = [own[k] if k >= 0 else _NEVER for k in p.written]
+        for s, k in enumerate(p.let_go):
+            if k >= p.maker[s]:
+                self.gone[s] = min(self.gone[s], own[k] + 1)
         for k, inputs in enumerate(p.inputs):
             for s in inputs:
                 self.uses[s].append(own[k])
@@ -355,7 +358,7 @@ class Timeline:
         p = self.problem
         change = np.zeros(self._n + 1, dtype=np.int64)
         for s, start, end in self.intervals():
-            assert not start < self.gone[s] < end, f"storage {s} is kept past the write at {self.gone[s]}"
+            assert not start < self.gone[s] < end, f"storage {s} is kept past {self.gone[s]}"
             change[bisect_left(self.keys, start)] += p.size[s]
             change[bisect_right(self.keys, end)] -= p.size[s]
         profile = np.cumsum(change)[: self._n]
