@@ -38,7 +38,7 @@ STEP_SECONDS = 2e-6
 """What a step takes, about ..."""
 
 _TURN = 100_000
-"""... and after how many it is asked whether they were worth it."""
+"""... and so many are a turn: after each it is asked whether it was worth it."""
 
 _MOMENTS = 6
 """The highest summits of the timeline that was found, for a tighter bound."""
@@ -165,16 +165,16 @@ def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
 
 
 def traded(search: Search, bound: float, effort: int, periods: float = INFEASIBLE) -> None:
-    """Trades for `effort` steps, until the extra seconds are near the bound, or until `periods` periods do not get back what the
-    last steps took."""
+    """Trades for `effort` steps, until the extra seconds are near the bound, or until `periods` periods do not get back what two
+    turns took."""
     until, enough, timeline = search.work + effort, bound * (1 + _GOOD), search.timeline
     turn = _TURN if periods < INFEASIBLE else effort
-    while search.work < until and (before := timeline.extra_seconds) > enough:
+    vain = 0
+    while search.work < until and (before := timeline.extra_seconds) > enough and vain < 2:
         if (before - enough) * periods < turn * STEP_SECONDS:
             break  # all that there is to win is not worth it
         search.improve(min(turn, until - search.work), enough)
-        if (before - timeline.extra_seconds) * periods < turn * STEP_SECONDS:
-            break
+        vain = vain + 1 if (before - timeline.extra_seconds) * periods < turn * STEP_SECONDS else 0
 
 
 def recompute_only(
