@@ -57,7 +57,7 @@ class Search:
 
     @property
     def work(self) -> int:
-        """Steps done so far, about 3 us each: what an effort is measured in."""
+        """Steps done so far, 1 to 2 us each: what an effort is measured in."""
         return self._looked + self.timeline.changes
 
     # ---- what a recompute takes ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Timeline:
     Attributes:
         prices: seconds that reading a storage back counts for; only these storages may be read back.
         extra_seconds: cost of what runs again, and the price of what is read back.
-        changes: what adding and removing events took so far, in steps of about 3 us: 8 each, and where there are many
+        changes: what adding and removing events took so far, in steps of 1 to 2 us: 8 each, and where there are many
             events also for those that had to move.
     """
 
