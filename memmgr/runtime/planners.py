@@ -16,8 +16,11 @@ from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.schedule import Do, Step
 
-EFFORT = 100_000
-"""Steps of the planner's search for a period: about a third of a second."""
+EFFORT = 600_000
+"""Steps of the planner's search for a period at most: about a second."""
+
+PERIODS = 1_000
+"""A step of training comes so often at least: more search than they get back is not done."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
 
 
 def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
-    made = plan(trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False)
+    made = plan(
+        trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False, periods=PERIODS, lets_go=True
+    )
     if not made.feasible:
         return None
     return Scheduled(made.steps, made.overhead, made.lower_bound, made.away, made.moved_bytes)

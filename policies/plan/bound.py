@@ -15,7 +15,8 @@ what ran before it, or the difference is waited for. That is a bound on time for
 
 *Known limitations*: an op that runs more than once between two moments is counted once; with a link only the single moments
 count. Views cost nothing again. HiGHS is called with its defaults, so the bound is good to its feasibility tolerance (1e-7).
-Without scipy (an extra) the bound is the weaker knapsack of one moment, and 0 with a link.
+A single moment is solved by cuts (cut.py), without a solver; its bound is at most 1e-7 of the pass below the optimum. Without
+scipy (an extra) several moments are each asked alone, and the bound is 0 with a link.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import numpy as np
 
 from memmgr.policies.trace import TierLink, Trace
 from memmgr.policies.trace.columns import Problem
+
+from .cut import relaxed
 
 INFEASIBLE = float("inf")
 
@@ -112,7 +115,7 @@ def _moment(problem: Problem, at: int, last_use: list[int]) -> _Moment:
             if problem.again[s]:
                 stack.extend(problem.inputs[problem.maker[s]])
     forced = sum(problem.size[s] for s in there) - problem.handed[at]
-    lost = frozenset(s for s in relevant if 0 <= problem.written[s] <= at)
+    lost = frozenset(s for s in relevant if 0 <= problem.written[s] <= at or 0 <= problem.let_go[s] < at)
     return _Moment(at, sorted(relevant), frozenset(there), lost, forced)
 
 
@@ -158,8 +161,8 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     seen = [_moment(problem, t, last_use) for t in at]
     if any(m.forced_bytes > budget_bytes for m in seen):
         return INFEASIBLE, {}
-    if not SOLVE.get():
-        return max(_knapsack(problem, budget_bytes, m, last_use) for m in seen), {}
+    if len(seen) == 1 or not SOLVE.get():
+        return max((_alone(problem, budget_bytes, m, last_use) for m in seen), key=lambda found: found[0])
     kept: list[dict[int, int]] = []
     again: list[dict[int, int]] = []
     for m in seen:
@@ -186,7 +189,7 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
     try:
         found = rows.solve()
     except Unsolved:
-        return max(_knapsack(problem, budget_bytes, m, last_use) for m in seen), {}
+        return max((_alone(problem, budget_bytes, m, last_use) for m in seen), key=lambda found: found[0])
     if found is None:
         return INFEASIBLE, {}
     return max(0.0, found[0] * unit), {s: found[1][x] for s, x in kept[0].items()}
@@ -227,7 +230,7 @@ def tighter(
     alone = {t: seconds for t, seconds in alone.items() if seconds < INFEASIBLE}
     ranked = sorted(alone, key=lambda t: -alone[t])
     together, best = ranked[:1], max([0.0, *alone.values()])
-    for t in ranked[1:]:
+    for t in ranked[1:] if SOLVE.get() else ():
         most_work -= sum(weight[m] for m in together) + weight[t]
         if most_work < 0:
             break
@@ -238,21 +241,22 @@ def tighter(
     return max(known, best)
 
 
-def _knapsack(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[int]) -> float:
-    """What is needed after the moment and finds no room is made again at the cost of its own op, in fractions."""
-    later = [s for s in m.relevant if last_use[s] > m.at and s not in m.there]
-    excess = m.forced_bytes + sum(problem.size[s] for s in later) - budget_bytes
-    made: dict[int, int] = {}  # an op makes all its outputs at once
-    for s in later:
-        if problem.again[s]:
-            made[problem.maker[s]] = made.get(problem.maker[s], 0) + problem.size[s]
-    seconds = 0.0
-    for k, size in sorted(made.items(), key=lambda item: problem.cost[item[0]] / max(item[1], 1)):
-        if excess <= 0:
-            break
-        seconds += problem.cost[k] * min(1.0, excess / max(size, 1))
-        excess -= size
-    return seconds if excess <= 0 else INFEASIBLE
+def _alone(problem: Problem, budget_bytes: int, m: _Moment, last_use: list[int]) -> tuple[float, dict[int, float]]:
+    """The optimum of one moment's program, and the shares that are kept, by cuts."""
+    loose = [s for s in m.relevant if s not in m.there or s in m.lost]
+    known = set(loose)
+    again = sorted({problem.maker[s] for s in m.relevant if problem.again[s]})
+    seconds, kept = relaxed(
+        {k: problem.cost[k] for k in again},
+        {k: [s for s in problem.inputs[k] if s in known] for k in again},
+        {s: problem.size[s] for s in loose},
+        {s: problem.maker[s] for s in loose},
+        [s for s in loose if last_use[s] > m.at],
+        m.lost & known,
+        budget_bytes - m.forced_bytes,
+        {s: last_use[s] / problem.n_ops for s in loose if last_use[s] >= 0},
+    )
+    return seconds, {s: kept.get(s, 1.0) for s in m.relevant} if kept or seconds < INFEASIBLE else {}
 
 
 def optional(variables: dict[int, int], key: int, value: float) -> tuple[tuple[int, float], ...]:

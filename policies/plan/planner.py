@@ -37,6 +37,8 @@ def plan(
     recompute: bool = True,
     effort: int = EFFORT,
     solve: bool = True,
+    periods: float = INFEASIBLE,
+    lets_go: bool = False,
 ) -> Plan:
     """The best plan found. The same arguments give the same plan.
 
@@ -48,7 +50,9 @@ def plan(
         budget_bytes: most bytes resident at any time, the outputs of the running op included.
         link: the tier that may be used; None: recompute only.
         recompute: whether ops may run again; without it the link alone has to do.
-        effort: steps of search, about 3 us each.
+        effort: steps of search at most, about 2 us each.
+        periods: how often the plan will be followed: no search goes on that so many do not get back.
+        lets_go: what the program has let go of is gone, as in a run that follows the plan; else a schedule may keep it.
         solve: whether linear programs are solved, for the bound and as advice; without them the bound is weaker, plans with a
             slow link are up to a twentieth longer, and scipy (50 MB) is not loaded.
 
@@ -59,15 +63,18 @@ def plan(
     """
     wanted = SOLVE.set(solve)
     try:
-        return _plan(trace, budget_bytes, link, recompute, effort)
+        return _plan(trace, budget_bytes, link, recompute, effort, periods, lets_go)
     finally:
         SOLVE.reset(wanted)
 
 
-def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int) -> Plan:
+def _plan(
+    trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int, periods: float = INFEASIBLE,
+    lets_go: bool = False,
+) -> Plan:  # fmt: skip
     if link is not None and trace.cycle:
-        return _cycle(trace, budget_bytes, link, recompute, effort)
-    problem = Problem.of(trace)
+        return _cycle(trace, budget_bytes, link, recompute, effort, lets_go)
+    problem = Problem.of(trace, lets_go=lets_go)
     swapping = replace(problem, again=[False] * len(problem.size))
     at = trace.unmanaged_peak[1]
     unmanaged = sum(problem.cost)
@@ -80,7 +87,7 @@ def _plan(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: boo
         best, seconds, bound = idle, unmanaged, 0.0
     else:
         if recompute:
-            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort)
+            best, bound = recompute_only(problem, trace, budget_bytes, effort=effort, periods=periods)
             seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
         if link is not None:
             bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds
@@ -112,7 +119,7 @@ _CLOSE = 1.02
 """So near to the bound nothing is tried any more."""
 
 
-def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int) -> Plan:
+def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, lets_go: bool) -> Plan:
     """The best of paging alone and of paging what is left once some of it runs again."""
     unmanaged = trace.seconds
     if trace.unmanaged_peak[0] <= budget_bytes:
@@ -140,15 +147,15 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
 
     if better(paging()):
         # As if what lives from pass to pass could not leave; then with less and less of what does not.
-        better(_standing(trace, budget_bytes, link, recompute, effort, bound))
+        better(_standing(trace, budget_bytes, link, recompute, effort, bound, lets_go))
         if recompute:
             inside = _without_cycle(trace)
             most, least = inside.unmanaged_peak[0], least_bytes(Problem.of(inside))
             for level in _LEVELS:
                 limit = min(int(least + level * (most - least)), budget_bytes)
-                again = _plan(inside, limit, None, True, effort // 8)
+                again = _plan(inside, limit, None, True, effort // 8, lets_go=lets_go)
                 if _reads_what_is_gone(inside, again.steps):
-                    again = _plan(_read_in_time(inside), limit, None, True, effort // 8)
+                    again = _plan(_read_in_time(inside), limit, None, True, effort // 8, lets_go=lets_go)
                 if again.feasible and not better(paging(again.steps)):
                     break
     return min(
@@ -156,7 +163,9 @@ def _cycle(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, eff
     )
 
 
-def _standing(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, bound: float) -> Plan:
+def _standing(
+    trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, effort: int, bound: float, lets_go: bool
+) -> Plan:
     """The best where what lives from pass to pass stays; on a link that is shared, as if each way had half of it."""
     share = 0.5 if link.shared else 1.0
     halved = replace(
@@ -164,7 +173,7 @@ def _standing(trace: Trace, budget_bytes: int, link: TierLink, recompute: bool, 
         read_bytes_per_second=share * link.read_bytes_per_second,
         write_bytes_per_second=share * link.write_bytes_per_second,
     )
-    made = _plan(replace(trace, cycle=()), budget_bytes, halved, recompute, effort)
+    made = _plan(replace(trace, cycle=()), budget_bytes, halved, recompute, effort, lets_go=lets_go)
     copied = (step.target for step in made.steps if step.do in (Do.OFFLOAD, Do.RELOAD))
     moved = sum(trace.storages[s].size_bytes for s in copied)
     seconds = made.seconds + moved * link.cpu_seconds_per_byte

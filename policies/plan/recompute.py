@@ -10,7 +10,7 @@ from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.least_memory import least_bytes
 from memmgr.policies.trace.schedule import Do, Step
 
-from .bound import INFEASIBLE, SOLVE, relaxation, tighter
+from .bound import INFEASIBLE, relaxation, tighter
 from .search import Search
 from .smallest_budget import smallest_budget_bytes
 from .timeline import Timeline
@@ -33,6 +33,12 @@ _MOST_AGAIN = 3.0
 
 _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
+
+STEP_SECONDS = 2e-6
+"""What a step takes, about ..."""
+
+_TURN = 100_000
+"""... and so many are a turn: after each it is asked whether it was worth it."""
 
 _MOMENTS = 6
 """The highest summits of the timeline that was found, for a tighter bound."""
@@ -137,7 +143,7 @@ def _climb_down(search: Search, sharpness: float, budget_bytes: int, least: int,
 
 
 def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
-    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows."""
+    """The timeline of a schedule; None if a stage runs things again in more orders than there are rows, or keeps what is gone."""
     timeline = Timeline(problem)
     stages: list[list[list[int]]] = [[[]]]  # per stage, per row, ops in ascending order
     for step in steps:
@@ -153,20 +159,27 @@ def replayed(problem: Problem, steps: Iterable[Step]) -> Timeline | None:
         for back, ops in enumerate(reversed(rows)):
             for op in ops:
                 timeline.add(timeline.key(stage, op) - back * timeline.stride)
+    if any(start < timeline.gone[s] < end for s, start, end in timeline.intervals()):
+        return None
     return timeline
 
 
-def traded(search: Search, bound: float, effort: int) -> None:
-    """Trades for `effort` steps, or until the extra seconds are near the bound."""
-    before = search.bias
-    for turn in range(8):
-        if search.timeline.extra_seconds <= bound * (1 + _GOOD):
-            break
-        search.bias = before if turn % 2 else {}
-        search.improve(effort // 8)
+def traded(search: Search, bound: float, effort: int, periods: float = INFEASIBLE) -> None:
+    """Trades for `effort` steps, until the extra seconds are near the bound, or until `periods` periods do not get back what two
+    turns took."""
+    until, enough, timeline = search.work + effort, bound * (1 + _GOOD), search.timeline
+    turn = _TURN if periods < INFEASIBLE else effort
+    vain = 0
+    while search.work < until and (before := timeline.extra_seconds) > enough and vain < 2:
+        if (before - enough) * periods < turn * STEP_SECONDS:
+            break  # all that there is to win is not worth it
+        search.improve(min(turn, until - search.work), enough)
+        vain = vain + 1 if (before - timeline.extra_seconds) * periods < turn * STEP_SECONDS else 0
 
 
-def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort: int) -> tuple[Timeline | None, float]:
+def recompute_only(
+    problem: Problem, trace: Trace, budget_bytes: int, *, effort: int, periods: float = INFEASIBLE
+) -> tuple[Timeline | None, float]:
     """(the cheapest timeline found, a bound in extra seconds: the relaxation at the unmanaged peak, and where that leaves a
     gap, at the timeline's highest summits).
 
@@ -174,7 +187,8 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
         problem: the pass.
         trace: the same.
         budget_bytes: most bytes resident.
-        effort: steps of search; one is about 3 us.
+        effort: steps of search, each about `STEP_SECONDS`.
+        periods: how often the plan will be followed, see `traded`.
     """
     moment = trace.unmanaged_peak[1]
     bound, kept = relaxation(problem, budget_bytes, [moment])
@@ -184,12 +198,11 @@ def recompute_only(problem: Problem, trace: Trace, budget_bytes: int, *, effort:
     if fits is None:
         return None, bound
     found = list(shaved(problem, budget_bytes, moment, kept, effort // 2))
-    if not found or budget_bytes < 1.5 * least_bytes(problem):
-        fits.budget, fits.bias = budget_bytes, {}
-        fits.settle(effort)
-        found.append(fits)
+    fits.budget, fits.bias = budget_bytes, {}
+    fits.settle(effort)
+    found.append(fits)
     search = min(found, key=lambda search: search.timeline.extra_seconds)
-    traded(search, bound, max(effort - sum(other.work for other in found), effort // 4))
-    if SOLVE.get() and search.timeline.extra_seconds > bound * (1 + _GOOD):
+    if search.timeline.extra_seconds > bound * (1 + _GOOD):
         bound = tighter(problem, budget_bytes, bound, search.timeline.summits(_MOMENTS))
+    traded(search, bound, max(effort - sum(other.work for other in found), effort // 4), periods)
     return search.timeline, bound

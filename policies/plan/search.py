@@ -12,11 +12,21 @@ from .timeline import Timeline
 
 _NO_LIMIT = 1 << 62
 
+_FURTHER = 2.0
+"""What is dearer than its rival by this factor is not looked at to the end: it waits for its turn."""
+
 _SETTLE = 10
 """Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
 
 _MANY = 4_000
 """Events beyond the program's own from which on they are taken out by the batch first."""
+
+
+_WANDER = 0.01
+"""Trading goes on from what is worse than the best by up to this share, and comes back to it ..."""
+
+_TURNS = 30
+"""... after so many turns without a better one. Without that most passes end where no single trade helps."""
 
 
 class Search:
@@ -47,48 +57,62 @@ class Search:
 
     @property
     def work(self) -> int:
-        """Steps done so far, about 3 us each: what an effort is measured in."""
+        """Steps done so far, 1 to 2 us each: what an effort is measured in."""
         return self._looked + self.timeline.changes
 
     # ---- what a recompute takes ----------------------------------------------------------------------------------
 
-    def closure(self, key: int, peak_at: int) -> tuple[float, list[int]] | None:
+    def closure(self, key: int, peak_at: int, most_seconds: float = float("inf")) -> tuple[float, list[int]] | None:
         """(seconds, keys) of what has to run in `key`'s stage so that its op can run again at `key`; itself included.
 
         An input that is not kept until then is kept longer where that fits under the budget and frees nothing at
         position `peak_at`, else it is made again too. None: something is gone that cannot be made again.
+        Above `most_seconds` it ends: what it has found by then is less than it takes.
         """
         t, p = self.timeline, self.timeline.problem
+        events, profile, pin, gone, stride = t.keys, t.profile, t.pin, t.gone, t.stride
+        row = key - key % stride
         keys, seen = [key], {key}
         seconds = 0.0
-        for q in keys:  # grows
-            op = t.op(q)
+        for q in keys:  # grows; all of one row, so what is made in it is there
+            op = q - row - t.first
             if op < 0:
-                seconds += t.prices[q % t.stride]
+                seconds += t.prices[q - row]
                 continue
             seconds += p.cost[op]
+            if seconds > most_seconds:
+                break
+            high = -1
             for s in p.inputs[op]:
-                if t.resident(s, q):
+                if pin[s] >= q:
+                    continue
+                made, uses = t.made[s], t.uses[s]
+                j = bisect_left(made, q)
+                start = made[j - 1]
+                b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
+                end = uses[b - 1] if b and uses[b - 1] > start else start
+                lost = start < gone[s] < q  # overwritten in place since: it cannot be kept until then
+                if not lost and (start >= row or end >= q):
                     continue
                 back = t.restore(s, q)
                 if back in seen:
                     continue
-                if not self._lost(s, q):
-                    low, high = bisect_right(t.keys, t.reach(s, q)), bisect_left(t.keys, q)
-                    fits = high <= low or int(t.profile[low:high].max()) + p.size[s] <= self.budget
-                    if (fits and not low <= peak_at < high) or not t.can_restore(s):
+                if not lost:
+                    if not t.can_restore(s):
                         continue
-                if not t.can_restore(s):
+                    low = bisect_right(events, end)
+                    if high < 0:
+                        high = bisect_left(events, q)
+                    if not low <= peak_at < high and (
+                        high <= low or int(profile[low:high].max()) + p.size[s] <= self.budget
+                    ):
+                        continue
+                elif not t.can_restore(s):
                     return None
                 seen.add(back)
                 keys.append(back)
         self._looked += len(keys)
         return seconds, keys
-
-    def _lost(self, s: int, key: int) -> bool:
-        """Whether storage s was overwritten in place since it was last made before `key`: it cannot be kept until then."""
-        made = self.timeline.made[s]
-        return made[bisect_left(made, key) - 1] < self.timeline.gone[s] < key
 
     def _apply(self, keys: list[int]) -> list[int]:
         added = []
@@ -198,7 +222,8 @@ class Search:
                     heapq.heappop(heap)
                     continue
                 at -= t.stride
-            closure = None if t.has(key) else self.closure(key, x)
+            rival = min((one[0] for one in heap[1:3]), default=float("inf"))
+            closure = None if t.has(key) else self.closure(key, x, _FURTHER * max(price, rival) * weight)
             if closure is None:
                 heapq.heappop(heap)
                 continue
@@ -261,9 +286,22 @@ class Search:
                 return True
         return False
 
+    def _alone(self, key: int) -> bool:
+        """Whether what was made before is gone, and something after the event reads what it makes."""
+        t = self.timeline
+        for s in t._makes(key % t.stride):
+            made = t.made[s]
+            j = bisect_left(made, key)
+            end = t.reach(s, made[j + 1] if j + 1 < len(made) else 1 << 62)
+            if end > key and made[j - 1] < t.gone[s] < end:
+                return True
+        return False
+
     def take_out(self, key: int) -> None:
-        """Removes an event and the recomputes of its stage that only it wanted."""
+        """Removes an event and the recomputes of its stage that only it wanted; not where nothing can be kept in its stead."""
         t, p = self.timeline, self.timeline.problem
+        if self._alone(key):
+            return
         base = key - key % t.stride
         stack = [key]
         while stack:
@@ -278,12 +316,11 @@ class Search:
                         stack.append(back)
 
     def hopeless(self, key: int) -> bool:
-        """Whether taking the event out cannot fit, seen without doing it."""
-        t, p = self.timeline, self.timeline.problem
-        x = bisect_left(t.keys, key)
-        op = key % t.stride - t.first
-        freed = sum(p.size[s] for s in p.inputs[op]) if op >= 0 else 0
-        for s in t._makes(key % t.stride):
+        """Whether taking the event out cannot fit, seen without doing it: by what happens before its row."""
+        t, p, keys = self.timeline, self.timeline.problem, self.timeline.keys
+        row = key - key % t.stride
+        changes = []  # (position from which on, bytes more)
+        for s in t._makes(key - row):
             made, uses = t.made[s], t.uses[s]
             j = bisect_left(made, key)
             start = made[j - 1]
@@ -293,9 +330,34 @@ class Search:
             if start < t.gone[s] < uses[b - 1]:
                 return True
             a = bisect_left(uses, key)
-            end = uses[a - 1] if a and uses[a - 1] > start else start
-            low = bisect_right(t.keys, end)
-            if low < x and int(t.profile[low:x].max()) + p.size[s] - freed > self.budget:
+            changes.append((bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), p.size[s]))
+        if not changes:
+            return False
+        # What the row makes for it goes with it, as if for it alone; what comes from before stays less long.
+        todo, read = [key], set()
+        for q in todo:  # grows
+            for s in p.inputs[q - row - t.first] if q - row >= t.first else ():
+                if s in read or t.pin[s] >= q:
+                    continue
+                read.add(s)
+                made, uses = t.made[s], t.uses[s]
+                j = bisect_left(made, q)
+                start = made[j - 1]
+                if start >= row:
+                    todo.append(start)
+                    continue
+                b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
+                if uses[b - 1] < row + t.stride:
+                    a = bisect_left(uses, row)
+                    changes.append(
+                        (bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), -p.size[s])
+                    )
+        changes.sort()
+        end, more = bisect_left(keys, row), 0
+        for i, (low, size) in enumerate(changes):
+            more += size
+            high = min(changes[i + 1][0], end) if i + 1 < len(changes) else end
+            if more > 0 and low < high and int(t.profile[low:high].max()) + more > self.budget:
                 return True
         return False
 
@@ -343,21 +405,26 @@ class Search:
 
     # ---- trading -------------------------------------------------------------------------------------------------
 
-    def improve(self, work: int) -> None:
-        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done.
+    def improve(self, work: int, enough_seconds: float = 0.0) -> None:
+        """Takes some recomputes out and lets shaving, with noise, find others, until `work` more steps are done or no more than
+        `enough_seconds` run again. The bias counts in every other turn, by chance.
 
-        What is worse than before is taken back. The timeline has to meet the budget, and does afterwards.
+        What is worse than before by little is gone on from for some turns (record-to-record travel: Dueck, J. Comp. Phys. 104,
+        1993); at the end the best is there. The timeline has to meet the budget, and does afterwards.
         """
         t = self.timeline
         until = self.work + work
-        while self.work < until and t.extra_seconds > 0:
-            before = t.extra_seconds
+        best, since = t.extra_seconds, 0
+        biases: tuple[dict[int, float], ...] = ({}, self.bias)
+        way: list[tuple[str, int, int]] = []  # what was changed since the best
+        while self.work < until and best > enough_seconds:
             t.mark()
+            self.bias = self.random.choice(biases)
             self._ruin()
             kept = self.shave(
                 sharpness=self.random.choice((0.0, 0.5, 1.0, 3.0)),
                 noise=self.random.choice((0.2, 1.0, 3.0)),
-                limit_seconds=before * 1.1,
+                limit_seconds=best * 1.1,
                 limit_work=until - self.work,
                 fitting=self.random.random() < 0.5,
             )
@@ -365,9 +432,18 @@ class Search:
                 extras = t.extras()
                 self.prune(extras if len(extras) < 60 else self.random.sample(extras, 60))
             self._looked += 20
-            if not kept or t.extra_seconds > before * (1 + 1e-12):
+            since += 1
+            if not kept or t.extra_seconds > best * (1 + _WANDER):
+                t.undo()
+            elif t.extra_seconds < best * (1 - 1e-12):
+                best, since, way = t.extra_seconds, 0, []
+            else:
+                way += t.journal or []
+            if way and (since >= _TURNS or self.work >= until):
+                t.journal, way, since = way, [], 0
                 t.undo()
             t.journal = None
+        self.bias = biases[1]
 
     def _ruin(self) -> None:
         t = self.timeline
@@ -379,6 +455,6 @@ class Search:
         else:  # the same op, or its neighbours in the program, wherever they run again
             middle = self.random.choice(extras) % t.stride
             chosen = sorted(extras, key=lambda q: abs(q % t.stride - middle))[:count]
-        for q in chosen:
+        for q in sorted(chosen, reverse=True):  # who reads before what is read
             if t.has(q):
                 self.take_out(q)

@@ -31,7 +31,7 @@ class Timeline:
     Attributes:
         prices: seconds that reading a storage back counts for; only these storages may be read back.
         extra_seconds: cost of what runs again, and the price of what is read back.
-        changes: what adding and removing events took so far, in steps of about 3 us: 8 each, and where there are many
+        changes: what adding and removing events took so far, in steps of 1 to 2 us: 8 each, and where there are many
             events also for those that had to move.
     """
 
@@ -50,6 +50,9 @@ class Timeline:
         self.uses: list[list[int]] = [[] for _ in range(m)]
         self.pin = [own[t] if t >= 0 else -1 for t in p.pinned]
         self.gone = [own[k] if k >= 0 else _NEVER for k in p.written]
+        for s, k in enumerate(p.let_go):
+            if k >= p.maker[s]:
+                self.gone[s] = min(self.gone[s], own[k] + 1)
         for k, inputs in enumerate(p.inputs):
             for s in inputs:
                 self.uses[s].append(own[k])
@@ -355,7 +358,7 @@ class Timeline:
         p = self.problem
         change = np.zeros(self._n + 1, dtype=np.int64)
         for s, start, end in self.intervals():
-            assert not start < self.gone[s] < end, f"storage {s} is kept past the write at {self.gone[s]}"
+            assert not start < self.gone[s] < end, f"storage {s} is kept past {self.gone[s]}"
             change[bisect_left(self.keys, start)] += p.size[s]
             change[bisect_right(self.keys, end)] -= p.size[s]
         profile = np.cumsum(change)[: self._n]

@@ -21,6 +21,7 @@ class Problem:
         pinned: per storage, the stage up to which letting go frees nothing (constants: until their release); -1: none.
         again: per storage, whether its op may run a second time.
         written: per storage, the op that overwrites its block (then its bytes are gone); -1: none.
+        let_go: per storage, the op after which the program holds it no more and its bytes are gone; -1: they may stay.
         handed: per op, bytes of the inputs whose block an output takes over, not to be counted twice.
         held: held at the end, constants left out.
     """
@@ -34,12 +35,13 @@ class Problem:
     pinned: list[int]
     again: list[bool]
     written: list[int]
+    let_go: list[int]
     handed: list[int]
     held: list[int]
 
     @classmethod
-    def of(cls, trace: Trace) -> Problem:
-        """The columns of `trace`."""
+    def of(cls, trace: Trace, *, lets_go: bool = False) -> Problem:
+        """The columns of `trace`; `lets_go`: what the program lets go of is gone, until it is made again."""
         n = len(trace.ops)
         size = [s.size_bytes for s in trace.storages]
         pinned = [min(s.pinned_until, n + 1) - 1 for s in trace.storages]
@@ -64,6 +66,7 @@ class Problem:
             pinned,
             again,
             written,
+            [s.released - 1 if lets_go and s.released <= n else -1 for s in trace.storages],
             handed,
             [s for s in trace.held_at_end if s not in trace.constants],
         )

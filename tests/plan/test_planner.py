@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from memmgr.policies.plan import search
 from memmgr.policies.plan.bound import lower_bound_seconds
 from memmgr.policies.plan.planner import plan
+from memmgr.policies.plan.recompute import traded
 from memmgr.policies.plan.search import Search
 from memmgr.policies.plan.timeline import Timeline
-from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder
 from memmgr.policies.trace.columns import Problem
 from memmgr.policies.trace.plan import Carried, Plan, carried
 from memmgr.policies.trace.schedule import Cost, Do, Step, replay
@@ -396,3 +397,122 @@ def test_a_read_at_the_highest_event_is_no_op() -> None:
     trace = Trace(ops, storages, copy_on_write=False).check()
     link = TierLink("disk", 23.7e6, 119.4e6, 0.0, 200000, 1.6e-10, shared=True)
     plan(trace, 242_104, link=link, effort=100_000, solve=False)
+
+
+# ---- what a step of the search may leave out
+
+
+def shaved_down(trace: Trace, ratio: float) -> Search:
+    found = Search(Timeline(Problem.of(trace, lets_go=True)), int(trace.unmanaged_peak[0] * ratio))
+    found.shave()
+    return found
+
+
+@pytest.mark.parametrize("writer", PASSES)
+def test_what_is_not_looked_at_to_the_end_changes_no_choice(writer: LogWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = trace_of(writer)
+    short = shaved_down(trace, 0.6)
+    monkeypatch.setattr(search, "_FURTHER", float("inf"))
+    long = shaved_down(trace, 0.6)
+    assert short.timeline.extras() == long.timeline.extras() != []
+    assert short.work <= long.work
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_hopeless_does_not_fit(seed: int) -> None:
+    """It is seen without taking the event out; most of what does not fit has to be seen so, or looking costs what trying does."""
+    found = shaved_down(trace_of(network(seed, depth=8)), 0.5)
+    timeline, seen, missed = found.timeline, 0, 0
+    for key in timeline.extras():
+        hopeless, before = found.hopeless(key), timeline.extras()
+        timeline.mark()
+        found.take_out(key)
+        fits = timeline.peak <= found.budget and timeline.extras() != before
+        timeline.undo()
+        assert not (hopeless and fits)
+        seen += hopeless
+        missed += not hopeless and not fits
+    assert seen > 4 * missed
+
+
+def test_trading_wanders_and_ends_at_the_best() -> None:
+    wandered = 0
+
+    class Noted(Search):
+        def _ruin(self) -> None:
+            nonlocal wandered
+            wandered += self.timeline.extra_seconds > least[-1] * (1 + 1e-9)
+            least.append(min(least[-1], self.timeline.extra_seconds))
+            super()._ruin()
+
+    for seed in range(3):
+        trace = trace_of(network(seed, depth=10))
+        found = Noted(Timeline(Problem.of(trace, lets_go=True)), int(0.5 * trace.unmanaged_peak[0]))
+        assert found.shave()
+        least = [found.timeline.extra_seconds]
+        found.improve(60_000)
+        found.timeline.check()
+        assert found.timeline.peak <= found.budget
+        assert found.timeline.extra_seconds <= min(least) * (1 + 1e-9)
+    assert wandered
+
+
+@pytest.mark.parametrize("ratio", [0.7, 0.5, 0.4])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_has_no_more_what_it_has_let_go_of(seed: int, ratio: float) -> None:
+    """Plans that kept it had a DenseNet run three times as many ops again as planned."""
+    trace = trace_of(network(seed, depth=8))
+    budget = int(ratio * trace.unmanaged_peak[0])
+    made = plan(trace, budget, effort=20_000, solve=False, lets_go=True)
+    assert made.feasible
+    holds(trace, made)
+    assert not kept_past_its_end(trace, made)
+    assert made.seconds >= plan(trace, budget, effort=20_000, solve=False).bound_seconds * (1 - 1e-6)
+
+
+def test_what_is_let_go_of_is_made_again_first() -> None:
+    """`large` is cheaply made of `small`, which nobody holds any more: a schedule may keep it, a run cannot."""
+    builder = TraceBuilder()
+    builder.constant("w", 8)
+    builder.call("small", 10.0, ["w"], [("small", 50, -1)])
+    builder.call("large", 1.0, ["small"], [("large", 200, -1)])
+    builder.release("small")
+    builder.call("wide", 1.0, ["w"], [("wide", 300, -1)])
+    builder.release("wide")
+    builder.call("use", 1.0, ["large"], [("x", 8, -1)])
+    builder.release("large")
+    trace = builder.build().check()
+    kept, gone = (plan(trace, 400, effort=2_000, solve=False, lets_go=lets_go) for lets_go in (False, True))
+    assert kept.seconds == 14.0 and kept_past_its_end(trace, kept)
+    assert gone.seconds == 24.0 and not kept_past_its_end(trace, gone)
+    assert gone.bound_seconds > kept.seconds  # the bound knows, too
+
+
+def kept_past_its_end(trace: Trace, made: Plan) -> int:
+    """Reads of what the program's own op has made and the program has let go of since."""
+    own: dict[int, bool] = {}
+    reads = now = 0
+    for step in made.steps:
+        if step.do not in (Do.COMPUTE, Do.RECOMPUTE):
+            continue
+        now = step.target if step.do is Do.COMPUTE else now
+        op = trace.ops[step.target]
+        reads += sum(own[s] and trace.storages[s].released <= now for s in op.inputs)
+        own.update(dict.fromkeys(op.outputs, step.do is Do.COMPUTE))
+    return reads
+
+
+def test_no_more_search_than_the_periods_get_back() -> None:
+    trace = trace_of(network(2, depth=10))
+    budget = int(0.5 * trace.unmanaged_peak[0])
+    few, many = (searched(trace, budget, periods) for periods in (0.0, 1e12))
+    assert few < many / 2
+
+
+def searched(trace: Trace, budget: int, periods: float) -> int:
+    """Steps of trading."""
+    found = Search(Timeline(Problem.of(trace)), budget)
+    assert found.shave()
+    before = found.work
+    traded(found, 0.0, 400_000, periods)
+    return found.work - before
