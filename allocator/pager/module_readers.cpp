@@ -114,7 +114,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
 
 struct PinObject {
   PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region, reader;
+  bool region, reader, held;
 };
 
 void pin_dealloc(PyObject* self) {
@@ -124,6 +124,10 @@ void pin_dealloc(PyObject* self) {
     if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
+  if (reinterpret_cast<PinObject*>(self)->held) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (auto& [c, s] : *pins) end_held_locked(c);
+  }
   for (auto& [c, s] : *pins) {
     watch_writes(c);
     unpin(c);
@@ -148,7 +152,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   auto* self = PyObject_New(PinObject, &pin_type);
   if (!self) return nullptr;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = self->reader = false;
+  self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
     if (queues && budget.open) note_stream();  // whoever reads may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
@@ -176,6 +180,11 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
       begin_scratch();
     }
     if (reader) ++tl_readers;
+    self->held = !reader && !region;
+    if (self->held) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for (auto& [c, s] : *self->cells) begin_held_locked(c);
+    }
     return reinterpret_cast<PyObject*>(self);
   });
   if (!result) Py_DECREF(self);
