@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "beat.h"
 #include "budget.h"
 #include "captures.h"
 #include "escape.h"
@@ -218,6 +219,20 @@ PyObject* py_pin_number(PyObject*, PyObject* o) {
   return new_pin(std::move(storages), false, false, true);
 }
 
+// beat(store, key, seconds) -> does it? a thread says in the store that this process runs; beat(): not any more.
+PyObject* py_beat(PyObject*, PyObject* args) {
+  PyObject* store = Py_None;
+  const char* key = "";
+  double seconds = 0;
+  if (!PyArg_ParseTuple(args, "|Osd", &store, &key, &seconds)) return nullptr;
+  return guarded([&] {
+    end_beat();
+    return PyBool_FromLong(store != Py_None && begin_beat(store, key, seconds));
+  });
+}
+
+PyObject* py_beats(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(beats_answered()); }
+
 // pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
 PyObject* py_pin_reducer(PyObject*, PyObject* args) {
   PyObject* reducer;
@@ -321,6 +336,8 @@ PyMethodDef reader_methods[] = {
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},
+    {"beat", py_beat, METH_VARARGS, "beat(store, key, seconds): a sign of life that needs no GIL; beat(): no more"},
+    {"beats", py_beats, METH_NOARGS, "how many of them the store has answered"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
     {"reducer_storages", py_reducer_storages, METH_O, "addresses of the storages of DDP's buckets and gradients"},
     {"moves_gradients", py_moves_gradients, METH_O, "will it make its buckets anew and copy gradients into them?"},
