@@ -29,7 +29,7 @@ from ._variables import refuse_unknown
 from .native.build import NotBuiltError
 from .native.pager import SMALL_BYTES
 from .observe.summary import figures
-from .runtime.config import Config, default_folder
+from .runtime.config import SILENT_SECONDS, Config, default_folder
 from .runtime.pager import PagerRuntime
 
 refuse_unknown()  # where torch has not loaded its entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
@@ -92,6 +92,12 @@ def _pass(number: int) -> int:
     return number
 
 
+def _silent(seconds: float) -> float:
+    if not (seconds == 0 or 1 <= seconds < float("inf")):
+        raise ValueError(f"silent_seconds: {seconds!r} is neither 0 (never) nor a number of seconds from 1 up")
+    return float(seconds)
+
+
 class budget:
     """Trains under a byte budget: the same bits, in less memory.
 
@@ -130,6 +136,9 @@ class budget:
             own, `run.rank1.jsonl`.
         trace: a file for the trace of one pass, for `memmgr simulate` (JSON, an op a line); compressed if the name ends in .gz.
         trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
+        silent_seconds: of a distributed job, at least 1: a rank whose process has given no sign of life for so long is lost, and
+            the others end with `RankError`; 0: never. A thread that needs no GIL gives that sign twice a second, so a rank that
+            computes or compiles for minutes is not lost. One that a debugger has stopped is.
         allocator: on CUDA. `"auto"`: memmgr's where `import memmgr` came before CUDA's first use (exact placement, addresses
             that move), else torch's own caching allocator, under its memory fraction. `"native"`: torch's own. It stays what
             it is: expandable segments, MemPool, graph trees, every statistic. What it caches in pieces counts, too, so the
@@ -164,6 +173,7 @@ class budget:
         log: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_pass: int = 2,
+        silent_seconds: float = SILENT_SECONDS,
         allocator: str = "auto",
         _throttle: int = 0,
         _placement: str = DEFAULT_PLACEMENT,
@@ -194,6 +204,7 @@ class budget:
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),
+            silent_seconds=_silent(silent_seconds),
             binary=binary,
             need=asked if isinstance(asked, Need) else None,
         )

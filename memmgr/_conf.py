@@ -29,6 +29,7 @@ KEYS = (
     "strict",
     "trace",
     "trace_pass",
+    "silent_seconds",
 )
 """Those that a user may set; `placement` is our own tests'."""
 ALLOCATORS = ("auto", "native")
@@ -77,6 +78,13 @@ def _number(key: str, value: str) -> int:
         raise ValueError(f"MEMMGR_CONF: {key}:{value} is not a whole number") from None
 
 
+def _seconds(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"MEMMGR_CONF: {key}:{value} is not a number of seconds") from None
+
+
 def _unknown(key: str) -> ValueError:
     near = meant(key.replace("-", "_"), KEYS)
     return ValueError(
@@ -103,6 +111,8 @@ def parse_conf(text: str) -> dict[str, Any]:
             found[key] = value
         elif key == "trace_pass":
             found[key] = _number(key, value)
+        elif key == "silent_seconds":
+            found[key] = _seconds(key, value)
         elif key == "placement":
             found["_placement"] = value
         elif key == "disk":

@@ -58,7 +58,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank in trouble.
         budget_bytes: its budget, in bytes, where a `BudgetError` is its trouble; else 0, as the next two.
-        floor_bytes: the smallest budget that would have worked there so far, in bytes.
+        floor_bytes: the smallest budget that would have worked there so far, in bytes; known of one that has fallen silent, too.
         enough_bytes: the budget that its error names, in bytes.
     """
 
@@ -87,7 +87,7 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
     rank, kind = int(trouble["rank"]), trouble["error"]
     floor, enough = int(trouble.get("floor_bytes", 0)), int(trouble.get("enough_bytes", 0))
     limit = int(trouble.get("budget_bytes", 0))
-    if floor:
+    if kind and floor:
         spent, least, named = (show_size(size, binary=binary) for size in (limit, floor, enough))
         what = (
             f"has ended with {kind}: its budget of {spent} is spent. Its floor is {least}, and a budget of {named} ({enough} "
@@ -97,6 +97,7 @@ def rank_error(trouble: dict[str, Any], here: int, *, binary: bool = False) -> R
         what = f"has ended with {kind}: {trouble['text']}" if trouble["text"] else f"has ended with {kind}."
     else:
         what = "is gone: " + _GONE[trouble.get("how", "")]
+        what += f" Its floor was {show_size(floor, binary=binary)}." if floor else ""
     error = RankError(f"memmgr: rank {rank} {what}\nRank {here} would have waited for it.")
     error.rank, error.floor_bytes, error.enough_bytes, error.budget_bytes = rank, floor, enough, limit
     return error

@@ -21,6 +21,7 @@ SumUnderLock resident_cell_bytes;
 SumUnderLock root_bytes;
 SumUnderLock escaped_bytes;
 SumUnderLock newborn_bytes;
+std::atomic<uint64_t> in_flight_bytes{0};
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
@@ -55,6 +56,7 @@ static void set_root_locked(Cell* c, bool root) {
     root_bytes += c->nbytes;
   else
     root_bytes -= c->nbytes;
+  count_held_locked(c);
 }
 
 void count_root_locked(Cell* c) {
@@ -201,11 +203,13 @@ static void forget_newborn_locked(Cell* c) {
   newborn_bytes -= c->nbytes;
   newborns--;
   newborns_by[c->maker]--;
+  count_held_locked(c);
 }
 
 static void unstand_all_locked(Cell* c) {
   if (c->escape != Escape::kNone) escaped_bytes -= c->nbytes;
   c->escape = Escape::kNone;
+  count_held_locked(c);
   forget_newborn_locked(c);
   c->standing_pins = 0;
 }
@@ -366,6 +370,27 @@ void stand_unpinned_locked(Cell* c) {
   c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
 }
 
+void count_held_locked(Cell* c) {
+  const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !may_be_offloaded());
+  const bool counts = c->held > 0 && !c->small && !elsewhere;
+  if (counts == c->in_flight) return;
+  c->in_flight = counts;
+  if (counts)
+    in_flight_bytes += c->nbytes;
+  else
+    in_flight_bytes -= c->nbytes;
+}
+
+void begin_held_locked(Cell* c) {
+  c->held++;
+  count_held_locked(c);
+}
+
+void end_held_locked(Cell* c) {
+  c->held--;
+  count_held_locked(c);
+}
+
 void begin_newborn_locked(Cell* c) {
   c->version->uninitialized = true;
   c->newborn = true;
@@ -374,6 +399,7 @@ void begin_newborn_locked(Cell* c) {
   stand_pinned_locked(c);
   newborns++;
   newborns_by[c->maker]++;
+  count_held_locked(c);
 }
 
 void end_newborn_locked(Cell* c) {

@@ -100,6 +100,9 @@ struct Cell {
   uint32_t ordinal = 0;
   uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
 
+  uint16_t held = 0;       // pins of works, of DDP's reducer and of readers that outlive their call
+  bool in_flight = false;  // counted among in_flight_bytes
+
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };
 
@@ -211,6 +214,10 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* tr
 
 void stand_pinned_locked(Cell* c);    // one standing pin more
 void stand_unpinned_locked(Cell* c);  // one less
+// A pin that outlives the op or call that took it: it counts in the floor. The caller has pinned, and unpins after.
+void begin_held_locked(Cell* c);
+void end_held_locked(Cell* c);
+void count_held_locked(Cell* c);  // whether it stays for another reason may have changed
 // Nobody has written to it yet; it stays until an op has touched it (rule 3).
 void begin_newborn_locked(Cell* c);
 void end_newborn_locked(Cell* c);
@@ -256,5 +263,8 @@ extern SumUnderLock escaped_bytes;
 extern SumUnderLock newborn_bytes;
 extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
 extern std::atomic<int64_t> absent_cells;
+
+// Of cells that are held so and stay for no other reason.
+extern std::atomic<uint64_t> in_flight_bytes;
 
 }  // namespace memmgr::pager

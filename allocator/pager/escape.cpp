@@ -31,6 +31,7 @@ void escape(Cell* c, Escape why) {
       c->escape = why;
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;
+      count_held_locked(c);
       counters.escapes++;
     }
   }

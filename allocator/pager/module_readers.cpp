@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "beat.h"
 #include "budget.h"
 #include "captures.h"
 #include "escape.h"
@@ -114,7 +115,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
 
 struct PinObject {
   PyObject_HEAD std::vector<std::pair<Cell*, StoragePtr>>* cells;
-  bool region, reader;
+  bool region, reader, held;
 };
 
 void pin_dealloc(PyObject* self) {
@@ -124,6 +125,10 @@ void pin_dealloc(PyObject* self) {
     if (budget.open) note_working_set(pins->size(), [&](size_t i) { return (*pins)[i].first; });
   }
   if (reinterpret_cast<PinObject*>(self)->reader) --tl_readers;
+  if (reinterpret_cast<PinObject*>(self)->held) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (auto& [c, s] : *pins) end_held_locked(c);
+  }
   for (auto& [c, s] : *pins) {
     watch_writes(c);
     unpin(c);
@@ -148,7 +153,7 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
   auto* self = PyObject_New(PinObject, &pin_type);
   if (!self) return nullptr;
   self->cells = new std::vector<std::pair<Cell*, StoragePtr>>;
-  self->region = self->reader = false;
+  self->region = self->reader = self->held = false;
   PyObject* result = guarded([&]() -> PyObject* {
     if (queues && budget.open) note_stream();  // whoever reads may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
@@ -177,6 +182,11 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
       begin_scratch();
     }
     if (reader) ++tl_readers;
+    self->held = !reader && !region;
+    if (self->held) {
+      std::lock_guard<std::mutex> lock(graph_lock());
+      for (auto& [c, s] : *self->cells) begin_held_locked(c);
+    }
     return reinterpret_cast<PyObject*>(self);
   });
   if (!result) Py_DECREF(self);
@@ -209,6 +219,20 @@ PyObject* py_pin_number(PyObject*, PyObject* o) {
   Py_DECREF(items);
   return new_pin(std::move(storages), false, false, true);
 }
+
+// beat(store, key, seconds) -> does it? a thread says in the store that this process runs; beat(): not any more.
+PyObject* py_beat(PyObject*, PyObject* args) {
+  PyObject* store = Py_None;
+  const char* key = "";
+  double seconds = 0;
+  if (!PyArg_ParseTuple(args, "|Osd", &store, &key, &seconds)) return nullptr;
+  return guarded([&] {
+    end_beat();
+    return PyBool_FromLong(store != Py_None && begin_beat(store, key, seconds));
+  });
+}
+
+PyObject* py_beats(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(beats_answered()); }
 
 // pin_reducer(reducer, gradients) -> Pin: what DDP's reducer reads outside of ops, None if it waits for no gradient.
 PyObject* py_pin_reducer(PyObject*, PyObject* args) {
@@ -313,6 +337,8 @@ PyMethodDef reader_methods[] = {
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},
+    {"beat", py_beat, METH_VARARGS, "beat(store, key, seconds): a sign of life that needs no GIL; beat(): no more"},
+    {"beats", py_beats, METH_NOARGS, "how many of them the store has answered"},
     {"pin_reducer", py_pin_reducer, METH_VARARGS, "pin_reducer(reducer, gradients) -> Pin or None"},
     {"reducer_storages", py_reducer_storages, METH_O, "addresses of the storages of DDP's buckets and gradients"},
     {"moves_gradients", py_moves_gradients, METH_O, "will it make its buckets anew and copy gradients into them?"},

@@ -112,11 +112,6 @@ const Names& adds_to_out() {
   return *n;
 }
 
-const Names& point_to_point() {
-  static const auto* n = new Names{"c10d::send", "c10d::recv_", "c10d::recv_any_source_"};
-  return *n;
-}
-
 const Names& storage_ops() {
   static const auto* n = new Names{"aten::set_",
                                    "aten::resize_",
@@ -268,7 +263,6 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   for (const char* part : {"convolution", "mm", "bmm", "addmv", "linear", "dot_product_attention", "lstm", "gru"})
     expensive |= name.find(part) != std::string::npos;
   collective = space == "c10d";
-  of_a_job = (collective && !point_to_point().count(name)) || space.rfind("_c10d_functional", 0) == 0;
   if (!own_namespaces().count(space)) {
     kind = OpClass::kForeign;
     native = is_native(handle);

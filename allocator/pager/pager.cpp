@@ -1,5 +1,6 @@
 // One unit for the compiler: torch's headers are most of the work. Every file also compiles alone (make check-units).
 #include "admission.cpp"
+#include "beat.cpp"
 #include "bring_back.cpp"
 #include "call.cpp"
 #include "captures.cpp"

@@ -90,7 +90,7 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
     const Cell* c = cell_at(i);
-    bool again = c->newborn || (roots_stay && c->root);
+    bool again = c->newborn || c->held > 0 || (roots_stay && c->root);
     for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
     if (!again) pinned += c->nbytes;
   }

@@ -95,6 +95,15 @@ std::vector<Cell*>& touched_locked(const void* node, std::vector<Cell*>* before)
   return accumulated().all.back().pinned;
 }
 
+void give_back(const std::vector<Cell*>& cells) {
+  if (cells.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Cell* c : cells) end_held_locked(c);
+  }
+  for (Cell* c : cells) unpin(c);
+}
+
 template <class Each>
 void keep(Each&& each) {
   const auto node = torch::autograd::get_current_node();
@@ -102,13 +111,15 @@ void keep(Each&& each) {
   std::vector<Cell*> before;
   {
     std::lock_guard<std::mutex> lock(accumulated().lock);
+    std::lock_guard<std::mutex> graph(graph_lock());
     std::vector<Cell*>& pinned = touched_locked(node.get(), &before);
     each([&](Cell* c) {
       pin(c, ticks());
+      begin_held_locked(c);
       pinned.push_back(c);
     });
   }
-  for (Cell* c : before) unpin(c);
+  give_back(before);
 }
 
 }  // namespace
@@ -121,8 +132,7 @@ void reducers_listen(bool begin) {
     std::lock_guard<std::mutex> lock(accumulated().lock);
     all.swap(accumulated().all);
   }
-  for (const Last& last : all)
-    for (Cell* c : last.pinned) unpin(c);
+  for (const Last& last : all) give_back(last.pinned);
 }
 
 void keep_accumulated(const Frame& frame) {

@@ -12,8 +12,6 @@
 
 namespace memmgr::pager {
 
-std::atomic<uint64_t> in_flight_bytes{0};
-
 namespace {
 
 using Target = c10::intrusive_ptr_target;
@@ -61,18 +59,23 @@ void end_works(Ended&& ended) {
     }
     w.count = w.all.size();
   }
-  for (Cell* c : done) {
-    in_flight_bytes -= c->nbytes;
-    unpin(c);
+  if (done.empty()) return;
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Cell* c : done) end_held_locked(c);
   }
+  for (Cell* c : done) unpin(c);
 }
 
 }  // namespace
 
 void keep_until_done(const c10::intrusive_ptr<Target>& work, std::vector<Cell*> pinned) {
+  {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    for (Cell* c : pinned) begin_held_locked(c);
+  }
   Works& w = works();
   std::lock_guard<std::mutex> lock(w.lock);
-  for (const Cell* c : pinned) in_flight_bytes += c->nbytes;
   w.all.push_back({c10::weak_intrusive_ptr<Target>(work), std::move(pinned)});
   w.count = w.all.size();
 }

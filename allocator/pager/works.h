@@ -5,12 +5,10 @@
 
 namespace memmgr::pager {
 
-// `pinned` are released with the Work, `bytes` of them.
+// `pinned` are released with the Work.
 void keep_until_done(const c10::intrusive_ptr<c10::intrusive_ptr_target>& work, std::vector<Cell*> pinned);
 void poll_works();
 void forget_works();  // at the end of a budget: nothing leaves any more
 size_t works_in_flight();
-
-extern std::atomic<uint64_t> in_flight_bytes;
 
 }  // namespace memmgr::pager

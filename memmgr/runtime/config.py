@@ -13,6 +13,9 @@ from memmgr._sizes import Need
 from memmgr.native.pager import SMALL_BYTES
 from memmgr.policies import Policy
 
+SILENT_SECONDS = 12.0
+"""After so long without a sign of life a rank is lost: with what it takes to tell the others, 15."""
+
 
 @dataclass
 class Config:
@@ -41,6 +44,7 @@ class Config:
     log: str | None = None
     trace: str | None = None
     trace_pass: int = 2
+    silent_seconds: float = SILENT_SECONDS
     binary: bool = False
     need: Need | None = None
 

@@ -2,223 +2,33 @@
 
 Through the default process group's store. While a budget is open a thread looks there twice a second, and at the processes of
 this host's ranks. A rank that leaves its budget by an exception writes what it was; one whose process ends inside its budget
-is written down by its neighbours, or by the first rank that an error of the backend tells of it: the one whose thread looks no
-more. Where the store is gone, so is the rank that had it. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it
-waits for is aborted: process groups by torch's own `abort`, and connections between ranks, since gloo has no abort.
+is written down by its neighbours, or by the first rank that an error of the backend tells of it. One whose host has vanished
+closes nothing: a thread of C++ gives each rank's sign of life, and the rank before it listens. Where the store is gone, so is
+the rank that had it. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it waits for is aborted: process groups
+by torch's own `abort`, and gloo's connections between ranks, since gloo has no abort.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
 import functools
-import json
-import os
 import re
-import select
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from memmgr._errors import BudgetError, RankError, rank_error
+from memmgr.native.pager import Pager
 from memmgr.readers.patches import Patches
 
-LOOK_SECONDS = 0.5
+from .member import LOOK_SECONDS, Figures, Member, Silence
+
 GRACE_SECONDS = 2.0
 NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
-SILENT_SECONDS = 4.0  # of a rank that looks no more, after that: eight looks
-CONNECT_SECONDS = 2.0
-ENOUGH_LOOKS = 4
-MOST_UNANSWERED = 3  # by a store that does not refuse: it may be busy
-FIGURES_SECONDS = 2.0
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
-
-Figures = dict[str, Any]
-
-
-class Member:
-    """This process as a rank of one process group: what it knows of the others. Budgets come and go meanwhile."""
-
-    def __init__(self) -> None:
-        c10d: Any = dist.distributed_c10d
-        self.group = dist.group.WORLD
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        store = c10d._get_default_store()
-        self._address = _address(store)
-        self._host: int | None = None  # the rank that has the store
-        self._host_has_left = False
-        self._looks = 0
-        self._unanswered = 0
-        self._left = 0.0
-        ports = os.environ.get("MASTER_PORT", ""), self._address[1] if self._address is not None else ""
-        self._ports = {int(port) for port in ports if str(port).isdecimal()}
-        # A client of its own: another one's `get` may hold its lock for minutes.
-        self._store = c10d.PrefixStore("memmgr", store.clone())
-        self._store.set_timeout(datetime.timedelta(seconds=2))
-        self._place = _place()
-        self._neighbours: dict[int, int] = {}  # rank: pidfd
-        self._entries = 0
-        self.seen = 0  # troubles
-        self.budgets = 0
-        me = self._store.add(f"place/{self._place}", 1)
-        self._store.set(f"place/{self._place}/{me}", f"{self.rank} {os.getpid()}")
-        if self._address is not None and self._address[1] in _listening():
-            self._store.set("host", str(self.rank))
-            atexit.register(self._linger)
-
-    def opens(self) -> None:
-        """A budget opens: what was told before is over where its rank has a budget again."""
-        while (trouble := self.next_trouble()) is not None:
-            state = self.state(trouble["rank"]).split()
-            if trouble["rank"] != self.rank and not (state[0] == "open" and int(state[1]) >= self.seen):
-                self.seen -= 1  # it is in trouble still: the thread hears of it
-                break
-        self.budgets += 1
-        self._store.set(f"state/{self.rank}", f"open {self.seen} {self.budgets}")
-
-    def leaves(self) -> None:
-        """The budget has closed."""
-        self._store.set(f"state/{self.rank}", f"left {self.seen} {self.budgets}")
-        self._left = time.monotonic()
-
-    def _linger(self) -> None:
-        """Who has the store takes it along, so the others first hear that it has left in order."""
-        time.sleep(max(0.0, self._left + 2 * LOOK_SECONDS - time.monotonic()))
-
-    def state(self, rank: int) -> str:
-        """`open` or `left`, the troubles that it knew when it opened, which of its budgets it is."""
-        key = f"state/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else "none 0 0"
-
-    def tell(self, **trouble: Any) -> None:
-        """Tells all ranks."""
-        number = self._store.add("troubles", 1)
-        self._store.set(f"trouble/{number}", json.dumps(trouble))
-
-    def next_trouble(self) -> dict[str, Any] | None:
-        """What has been told and not been heard."""
-        key = f"trouble/{self.seen + 1}"
-        if not self._store.check([key]):
-            return None
-        self.seen += 1
-        return dict(json.loads(self._store.get(key)))
-
-    def ended(self) -> list[int]:
-        """The ranks of this host whose processes are gone."""
-        while self._store.check([key := f"place/{self._place}/{self._entries + 1}"]):
-            self._entries += 1
-            rank, pid = (int(word) for word in self._store.get(key).split())
-            if rank != self.rank:
-                with contextlib.suppress(OSError):
-                    self._neighbours[rank] = _pidfd(pid)
-        poll = select.poll()
-        for fd in self._neighbours.values():
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
-        gone = {fd for fd, _ in poll.poll(0)}
-        return [rank for rank, fd in self._neighbours.items() if fd < 0 or fd in gone]
-
-    def beat(self) -> None:
-        """Says that this rank looks, and learns who has the store while it can be asked."""
-        self._store.add(f"beat/{self.rank}", 1)
-        if self._host is None and self._store.check(["host"]):
-            self._host = int(self._store.get("host"))
-        self._looks += 1
-        if self._host is not None and self._host != self.rank:
-            self._host_has_left = self.state(self._host).startswith("left")
-
-    def silent(self) -> int | None:
-        """Another rank that is open and does not look any more. Takes `SILENT_SECONDS`."""
-        before = self._beats()
-        time.sleep(SILENT_SECONDS)
-        after = self._beats()
-        return next((rank for rank, beats in before.items() if after.get(rank) == beats), None)
-
-    def _beats(self) -> dict[int, int]:
-        others = [rank for rank in range(self.world) if rank != self.rank and self.state(rank).startswith("open")]
-        return {rank: self._store.add(f"beat/{rank}", 0) for rank in others}
-
-    def lost_with_store(self) -> int | None:
-        """The rank that had the store, if that cannot be reached any more and the rank had not left its budget."""
-        of_an_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._host is None and self._looks < ENOUGH_LOOKS and not of_an_agent:
-            self._host = 0  # as torch has it; there was no time to hear it
-        if self._address is None or self._host in (None, self.rank) or self._host_has_left:
-            return None
-        try:
-            socket.create_connection(self._address, CONNECT_SECONDS).close()
-        except ConnectionRefusedError:
-            return self._host
-        except OSError:
-            self._unanswered += 1
-            return self._host if self._unanswered >= MOST_UNANSWERED else None
-        self._unanswered = 0
-        return None
-
-    def forget(self) -> None:
-        """Its process group is gone, and another one takes its place."""
-        for fd in self._neighbours.values():
-            if fd >= 0:
-                os.close(fd)
-        self._neighbours.clear()
-
-    # -- what others wait for --
-
-    def show_connections(self) -> None:
-        """Says which connections are this rank's, so that who has the other end knows that it leads here."""
-        mine = [f"{c.laddr.ip}:{c.laddr.port}" for c in self._connections()]
-        self._store.set(f"ends/{self.rank}", json.dumps(mine))
-
-    def cut_connections(self) -> None:
-        """Shuts those to other ranks: what waits there for bytes gets an error of its backend."""
-        theirs: set[str] = set()
-        for rank in range(self.world):
-            key = f"ends/{rank}"
-            if rank != self.rank and self._store.check([key]):
-                theirs.update(json.loads(self._store.get(key)))
-        for c in self._connections():
-            if f"{c.raddr.ip}:{c.raddr.port}" in theirs:
-                _shut(c)
-
-    def cut_accepted(self) -> None:
-        """Without a store nobody can say where a connection leads. Each rank shuts what it has accepted: together all."""
-        mine = _listening()
-        for c in self._connections():
-            if c.laddr.port in mine:
-                _shut(c)
-
-    def _connections(self) -> Iterator[Any]:
-        for c in psutil.Process().net_connections("tcp"):
-            # Without the store's own.
-            if c.status == psutil.CONN_ESTABLISHED and not {c.laddr.port, c.raddr.port} & self._ports:
-                yield c
-
-    # -- figures --
-
-    def hand_in(self, figures: Figures) -> list[Figures] | None:
-        """Rank 0 gets those of all ranks that have a budget; None: this is another rank."""
-        self._store.set(f"figures/{self.budgets}/{self.rank}", json.dumps(figures))
-        if self.rank != 0:
-            return None if self.state(0) != "none 0 0" else [figures]
-        found, deadline = {0: figures}, time.monotonic() + FIGURES_SECONDS
-        while True:
-            # First: who leaves has handed in.
-            are_open = {rank for rank in range(self.world) if self.state(rank).startswith("open")}
-            for rank in range(self.world):
-                key = f"figures/{self.budgets}/{rank}"
-                if rank not in found and self._store.check([key]):
-                    found[rank] = json.loads(self._store.get(key))
-            if found.keys() >= are_open or time.monotonic() > deadline:
-                return list(found.values())
-            time.sleep(0.02)
 
 
 class Job:
@@ -226,20 +36,32 @@ class Job:
 
     Args:
         figures: of this rank, for the summary.
+        pager: gives the sign of life.
+        silent_seconds: without one after which a rank is lost; 0: never.
         quiet: there will be none.
         binary: errors speak in powers of two.
 
-    Known limitations: a rank that has no budget is not named. A host that is lost without closing its connections is named once
-    the backend has waited for its own timeout.
+    Known limitations: a rank that has no budget is not named. Nor is one whose host vanishes with the store of a launcher's
+    agent, or where the store is written in Python: then the backend waits for its own timeout.
     """
 
-    def __init__(self, figures: Callable[[], Figures], *, quiet: bool, binary: bool = False) -> None:
+    def __init__(
+        self,
+        figures: Callable[[], Figures],
+        pager: Pager,
+        *,
+        silent_seconds: float,
+        quiet: bool,
+        binary: bool = False,
+    ) -> None:
         self._figures = figures
+        self._pager = pager
+        self._silent_seconds = silent_seconds
         self._quiet = quiet
         self._binary = binary
         self._patches = Patches()
         self._member: Member | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._leaving = threading.Event()
         self._heard = threading.Event()
         self._trouble: dict[str, Any] | None = None  # another rank's
@@ -277,7 +99,6 @@ class Job:
                     member.tell(**self._trouble)
                 if self._trouble is not None:
                     return rank_error(self._trouble, member.rank, binary=self._binary)
-            member.show_connections()
             member.tell(rank=member.rank, **_described(error))
         if self._trouble is not None and _is_of_a_backend(error):  # heard while this one was about to be told
             return rank_error(self._trouble, member.rank, binary=self._binary)
@@ -318,40 +139,65 @@ class Job:
         self._leaving.clear()
         self._heard.clear()
         self._trouble = None
-        self._thread = threading.Thread(target=self._watch, args=(_member,), name="memmgr-job", daemon=True)
-        self._thread.start()
+        beats = _member.needs_no_gil and self._pager.beat(*_member.beats(), LOOK_SECONDS)
+        self._begin("memmgr-job", self._watch, _member, Silence(self._silent_seconds if beats else 0))
+        if beats and self._silent_seconds:
+            self._begin("memmgr-job-store", self._watch_store, _member, Silence(self._silent_seconds))
+
+    def _begin(self, name: str, *call: Any) -> None:
+        thread = threading.Thread(target=call[0], args=call[1:], name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _leave(self, failed: bool = False) -> None:
         member, self._member = self._member, None
         if member is None:
             return
         self._leaving.set()
-        if self._thread is not None:
-            self._thread.join(2 * LOOK_SECONDS)
-        with contextlib.suppress(Exception):
-            if not failed and not self._quiet:
-                self.all_figures = member.hand_in(self._figures())
-            member.leaves()
+        while self._threads:
+            self._threads.pop().join(2 * LOOK_SECONDS)
+        if not self._without_store():  # it may never answer
+            with contextlib.suppress(Exception):
+                if not failed and not self._quiet:
+                    self.all_figures = member.hand_in(self._figures())
+                member.leaves()
+        self._pager.beat()
 
-    # -- the thread --
+    def _without_store(self) -> bool:
+        return self._trouble is not None and self._trouble.get("how") == "store"
 
-    def _watch(self, member: Member) -> None:
+    # -- the threads --
+
+    def _watch(self, member: Member, silence: Silence) -> None:
         while not self._leaving.is_set():
             try:
-                trouble = self._look(member)
+                trouble = self._look(member, silence)
             except Exception:  # without the store nobody knows whether a rank has ended in order
                 lost = member.lost_with_store()
                 trouble = None if lost is None else {"rank": lost, "error": "", "text": "", "how": "store"}
+            if self._heard.is_set():
+                return
             if trouble is not None and trouble["rank"] != member.rank:
-                self._trouble = trouble
-                self._heard.set()
-                self._abort(member)
+                self._hear(member, trouble)
                 return
             self._leaving.wait(LOOK_SECONDS)
 
-    def _look(self, member: Member) -> dict[str, Any] | None:
-        member.beat()
+    def _watch_store(self, member: Member, silence: Silence) -> None:
+        # Where its host has vanished a question to it never ends, so the thread that asks cannot tell.
+        while not self._leaving.wait(LOOK_SECONDS) and not self._heard.is_set():
+            if silence.is_too_long(self._pager.beats()) and (host := member.host()) is not None:
+                self._hear(member, {"rank": host, "error": "", "text": "", "how": "store"})
+
+    def _hear(self, member: Member, trouble: dict[str, Any]) -> None:
+        self._trouble = trouble
+        self._heard.set()
+        self._abort(member)
+
+    def _look(self, member: Member, silence: Silence) -> dict[str, Any] | None:
+        member.look_around()
         trouble = member.next_trouble()
+        if trouble is None and (trouble := member.lost_neighbour(silence)) is not None:
+            member.tell(**trouble)
         if trouble is None:
             for rank in member.ended():
                 if member.state(rank).startswith("open"):
@@ -361,10 +207,7 @@ class Job:
         return trouble
 
     def _abort(self, member: Member) -> None:
-        without_store = self._trouble is not None and self._trouble.get("how") == "store"
-        cut = member.cut_accepted if without_store else member.cut_connections
-        with contextlib.suppress(Exception):
-            member.show_connections()
+        cut = member.cut_accepted if self._without_store() else member.cut_connections
         if self._leaving.wait(GRACE_SECONDS):
             return
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -412,36 +255,3 @@ def _described(error: BaseException) -> dict[str, Any]:
     text = str(error).strip().splitlines()
     sizes = {name: int(getattr(error, name, 0)) for name in ("budget_bytes", "floor_bytes", "enough_bytes")}
     return {"error": type(error).__name__, "text": text[0][:500] if text else "", **sizes}
-
-
-def _place() -> str:
-    """Where a process id means the same process: this boot of this machine, this namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    where = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    space = Path("/proc/self/ns/pid")
-    return f"{where}/{os.stat(space).st_ino if space.exists() else 0}"
-
-
-def _pidfd(pid: int) -> int:
-    """-1: the process is gone already."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
-
-
-def _address(store: Any) -> tuple[str, int] | None:
-    """Of a store that a process serves."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return (store.host, int(store.port)) if hasattr(store, "host") and hasattr(store, "port") else None
-
-
-def _listening() -> set[int]:
-    """The ports of this process."""
-    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-
-
-def _shut(connection: Any) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
-        end.shutdown(socket.SHUT_RDWR)

@@ -89,7 +89,9 @@ class PagerRuntime:
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._graphs = CompiledGraphs(lambda text: self._explain.spent(text))
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
-        self.job = Job(self.stats, quiet=config.quiet, binary=config.binary)
+        self.job = Job(
+            self.stats, self.native, silent_seconds=config.silent_seconds, quiet=config.quiet, binary=config.binary
+        )
         self._stock: Stock | None = None
         self._open = False
         self._final: dict[str, Any] | None = None

@@ -99,7 +99,7 @@ class SlicedSteps:
             cuts = self._pager.cuts(lists)
             # Asked of the whole list: are there no momenta yet?
             whole_asked = original.__name__ == "_fused_sgd" and any(len({t is None for t in one}) > 1 for one in lists)
-            if not cuts or whole_asked or not _alike(lists, self._device):
+            if not cuts or whole_asked or not _alike(lists, self._device) or _speaks(lists):
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
@@ -191,6 +191,18 @@ def _alike(lists: list[list[Any]], device: torch.device) -> bool:
     """Does every slice go the way of the whole? On an accelerator torch looks at whole lists to choose between one kernel for
     all and one for each; where all tensors are of the plainest sort a slice chooses the same."""
     return device.type == "cpu" or all(t is None or t.is_contiguous() for one in lists for t in one)
+
+
+def _speaks(lists: list[list[Any]]) -> bool:
+    """Do ranks speak within the step? DTensors that lie in different ways go by collectives, in the order of the ops; each rank
+    would cut that order at places of its own, by its budget."""
+    for row in zip(*lists, strict=True):
+        placed = [
+            (t.device_mesh, t.placements) for t in row if type(t) not in _PLAIN and hasattr(t, "placements") and t.dim()
+        ]
+        if any(each != placed[0] for each in placed) or any(p.is_partial() for _, all in placed[:1] for p in all):
+            return True
+    return False
 
 
 def _first_group(params: list[torch.Tensor]) -> torch.dtype:

@@ -10,6 +10,17 @@ from . import matrix, ranks
 
 ALL = [name for name in matrix.CASES if name != "fsdp2_with_tp"]
 FOUR = ["fsdp2_with_tp", "ddp", "fsdp2_reshard", "pp_gpipe", "pp_interleaved", "ring_attention", "expert_parallel"]
+FLOORS = [
+    "pp_1f1b",
+    "pp_gpipe",
+    "pp_interleaved",
+    "ddp",
+    "ddp_bucket_views",
+    "fsdp2_reshard",
+    "fsdp2_keep",
+    "tp_sequence",
+]
+FLOORS_QUICK = ["pp_1f1b", "ddp", "fsdp2_reshard", "tp_sequence"]
 QUICK = ["tp_sequence", "pp_interleaved", "expert_parallel"]
 """In `make test`; the plain ones of each kind are in tests/pager and tests/exactness."""
 
@@ -40,8 +51,6 @@ def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
     ranks.finish_all(ranks.begin("job.holders", world=2, folder=tmp_path, timeout=60), 60)
 
 
-@pytest.mark.parametrize(
-    "name", ["pp_1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pp_gpipe", "pp_interleaved"))]
-)
-def test_the_floor_of_a_stage(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [n if n in FLOORS_QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FLOORS])
+def test_the_floor_of_a_rank(name: str, tmp_path: Path) -> None:
     print(*ranks.finish_all(ranks.begin("job.floors", name, world=2, folder=tmp_path, timeout=90), 90), sep="\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from . import ranks
-from .trouble import BUDGET
+from .trouble import BUDGET, SILENT_SECONDS
 
 SECONDS = 10.0
 TROUBLES = ("BudgetError", "ValueError", "SIGKILL")
@@ -29,6 +31,7 @@ def _try(folder: Path, world: int, model: str, trouble: str) -> float:
         assert found is not None, f"rank {rank} had no error"
         assert found["error"] == "RankError" and found["who"] == last, found
         assert f"memmgr: rank {last} " in found["text"]
+        assert all(found["served"]), "a connection of the user's own was shut"
         if trouble == "BudgetError":
             assert own is not None and own["floor_bytes"] > BUDGET
             assert (found["floor_bytes"], found["enough_bytes"]) == (own["floor_bytes"], own["enough_bytes"])
@@ -81,6 +84,59 @@ def test_nobody_is_left_who_could_tell(tmp_path: Path, world: int, trouble: str)
             assert found["who"] is None or found["who"] != rank, found
         else:
             assert found["who"] == gone and f"memmgr: rank {gone} is gone" in found["text"], found
+
+
+@pytest.mark.parametrize(
+    ("world", "trouble"),
+    [
+        (2, "stopped"),
+        (2, "stopped, with the store"),
+        pytest.param(4, "stopped", marks=pytest.mark.slow),
+        pytest.param(4, "stopped, with the store", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stands_still_is_lost(tmp_path: Path, world: int, trouble: str) -> None:
+    """Its connections stay open, as of a host without power: the rank is named after `silent_seconds`."""
+    gone = 0 if "store" in trouble else world - 1
+    processes = ranks.begin("job.trouble", "ddp", trouble, world=world, folder=tmp_path, timeout=60)
+    still = processes.pop(gone)
+    try:
+        ranks.finish_all(processes, 60)
+    finally:
+        still.kill()
+        still.communicate(timeout=60)
+    for rank in set(range(world)) - {gone}:
+        found = ranks.read(tmp_path, rank)
+        assert found is not None and found["who"] == gone, found
+        took = found["when"] - float((tmp_path / "when").read_text())
+        assert SILENT_SECONDS < took < SILENT_SECONDS + 8, took
+        assert all(found["served"]), "a connection of the user's own was shut"
+        if trouble == "stopped":
+            assert found["floor_bytes"] > 0 and "Its floor was" in found["text"]
+
+
+def test_a_rank_that_is_busy_is_not_lost(tmp_path: Path) -> None:
+    """A call of C keeps the GIL for four times `silent_seconds`."""
+    ranks.finish_all(ranks.begin("job.trouble", "ddp", "busy", world=2, folder=tmp_path, timeout=60), 60)
+    assert not any(ranks.read(tmp_path, rank) for rank in range(2))
+
+
+def test_ranks_that_stand_still_together_are_not_lost(tmp_path: Path) -> None:
+    processes = ranks.begin("job.trouble", "ddp", "all stopped", world=2, folder=tmp_path, timeout=60)
+    end = time.monotonic() + 40
+    while not all((tmp_path / f"step{rank}").exists() for rank in range(2)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)
+    time.sleep(2.5 * SILENT_SECONDS)
+    assert (tmp_path / "step0").read_text() != "4"
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+    ranks.finish_all(processes, 60)
+    assert not any(ranks.read(tmp_path, rank) for rank in range(2))
+    assert (tmp_path / "step0").read_text() == "4"
 
 
 @pytest.mark.slow
