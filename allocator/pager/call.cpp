@@ -80,8 +80,7 @@ void Call::run(Frame& frame) {
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited;
   const bool outermost = tl_depth == 1;
-  if (C10_UNLIKELY(info_->of_a_job)) others_take_part = true;
-  const bool cut = C10_UNLIKELY(info_->list_op) && outermost && !others_take_part.load(std::memory_order_relaxed);
+  const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
   const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
   if (outermost) {

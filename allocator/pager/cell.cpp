@@ -21,7 +21,7 @@ SumUnderLock resident_cell_bytes;
 SumUnderLock root_bytes;
 SumUnderLock escaped_bytes;
 SumUnderLock newborn_bytes;
-std::atomic<uint64_t> in_flight_bytes{0};
+std::atomic<uint64_t> held_bytes{0};
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 
@@ -373,12 +373,12 @@ void stand_unpinned_locked(Cell* c) {
 void count_held_locked(Cell* c) {
   const bool elsewhere = c->newborn || c->escape != Escape::kNone || (c->root && !may_be_offloaded());
   const bool counts = c->held > 0 && !c->small && !elsewhere;
-  if (counts == c->in_flight) return;
-  c->in_flight = counts;
+  if (counts == c->counted_as_held) return;
+  c->counted_as_held = counts;
   if (counts)
-    in_flight_bytes += c->nbytes;
+    held_bytes += c->nbytes;
   else
-    in_flight_bytes -= c->nbytes;
+    held_bytes -= c->nbytes;
 }
 
 void begin_held_locked(Cell* c) {

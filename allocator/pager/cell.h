@@ -100,8 +100,8 @@ struct Cell {
   uint32_t ordinal = 0;
   uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
 
-  uint16_t held = 0;       // pins of works, of DDP's reducer and of readers that outlive their call
-  bool in_flight = false;  // counted among in_flight_bytes
+  uint16_t held = 0;             // pins of works, of DDP's reducer and of readers that outlive their call
+  bool counted_as_held = false;  // counted among held_bytes
 
   bool resident() const { return !(state.load(std::memory_order_acquire) & (kAbsent | kBusy)); }
 };
@@ -265,6 +265,6 @@ extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
 extern std::atomic<int64_t> absent_cells;
 
 // Of cells that are held so and stay for no other reason.
-extern std::atomic<uint64_t> in_flight_bytes;
+extern std::atomic<uint64_t> held_bytes;
 
 }  // namespace memmgr::pager

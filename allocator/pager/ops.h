@@ -38,7 +38,6 @@ struct OpInfo {
   bool lazy_clone = false;
   bool list_op = false;       // may run in slices (list_ops.h)
   bool collective = false;    // c10d's: it gives a Work
-  bool of_a_job = false;      // a whole group of ranks takes part
   bool tells_stream = false;  // to the allocator: that a stream uses the block
   RawReads reads_raw = RawReads::kNone;
   bool expensive = false;  // to run again, as Coop has it: convolutions, products, and what consists of them

@@ -369,8 +369,7 @@ uint64_t bytes_that_stay() {
   const uint64_t all = mm_arena_resident(budget.arena);
   const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                 // outputs, mostly
   const uint64_t roots = may_be_offloaded() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
-  return all - std::min(all, elsewhere) + escaped_bytes.load() + in_flight_bytes.load(std::memory_order_relaxed) +
-         roots;
+  return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load(std::memory_order_relaxed) + roots;
 }
 
 void note_working_set(uint64_t pinned_bytes, Share at_once) {
@@ -384,11 +383,7 @@ uint64_t refused_bytes() { return std::exchange(tl_refused_bytes, 0); }
 void note_refused() { note_floor(refused_bytes()); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};
-std::atomic<bool> others_take_part{false};
-void reset_floor() {
-  floor_mark = most_resident = 0;
-  others_take_part = false;
-}
+void reset_floor() { floor_mark = most_resident = 0; }
 
 // The arena asks nobody to leave for what could never fit.
 static uint64_t may_leave_bytes() {

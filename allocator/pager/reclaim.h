@@ -101,9 +101,6 @@ void note_refused();
 uint64_t refused_bytes();  // the same, of a try
 uint64_t floor_bytes();
 void reset_floor();
-// The process has asked for collectives of a whole group. What of them is under way at once is the other ranks' doing
-// and differs from run to run, so the floor has some room: lists count whole.
-extern std::atomic<bool> others_take_part;
 // The most that was resident after an op, since the same moment.
 extern std::atomic<uint64_t> most_resident;
 
