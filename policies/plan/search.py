@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from bisect import bisect_left, bisect_right
 
@@ -11,22 +12,12 @@ import numpy as np
 from .timeline import Timeline
 
 _NO_LIMIT = 1 << 62
-
-_FURTHER = 2.0
-"""What is dearer than its rival by this factor is not looked at to the end: it waits for its turn."""
-
-_SETTLE = 10
-"""Taking out what is not needed gets so many times the steps of finding it: they are shorter, and without it plans are bad."""
-
-_MANY = 4_000
-"""Events beyond the program's own from which on they are taken out by the batch first."""
-
-
-_WANDER = 0.01
-"""Trading goes on from what is worse than the best by up to this share, and comes back to it ..."""
-
-_TURNS = 30
-"""... after so many turns without a better one. Without that most passes end where no single trade helps."""
+_FURTHER = 2.0  # what is dearer than its rival by this factor is not looked at to the end: it waits for its turn
+_SETTLE = 10  # times the steps of finding it may go into taking out what it does not need; those are shorter
+_MANY = 4_000  # events beyond the program's own: from there on they are taken out by the batch first
+# Trading goes on from what is worse than the best by up to this share, and comes back to it after so many turns without a
+# better one. Without that most passes end where no single trade helps.
+_WANDER, _TURNS = 0.01, 30
 
 
 class Search:
@@ -320,6 +311,11 @@ class Search:
         t, p, keys = self.timeline, self.timeline.problem, self.timeline.keys
         row = key - key % t.stride
         changes = []  # (position from which on, bytes more)
+
+        def after(uses: list[int], start: int, key: int) -> int:
+            a = bisect_left(uses, key)
+            return bisect_right(keys, max(start, uses[a - 1]) if a else start)
+
         for s in t._makes(key - row):
             made, uses = t.made[s], t.uses[s]
             j = bisect_left(made, key)
@@ -329,8 +325,7 @@ class Search:
                 continue
             if start < t.gone[s] < uses[b - 1]:
                 return True
-            a = bisect_left(uses, key)
-            changes.append((bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), p.size[s]))
+            changes.append((after(uses, start, key), p.size[s]))
         if not changes:
             return False
         # What the row makes for it goes with it, as if for it alone; what comes from before stays less long.
@@ -348,16 +343,12 @@ class Search:
                     continue
                 b = bisect_left(uses, made[j]) if j < len(made) else len(uses)
                 if uses[b - 1] < row + t.stride:
-                    a = bisect_left(uses, row)
-                    changes.append(
-                        (bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start), -p.size[s])
-                    )
+                    changes.append((after(uses, start, row), -p.size[s]))
         changes.sort()
         end, more = bisect_left(keys, row), 0
-        for i, (low, size) in enumerate(changes):
+        for (low, size), (high, _) in itertools.pairwise([*changes, (end, 0)]):
             more += size
-            high = min(changes[i + 1][0], end) if i + 1 < len(changes) else end
-            if more > 0 and low < high and int(t.profile[low:high].max()) + more > self.budget:
+            if more > 0 and low < min(high, end) and int(t.profile[low : min(high, end)].max()) + more > self.budget:
                 return True
         return False
 
@@ -395,8 +386,7 @@ class Search:
 
     def settle(self, effort: int, rounds: int = 3) -> None:
         """Prunes until nothing more can go, or `_SETTLE` times `effort` steps are done."""
-        until = self.work + _SETTLE * effort
-        t = self.timeline
+        until, t = self.work + _SETTLE * effort, self.timeline
         while len(t.keys) > t.problem.n_ops + _MANY and t.thin(self.dearest_first(), self.budget):
             pass
         for _ in range(rounds):

@@ -15,6 +15,9 @@ HiGHS gets a time limit (`milp.py`), so on a slower machine the answer may be a 
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 from memmgr.policies.simulate.simulator import Run
 from memmgr.policies.trace import TierLink, Trace
 
@@ -61,6 +64,7 @@ class Stages:
             since: before this stage nothing runs again.
         """
         self.graph, self.budget, self.since = graph, budget_bytes, since
+        self.most_again = most_again
         self.n = len(graph.nodes)
         self.p = Milp()
         self.unit = max(graph.seconds) or 1.0
@@ -156,9 +160,14 @@ class Stages:
             if not solved and rounded:
                 _, x = self.p.solve(max(limit_seconds, _RELAXED_SECONDS), relaxed=True)
                 found += [] if x is None else [self._rounded(x, threshold) for threshold in _THRESHOLDS]
+                found = [stages for stages in found if self._runs_few(stages)]
         except ImportError:
             return None
         return found
+
+    def _runs_few(self, stages: list[list[int]]) -> bool:
+        again = Counter(itertools.chain.from_iterable(stages))
+        return self.most_again is None or max(again.values(), default=0) <= self.most_again
 
     def _rounded(self, x: list[float], threshold: float) -> list[list[int]]:
         """What is kept is rounded, then what has to run for that runs (the paper's two phases)."""

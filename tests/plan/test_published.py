@@ -226,6 +226,17 @@ def test_without_time_the_relaxation_is_rounded() -> None:
     assert replay(trace, rounded.steps, budget).valid
 
 
+def test_two_retention_intervals_stay_two_where_the_relaxation_is_rounded() -> None:
+    """Rounding knows of no rows: what it gives may run more often, and is no answer then."""
+    token = LIMIT_SECONDS.set(0.0)
+    runs = [moccasin(trace := read(tangle(seed, ops=5)), int(trace.unmanaged_peak[0] * 0.75)) for seed in range(12)]
+    LIMIT_SECONDS.reset(token)
+    assert any(run.feasible for run in runs)
+    for run in runs:
+        again = [s.target for s in run.steps if s.do is Do.RECOMPUTE]
+        assert len(again) == len(set(again))
+
+
 def test_many_ops_are_few_nodes() -> None:
     trace = trace_of(3, depth=30)
     graph = graph_of(trace, 16)
