@@ -21,7 +21,7 @@ SumUnderLock resident_cell_bytes;
 SumUnderLock root_bytes;
 SumUnderLock escaped_bytes;
 SumUnderLock newborn_bytes;
-std::atomic<uint64_t> held_bytes{0};
+SumUnderLock held_bytes;
 SumUnderLock recipe_bytes;
 std::atomic<int64_t> absent_cells{0};
 

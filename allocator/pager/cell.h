@@ -262,9 +262,7 @@ extern SumUnderLock root_bytes;  // of cells that nothing can make again: withou
 extern SumUnderLock escaped_bytes;
 extern SumUnderLock newborn_bytes;
 extern SumUnderLock recipe_bytes;  // all of them, and what is kept for them
+extern SumUnderLock held_bytes;    // of cells whose pin outlives an op, and that stay for no other reason
 extern std::atomic<int64_t> absent_cells;
-
-// Of cells that are held so and stay for no other reason.
-extern std::atomic<uint64_t> held_bytes;
 
 }  // namespace memmgr::pager

@@ -58,7 +58,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (!s) return;
   Cell* c = cell_of(s);
   if (C10_UNLIKELY(!c)) {
-    grows_in_pool(s);
+    grows_in_pool(s);  // set_ lets a storage grow that it only reads
     if (!adopts_ || !adoptable(s) || s->nbytes() < budget.options.small_bytes) return;
     c = adopt_in_budget(s, may_wait_);
     if (!c) return;

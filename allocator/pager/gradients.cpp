@@ -9,12 +9,13 @@ namespace memmgr::pager {
 
 namespace {
 
-// The gradient of a leaf; an undefined tensor where nobody may look.
+// The gradient of a leaf; an undefined tensor where nobody may look. Most tensors never had one, and ask nobody.
 const at::Tensor& gradient_of(PyObject* o) {
   static const at::Tensor none;
   if (!THPVariable_Check(o)) return none;
   const at::Tensor& t = THPVariable_Unpack(o);
-  return t.defined() && t.is_leaf() && elsewhere() != Elsewhere::kGradients ? t.grad() : none;
+  const bool may_have = t.defined() && t.unsafeGetTensorImpl()->autograd_meta() && t.is_leaf();
+  return may_have && elsewhere() != Elsewhere::kGradients ? t.grad() : none;
 }
 
 PyObject* py_others_wait(PyObject*, PyObject*) { return PyBool_FromLong(elsewhere() == Elsewhere::kWaits); }

@@ -369,7 +369,7 @@ uint64_t bytes_that_stay() {
   const uint64_t all = mm_arena_resident(budget.arena);
   const uint64_t elsewhere = resident_cell_bytes.load() + scratch_now();                 // outputs, mostly
   const uint64_t roots = may_be_offloaded() ? newborn_bytes.load() : root_bytes.load();  // newborns are roots
-  return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load(std::memory_order_relaxed) + roots;
+  return all - std::min(all, elsewhere) + escaped_bytes.load() + held_bytes.load() + roots;
 }
 
 void note_working_set(uint64_t pinned_bytes, Share at_once) {

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CALL = torch.nn.Module._call_impl.__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # C from torch 2.14.1 on
 # What a kernel takes over its tensors, on the CPU: a convolution brings them into layouts of its own, and a recurrent layer
 # keeps a workspace of all gates for its backward.
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
@@ -105,9 +105,16 @@ def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _in_function() -> bool:
     """A Function's forward (a reentrant checkpoint's, AOTAutograd's) runs without gradients in a step that has them."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code is not _APPLY and not _has_context(frame):
         frame = frame.f_back
     return frame is not None
+
+
+def _has_context(frame: FrameType) -> bool:
+    """Is it such a forward? Known limitation: not where `setup_context` has the context, from torch 2.14.1 on."""
+    code = frame.f_code
+    first = code.co_varnames[0] if code.co_argcount and code.co_name == "forward" else None
+    return first is not None and isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx)
 
 
 def _numbers_of_others() -> Callable[[], None]:
