@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CALL = torch.nn.Module._call_impl.__code__
-_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)  # C from torch 2.14.1 on
+# C from torch 2.14.1 on
+_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 # What a kernel takes over its tensors, on the CPU: a convolution brings them into layouts of its own, and a recurrent layer
 # keeps a workspace of all gates for its backward.
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}

@@ -21,6 +21,7 @@ import memmgr
 from memmgr._errors import Holdings, budget_error, failed_tier, torchs_own_words
 from memmgr._sizes import show_size
 from memmgr.native import pager
+from memmgr.observe import rehearsal
 
 from .in_backward import in_backward
 from .there import bytes_already_there
@@ -549,3 +550,17 @@ def test_dlpack_of_what_has_no_room_is_ours_too() -> None:
         with pytest.raises(memmgr.BudgetError) as caught:
             torch.utils.dlpack.to_dlpack(x)
         check_error(caught.value, 9 * MB)
+
+
+def test_a_functions_forward_is_known_where_apply_is_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is from torch 2.14.1 on."""
+    monkeypatch.setattr(rehearsal, "_APPLY", None)
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            assert rehearsal._in_function()
+            return x.clone()
+
+    assert not rehearsal._in_function()
+    Asks.apply(torch.ones(1))
