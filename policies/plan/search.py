@@ -89,7 +89,7 @@ class Search:
                 if back in seen:
                     continue
                 if not lost:
-                    if not t.can_restore(s):
+                    if not t.can_restore(s, q):
                         continue
                     low = bisect_right(events, end)
                     if high < 0:
@@ -98,7 +98,7 @@ class Search:
                         high <= low or int(profile[low:high].max()) + p.size[s] <= self.budget
                     ):
                         continue
-                elif not t.can_restore(s):
+                elif not t.can_restore(s, q):
                     return None
                 seen.add(back)
                 keys.append(back)
@@ -204,7 +204,7 @@ class Search:
             self._looked += 2
             uses = t.uses[s]
             a = bisect_left(uses, at)
-            if a == len(uses) or uses[a] == at or t.reach(s, at) < at:
+            if a == len(uses) or uses[a] == at or t.reach(s, at) < at or not t.can_restore(s, uses[a]):
                 heapq.heappop(heap)
                 continue
             key = t.restore(s, uses[a])

@@ -49,10 +49,9 @@ class Timeline:
         self.made: list[list[int]] = [[own[k]] for k in p.maker]
         self.uses: list[list[int]] = [[] for _ in range(m)]
         self.pin = [own[t] if t >= 0 else -1 for t in p.pinned]
-        self.gone = [own[k] if k >= 0 else _NEVER for k in p.written]
-        for s, k in enumerate(p.let_go):
-            if k >= p.maker[s]:
-                self.gone[s] = min(self.gone[s], own[k] + 1)
+        # A copy below goes with what the program lets go of: from there on only its op brings it back.
+        self.let_go = [own[k] + 1 if k >= maker else _NEVER for k, maker in zip(p.let_go, p.maker, strict=True)]
+        self.gone = [min(own[k] if k >= 0 else _NEVER, end) for k, end in zip(p.written, self.let_go, strict=True)]
         for k, inputs in enumerate(p.inputs):
             for s in inputs:
                 self.uses[s].append(own[k])
@@ -106,13 +105,13 @@ class Timeline:
         return (stage * self.rows + self.rows - 1) * self.stride + self.first + op
 
     def restore(self, s: int, key: int) -> int:
-        """The event in `key`'s row that brings storage s back: by reading where it has a price, else by its op."""
+        """The event in `key`'s row that brings storage s back: by reading where it has a price and a copy, else by its op."""
         row = key - key % self.stride
-        return row + s if s in self.prices else row + self.first + self.problem.maker[s]
+        return row + s if s in self.prices and key < self.let_go[s] else row + self.first + self.problem.maker[s]
 
-    def can_restore(self, s: int) -> bool:
-        """Whether anything brings storage s back once it is gone."""
-        return s in self.prices or self.problem.again[s]
+    def can_restore(self, s: int, key: int = 0) -> bool:
+        """Whether anything brings storage s back at `key` once it is gone."""
+        return self.problem.again[s] or (s in self.prices and key < self.let_go[s])
 
     def has(self, key: int) -> bool:
         """Whether the event is there."""

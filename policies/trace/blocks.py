@@ -76,12 +76,14 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
     pairs = dict(trace.cycle)
     starts = set(pairs.values())
     now: dict[int, int] = {}  # the block of each storage that is there
+    computed = 0  # ops of the program, up to there
     for step in steps:
         if step.do is Do.FREE:
             block = now.pop(step.target)
             p.died[-1].append(block)
             continue
         op, event = trace.ops[step.target], len(p.steps)
+        computed = max(computed, step.target + (step.do is Do.COMPUTE))
         if op.kind == OpKind.CONSTANT:
             p.constants.append(step)
             for s in op.outputs:
@@ -108,8 +110,10 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
         for s in op.outputs:
             if s in now:
                 continue
-            stays = trace.storages[s].pinned_until > step.target
-            p.blocks.append(Block(trace.storages[s].size_bytes, stays, op.kind == OpKind.COMPUTE))
+            storage = trace.storages[s]
+            # What the program has let go of has no cell: made again, it is there until its readers have run.
+            stays = storage.pinned_until > step.target or storage.released <= computed
+            p.blocks.append(Block(storage.size_bytes, stays, op.kind == OpKind.COMPUTE))
             block = now[s] = len(p.blocks) - 1
             p.blocks[block].versions.append((event, s))
             p.born[-1].append(block)

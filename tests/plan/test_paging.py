@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from memmgr._trace_file import read_trace, write_trace
 from memmgr.policies.plan.paging import Paged, least_seconds, paged
 from memmgr.policies.plan.planner import plan
-from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceError
-from memmgr.policies.trace.schedule import Cost, Do, replay
+from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace, TraceBuilder, TraceError
+from memmgr.policies.trace.schedule import Cost, Do, Step, replay
 
 LINK = TierLink("disk", 1000.0, 1000.0, shared=True)
 
@@ -301,3 +302,46 @@ def test_an_op_that_reads_what_is_changed_in_place_later_does_not_run_again_afte
     storages = tuple(Storage(f"s{i}", sizes[i], i, released[i]) for i in range(12))
     trace = Trace(ops, storages, "cpu", None, (LINK,), copy_on_write=False, cycle=((0, 0), (11, 1))).check()
     plan(trace, int(0.9 * trace.unmanaged_peak[0]), link=LINK, solve=False)
+
+
+def test_what_is_made_again_for_its_readers_is_not_written_below() -> None:
+    """Nobody holds it, so a run has no cell that could leave between them."""
+    builder = TraceBuilder(copy_on_write=False)
+    w = builder.constant("w", 1)
+    builder.call("x", 1.0, ["w"], [("x", 10, -1)])
+    for name in ("a", "b"):
+        builder.call(name, 1.0, ["x"], [(name, 10, -1)])
+    builder.release("x")
+    builder.call("turn", 1.0, ["w"], [])
+    builder.call("read", 1.0, ["a"], [])
+    builder.release("a")
+    builder.call("wide", 1.0, ["w"], [("wide", 50, -1)])
+    builder.release("wide")
+    builder.call("read", 1.0, ["b"], [])
+    builder.release("b")
+    trace = replace(builder.build(), cycle=((w, w),)).check()
+    x, a, b, wide = (next(s for s, one in enumerate(trace.storages) if one.name.startswith(f"{k}.")) for k in (1, 2, 3, 6))
+
+    def program(keep: bool) -> Iterator[Step]:
+        for k in range(4):
+            yield Step(Do.COMPUTE, k)
+        yield from (Step(Do.FREE, s) for s in (x, a, b))
+        yield Step(Do.COMPUTE, 4)
+        yield Step(Do.RECOMPUTE, 1)
+        yield Step(Do.RECOMPUTE, 2)
+        if not keep:
+            yield Step(Do.FREE, x)
+        yield Step(Do.COMPUTE, 5)
+        yield Step(Do.FREE, a)
+        yield Step(Do.COMPUTE, 6)
+        yield Step(Do.FREE, wide)
+        if not keep:
+            yield Step(Do.RECOMPUTE, 1)
+        yield Step(Do.RECOMPUTE, 3)
+        yield Step(Do.FREE, x)
+        yield Step(Do.COMPUTE, 7)
+        yield Step(Do.FREE, b)
+
+    assert paged(trace, 61, LINK, program(keep=True)) is not None
+    assert paged(trace, 55, LINK, program(keep=False)) is not None
+    assert paged(trace, 55, LINK, program(keep=True)) is None

@@ -470,6 +470,35 @@ def test_a_run_has_no_more_what_it_has_let_go_of(seed: int, ratio: float) -> Non
     assert made.seconds >= plan(trace, budget, effort=20_000, solve=False).bound_seconds * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("rate", [5.0, 20.0, 200.0])
+@pytest.mark.parametrize("ratio", [0.6, 0.45, 0.35])
+@pytest.mark.parametrize("cycle", [False, True])
+def test_what_a_run_has_let_go_of_has_no_copy(cycle: bool, ratio: float, rate: float) -> None:
+    """A DenseNet's features are let go of in forward, and all that backward makes again is made of them."""
+    builder = TraceBuilder()
+    w = builder.constant("w", 1)
+    builder.call("f", 5.0, ["w"], [("f0", 10, -1)])
+    layers = range(1, 8)
+    for i in layers:
+        features = [f"f{k}" for k in range(i)]
+        builder.call("cat", 0.1, features, [(f"cat{i}", 10 * i, -1)])
+        builder.call("act", 0.1, [f"cat{i}"], [(f"act{i}", 10 * i, -1)])
+        builder.call("conv", 5.0, [f"act{i}", "w"], [(f"f{i}", 10, -1)])
+    builder.call("loss", 1.0, [f"f{layers[-1]}"], [("g", 10, -1)])
+    for i in (0, *layers):
+        builder.release(f"f{i}")
+    for i in reversed(layers):
+        builder.call("back", 5.0, [f"act{i}", f"cat{i}", "g"], [(f"g{i}", 10, -1)])
+        for name in (f"act{i}", f"cat{i}"):
+            builder.release(name)
+    trace, link = builder.build(), TierLink("host", rate, rate)
+    trace = changed(trace, copy_on_write=False, cycle=((w, w),) if cycle else ()).check()
+    made = plan(trace, int(ratio * trace.unmanaged_peak[0]), link=link, effort=20_000, solve=False, lets_go=True)
+    assert made.feasible
+    assert cycle or holds(trace, made, link) is None
+    assert not kept_past_its_end(trace, made)
+
+
 def test_what_is_let_go_of_is_made_again_first() -> None:
     """`large` is cheaply made of `small`, which nobody holds any more: a schedule may keep it, a run cannot."""
     builder = TraceBuilder()
@@ -489,16 +518,17 @@ def test_what_is_let_go_of_is_made_again_first() -> None:
 
 
 def kept_past_its_end(trace: Trace, made: Plan) -> int:
-    """Reads of what the program's own op has made and the program has let go of since."""
+    """Reads of what the program's own op has made, or a tier had, and the program has let go of since."""
     own: dict[int, bool] = {}
-    reads = now = 0
+    reads = begun = 0
     for step in made.steps:
-        if step.do not in (Do.COMPUTE, Do.RECOMPUTE):
-            continue
-        now = step.target if step.do is Do.COMPUTE else now
-        op = trace.ops[step.target]
-        reads += sum(own[s] and trace.storages[s].released <= now for s in op.inputs)
-        own.update(dict.fromkeys(op.outputs, step.do is Do.COMPUTE))
+        if step.do is Do.RELOAD:
+            reads += trace.storages[step.target].released <= begun
+        elif step.do in (Do.COMPUTE, Do.RECOMPUTE):
+            op = trace.ops[step.target]
+            reads += sum(own[s] and trace.storages[s].released <= begun for s in op.inputs)
+            own.update(dict.fromkeys(op.outputs, step.do is Do.COMPUTE))
+            begun += step.do is Do.COMPUTE
     return reads
 
 
