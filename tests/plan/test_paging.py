@@ -320,7 +320,9 @@ def test_what_is_made_again_for_its_readers_is_not_written_below() -> None:
     builder.call("read", 1.0, ["b"], [])
     builder.release("b")
     trace = replace(builder.build(), cycle=((w, w),)).check()
-    x, a, b, wide = (next(s for s, one in enumerate(trace.storages) if one.name.startswith(f"{k}.")) for k in (1, 2, 3, 6))
+    x, a, b, wide = (
+        next(s for s, one in enumerate(trace.storages) if one.name.startswith(f"{k}.")) for k in (1, 2, 3, 6)
+    )
 
     def program(keep: bool) -> Iterator[Step]:
         for k in range(4):
