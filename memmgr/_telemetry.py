@@ -23,6 +23,7 @@ from . import _modules as modules_
 from . import _stream
 from ._consumers import Consumer, Log, Reader, dumps, log_path
 from ._modules import Modules
+from ._threads import join
 from .observe.ranks import where_in_job
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
@@ -153,8 +154,7 @@ class Telemetry:
         self._ending = {"stats": stats, "summary": summary, "failed": failed}
         self._stop = True
         os.eventfd_write(self._wake, 1)
-        with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
-            self._thread.join(2.0)
+        join(self._thread, 2.0)
         self._thread = None
         self._shut()
         self.forget_address()

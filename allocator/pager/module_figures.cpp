@@ -129,9 +129,9 @@ PyObject* py_set_purpose(PyObject*, PyObject* args) {
 
 PyObject* py_stats(PyObject*, PyObject*) {
   PyObject* d = PyDict_New();
-  if (!d || !budget.arena) return d;
-  mm_arena_stats a{};
-  mm_arena_stats_get(budget.arena, &a);
+  if (!d) return d;
+  mm_arena_stats a{};  // before the first budget of a process: whoever fails to open it asks, too
+  if (budget.arena) mm_arena_stats_get(budget.arena, &a);
   put(d, "budget_bytes", a.budget_bytes);
   put(d, "resident_bytes.current", a.live_bytes + a.outside_bytes);
   put(d, "resident_bytes.peak", a.resident_peak_bytes);

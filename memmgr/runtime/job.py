@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from memmgr._errors import BudgetError, RankError, rank_error
+from memmgr._threads import join
 from memmgr.native.pager import Pager
 from memmgr.readers.patches import Patches
 
@@ -155,7 +156,7 @@ class Job:
             return
         self._leaving.set()
         while self._threads:
-            self._threads.pop().join(2 * LOOK_SECONDS)
+            join(self._threads.pop(), 2 * LOOK_SECONDS)
         if not self._without_store():  # it may never answer
             with contextlib.suppress(Exception):
                 if not failed and not self._quiet:

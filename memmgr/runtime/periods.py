@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from memmgr._consumers import log_path
 from memmgr._telemetry import Telemetry
+from memmgr._threads import join
 from memmgr._trace_file import write_trace
 from memmgr.native.pager import Pager
 from memmgr.observe.ranks import where_in_job
@@ -89,8 +89,7 @@ class Periods:
         """Waits for the thread."""
         if self._thread is not None:
             self._pager.end_wait_for_loop()
-            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
-                self._thread.join()
+            join(self._thread)
 
     def _loop(self) -> None:
         """Where there is no backward: turns of the program's loop that come again get a plan, too."""

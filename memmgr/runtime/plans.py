@@ -6,7 +6,6 @@ a period deviates, malloc's order finishes it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memmgr._threads import join
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee, knee
@@ -313,6 +313,4 @@ class Plans:
 
     def close(self) -> None:
         """Waits for the thread."""
-        if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
-                self._thread.join()
+        join(self._thread)

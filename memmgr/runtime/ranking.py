@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 
+from memmgr._threads import join
 from memmgr.native.pager import Order, Pager
 from memmgr.policies import NO_LINK, Action, Candidates, Link, Policy, rank
 from memmgr.policies.rules.directors import DIRECTORS
@@ -57,7 +58,7 @@ class Ranker:
         self._stop = True
         if self._thread is not None:
             self._pager.end_wait_for_pressure()
-            self._thread.join()
+            join(self._thread)
 
     def complaints(self) -> list[str]:
         """What went wrong, for who ends the budget."""

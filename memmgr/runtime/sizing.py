@@ -6,7 +6,6 @@ known when a pass has added nothing to it and no state is still to come.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
+from memmgr._threads import join
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
@@ -186,9 +186,7 @@ class Sizing:
     def close(self, stats: dict[str, Any]) -> None:
         """The budget closes: says so where there never was a limit."""
         self._timer.cancel()
-        if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
-                self._thread.join()
+        join(self._thread)
         if not self.done:
             held = show_size(stats["unmanaged_peak_bytes"])
             if self._known:

@@ -305,3 +305,19 @@ def test_a_budget_in_a_generator_that_nobody_ends_closes_with_the_interpreter() 
     """Python ends the generator where it has taken the lists of finders away."""
     done = subprocess.run([sys.executable, "-c", IN_A_GENERATOR], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "100000.0\n", "")
+
+
+BEFORE_IT_IS_OPEN = """
+import memmgr
+from memmgr.runtime import pager
+
+pager.is_capturing = lambda device: True
+memmgr.budget("1GB").__enter__()
+"""
+
+
+def test_what_keeps_the_first_budget_of_a_process_from_opening_is_said() -> None:
+    """Nothing has figures yet, and closing asks for some."""
+    done = subprocess.run([sys.executable, "-c", BEFORE_IT_IS_OPEN], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "RuntimeError: memmgr: a budget cannot be opened while a graph is captured"
+    assert "KeyError" not in done.stderr

@@ -306,8 +306,9 @@ def run(
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     found: list[Tensor] = []
     result: dict[str, Any] = {}
-    with opened() if opened else contextlib.nullcontext((None, None)) as (native, budget):
-        try:
+    budget: Any = None
+    try:
+        with opened() if opened else contextlib.nullcontext((None, None)) as (native, budget):
             for i in range(passes):
                 torch.accelerator.synchronize()
                 p = Pass(native, i == passes - 1, torch.tensor(2.0 + i).to(DEVICE), fake, main, side, x, leaves)
@@ -324,10 +325,10 @@ def run(
                 for leaf in leaves.values():
                     leaf.grad = None
             result["digest"] = _digest(found)
-        except RuntimeError as error:
-            if opened is None:
-                raise
-            result["digest"] = f"raised: {error}"
+    except RuntimeError as error:  # the budget's end checks, too
+        if opened is None:
+            raise
+        result["digest"] = f"raised: {error}"
     if budget is not None:
         result["stats"] = budget.stats()
     return result

@@ -119,9 +119,9 @@ def test_under_a_profiler_without_modules_it_is_not_managed_and_says_so(folder: 
     """Only the interpreter's profile hook says when the op that saves the first tensor is over, and the profiler has it."""
     (folder / "plain.py").write_text(WITHOUT_MODULES)
     variables = {**os.environ, "MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "strict:off"}
-    done = python("-m", "cProfile", "plain.py", cwd=folder, env=variables)
+    done = python("-m", "profile", "plain.py", cwd=folder, env=variables)
     assert done.returncode == 0 and "a profiler runs in this thread" in done.stderr
-    done = python("-m", "cProfile", "plain.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
+    done = python("-m", "profile", "plain.py", cwd=folder, env={**os.environ, "MEMMGR_BUDGET": "8MB"})
     assert done.returncode == 1 and not re.search("^bits ", done.stdout, re.MULTILINE)
     assert done.stderr.startswith("memmgr: the budget cannot be opened: a profiler runs in this thread"), done.stderr
     assert len(done.stderr.splitlines()) == 1
