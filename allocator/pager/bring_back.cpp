@@ -71,6 +71,7 @@ void bring_back(Cell* c) {
   Wait wait;
   at::DataPtr bytes;
   try {
+    TORCH_CHECK(!c->given_up, "memmgr: these bytes were lost when an earlier budget could not bring them back");
     TORCH_CHECK(!is_capturing(),
                 "memmgr: a graph is captured that needs a tensor which has left the device; run what "
                 "it captures once before the capture begins, or give the budget more room");
@@ -86,7 +87,6 @@ void bring_back(Cell* c) {
       if (absence == Absence::kPacked) {
         mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
       } else {
-        TORCH_CHECK(c->slot >= 0, "memmgr: these bytes were lost when an earlier budget could not bring them back");
         const int wrong = mm_tier_read_now(budget.tier, c->slot, bytes.get());
         if (wrong < 0) {
           note_tier_error(-wrong);

@@ -201,6 +201,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     auto cells = all_cells();
     Py_BEGIN_ALLOW_THREADS;
     for (auto& [c, s] : cells) {
+      if (c->given_up) continue;  // whoever reads it is told; this budget has lost nothing
       pin(c, ticks());
       try {
         bring_back(c);
@@ -237,7 +238,10 @@ PyObject* py_close(PyObject*, PyObject*) {
     {
       // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
       std::lock_guard<std::mutex> lock(graph_lock());
-      for_each_cell_locked([](Cell* c) { c->slot = -1; });
+      for_each_cell_locked([](Cell* c) {
+        c->slot = -1;
+        c->given_up |= !c->resident();
+      });
     }
     Py_BEGIN_ALLOW_THREADS;
     drop_what_waits();

@@ -15,7 +15,6 @@ from typing import Any
 import forkserver
 
 CHILD = Path(__file__).with_name("child.py")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SAMPLE_SECONDS = 0.003
 
 
@@ -24,7 +23,7 @@ class Seen:
     """What a child did.
 
     Attributes:
-        rss_bytes: its resident set over that at "start", at the highest sample between "start" and "end".
+        rss_bytes: its resident set, code left out, over that at "start", at the highest sample between "start" and "end".
         samples: how many were taken, and `gap_seconds` the longest time between two.
         result: what the child said about itself: stats, losses, the digest of the parameters, the error that it met.
         text: its standard error.
@@ -43,8 +42,10 @@ class Seen:
         return stats
 
 
-def _rss(statm: int) -> int:
-    return int(os.pread(statm, 128, 0).split()[1]) * PAGE_BYTES
+def _rss(status: int) -> int:
+    """Anonymous pages and shared memory: pages of files are code, which is mapped in as it runs."""
+    text = os.pread(status, 4096, 0).decode()
+    return sum(int(text.partition(f"{kind}:")[2].split(None, 1)[0]) << 10 for kind in ("RssAnon", "RssShmem"))
 
 
 def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: float = 300.0) -> Seen:
@@ -66,14 +67,14 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
     try:
         line = child.stdout.readline()
         assert line.strip() == b"start", f"the child did not start: {line!r} {child.stderr.read().decode()[-3000:]}"
-        statm = os.open(f"/proc/{child.pid}/statm", os.O_RDONLY)
-        start = peak = _rss(statm)
+        status = os.open(f"/proc/{child.pid}/status", os.O_RDONLY)
+        start = peak = _rss(status)
         child.stdin.write(b"go\n")
         child.stdin.flush()
         os.set_blocking(child.stdout.fileno(), False)
         samples, gap, last, output = 0, 0.0, time.monotonic(), b""
         while b"\nend\n" not in b"\n" + output:
-            peak = max(peak, _rss(statm))
+            peak = max(peak, _rss(status))
             now = time.monotonic()
             samples, gap, last = samples + 1, max(gap, now - last), now
             part = child.stdout.read()
@@ -82,7 +83,7 @@ def watch(spec: dict[str, Any], env: dict[str, str] | None = None, seconds: floa
             output += part or b""
             assert now < deadline, f"the child took more than {seconds} s"
             time.sleep(SAMPLE_SECONDS)
-        os.close(statm)
+        os.close(status)
         with contextlib.suppress(BrokenPipeError):  # it died: the exit status says how
             child.stdin.write(b"bye\n")
             child.stdin.close()

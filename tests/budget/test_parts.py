@@ -291,6 +291,25 @@ def test_a_full_disk_is_met_by_eviction(tmp_path: Path) -> None:
     assert stats["tier_bytes.peak"] <= 8_000_000
 
 
+def test_what_a_budget_could_not_bring_back_is_no_fault_of_the_next() -> None:
+    """Whoever reads it is told so, for as long as it is held."""
+    lost = torch.arange(50_000.0)
+    with (
+        pytest.raises(RuntimeError, match="reading 200000 bytes back"),
+        memmgr.budget("1GB", policy="offload", quiet=True),
+    ):
+        native = memmgr._budget.current().native  # type: ignore[union-attr]
+        assert native.adopt(lost) and native.take_away(lost)
+        native.tier_inject(0, 0, errno.EIO, 0)
+    for _ in range(2):
+        with memmgr.budget("1GB", quiet=True):
+            assert torch.ones(50_000).exp().sum() > 0
+            with pytest.raises(RuntimeError, match="were lost when an earlier budget could not bring them back"):
+                lost.sum()
+    with pytest.raises(RuntimeError, match="are not in memory"):
+        lost.sum()
+
+
 def test_a_full_disk_with_nothing_else(tmp_path: Path) -> None:
     stats, error = survives("gpt", 0.5, policy="offload", disk=(tmp_path, "8MB"))
     assert stats["tier_errors"] > 0
