@@ -24,7 +24,7 @@ std::vector<std::pair<Cell*, StoragePtr>> absent(bool evicted) {
   std::vector<std::pair<Cell*, StoragePtr>> found;
   std::lock_guard<std::mutex> lock(graph_lock());
   for_each_cell_locked([&](Cell* c) {
-    if (!(c->state.load() & kAbsent) || (c->absence == Absence::kEvicted) != evicted) return;
+    if (!(c->state.load() & kAbsent) || c->given_up || (c->absence == Absence::kEvicted) != evicted) return;
     if (StoragePtr s = hold(c)) found.emplace_back(c, std::move(s));
   });
   return found;
