@@ -292,6 +292,7 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   Remains remains;
   std::lock_guard<std::mutex> lock(graph_lock());
   note_death_locked(c);
+  if (c->version) note_ghost_locked(c->version, c);
   const uint32_t standing = c->standing_pins;
   unstand_all_locked(c);
   const uint32_t before = c->state.fetch_add(kDead - standing, std::memory_order_acq_rel);

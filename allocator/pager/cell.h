@@ -120,6 +120,8 @@ struct Version {
   Recipe* recipe = nullptr;  // counted
   uint16_t depth = 0;
   uint64_t nbytes = 0;
+  uint32_t period = 0;  // of a ghost: the timeline's that its cell was in last, and its number there
+  uint32_t ordinal = 0;
   bool lost = false;                     // a ghost that nothing can make any more
   c10::SmallVector<Recipe*, 2> readers;  // the recipes that name it
 };

@@ -19,8 +19,7 @@ struct PlanRow {
 };
 
 struct KeptRow {  // ghosts that one group of rematerializations makes and a later one reads
-  uint32_t made, read;
-  uint64_t nbytes;
+  uint32_t made, read, ordinal;
 };
 
 struct FollowedPlan {

@@ -190,7 +190,7 @@ std::vector<PlanRow> plan_rows(const Columns& c) {
 }
 
 // add_plan(hashes, departures, writes, reads, groups, kept): hashes as timeline() gave them; rows of int64, sorted by
-// position: (position, ordinal, what), for kept (made, read, bytes)
+// position: (position, ordinal, what), for kept (made, read, ordinal)
 PyObject* py_add_plan(PyObject*, PyObject* args) {
   PyObject *hashes, *rows[4], *kept;
   if (!PyArg_ParseTuple(args, "SSSSSS", &hashes, &rows[0], &rows[1], &rows[2], &rows[3], &kept)) return nullptr;
@@ -204,7 +204,7 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
   if (!take(kept, 3, &c)) return nullptr;
   for (size_t i = 0; i < c.rows; ++i)
     plan.kept.push_back({static_cast<uint32_t>(c.data[3 * i]), static_cast<uint32_t>(c.data[3 * i + 1]),
-                         static_cast<uint64_t>(c.data[3 * i + 2])});
+                         static_cast<uint32_t>(c.data[3 * i + 2])});
   if (!take(hashes, 1, &c)) return nullptr;
   if (c.rows == 0) {
     PyErr_SetString(PyExc_ValueError, "a plan for no op");

@@ -34,7 +34,9 @@ std::vector<Kept>& kept_ghosts() {
 thread_local RematGroup* tl_group = nullptr;  // that this thread runs
 
 bool worth_keeping_locked(const Version* v) {
-  return tl_group && v->temporary && v->needed > 0 && (tl_group->reads_later_locked(v) || tl_group->may_keep_locked(v));
+  if (!tl_group || !v->temporary) return false;
+  // What the plan keeps may be needed by nobody yet: what is made of it goes later, and is made again then.
+  return (v->needed > 0 && tl_group->reads_later_locked(v)) || tl_group->may_keep_locked(v);
 }
 
 template <class Which>
@@ -342,7 +344,7 @@ bool RematGroup::reads_later_locked(const Version* v) const {
 }
 
 std::vector<KeptRow>::iterator RematGroup::row_for(const Version* v) {
-  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return r.nbytes == v->nbytes; });
+  return std::find_if(keep_.begin(), keep_.end(), [&](const KeptRow& r) { return was_ordinal_locked(v, r.ordinal); });
 }
 
 bool RematGroup::may_keep_locked(const Version* v) { return row_for(v) != keep_.end(); }
@@ -359,7 +361,7 @@ void RematGroup::end_read() {
   std::lock_guard<std::mutex> lock(graph_lock());
   for (Kept& k : kept_ghosts()) {
     if (k.until != UINT32_MAX || reads_later_locked(k.version)) continue;
-    const auto row = k.version->needed > 0 ? row_for(k.version) : keep_.end();
+    const auto row = row_for(k.version);
     k.until = row != keep_.end() ? row->read : 0;
     if (row != keep_.end()) keep_.erase(row);
   }

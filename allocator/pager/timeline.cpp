@@ -232,6 +232,15 @@ void note_death_locked(const Cell* c) {
     p.noted.deaths.emplace_back(static_cast<uint32_t>(p.noted.ops.size()), c->ordinal);
 }
 
+void note_ghost_locked(Version* v, const Cell* c) {
+  v->period = c->period;
+  v->ordinal = c->ordinal;
+}
+
+bool was_ordinal_locked(const Version* v, uint32_t ordinal) {
+  return v->ordinal == ordinal && v->period == period().number;
+}
+
 Cell* cell_of_ordinal_locked(uint32_t ordinal) {
   const std::vector<Cell*>& live = period().live;
   return ordinal < live.size() ? live[ordinal] : nullptr;

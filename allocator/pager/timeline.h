@@ -76,6 +76,10 @@ class Moment {
 
 void forget_in_timeline_locked(Cell* c);
 void note_death_locked(const Cell* c);
+// Its bytes go with the cell, or are about to be written over: a plan names it by the cell that it was.
+void note_ghost_locked(Version* v, const Cell* c);
+// Whether it was, in this period, what the cell with that ordinal was.
+bool was_ordinal_locked(const Version* v, uint32_t ordinal);
 // The cell of this period with that ordinal; null: it has died.
 Cell* cell_of_ordinal_locked(uint32_t ordinal);
 // The cell with that ordinal of the last period that had this hash: the one before, or the last turn that was the same

@@ -118,6 +118,7 @@ Version* new_version_locked(Cell* c, Trash* trash) {
   if (before->cell == c) {
     const bool pulled = pulls_locked(before);
     before->cell = nullptr;
+    note_ghost_locked(before, c);
     if (!pulled && pulls_locked(before) && before->recipe) need_inputs_locked(before->recipe);
     check_lost_locked(before);
   }

@@ -249,7 +249,7 @@ def measured(
 
 @dataclass(frozen=True)
 class PlanRows:
-    """What the pager follows: (position, ordinal, what) each, sorted; `kept`: (made, read, bytes).
+    """What the pager follows: (position, ordinal, what) each, sorted; `kept`: (made, read, ordinal).
 
     Attributes:
         departures: may go after the op.
@@ -311,7 +311,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     grouped = False  # something was made again for the next of them already
     unmade: dict[
         int, tuple[int, ...]
-    ] = {}  # of what is made with whatever reads it, and is not yet: what it is made of
+    ] = {}  # ops that run with whatever reads their results, and have not yet: what they read
     late: dict[int, None] = {}  # goes when that is made
 
     def go(s: int) -> None:
@@ -320,7 +320,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         found[which].append((position, cell(s), DROPS))
 
     def go_late() -> None:
-        still = {s for made_of in unmade.values() for s in made_of}
+        still = {s for read in unmade.values() for s in read}
         for s in [s for s in late if s not in still]:
             del late[s]
             go(s)
@@ -350,10 +350,10 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             if rows_of_it:
                 todo = list(op.inputs)
                 while todo:
-                    todo += unmade.pop(todo.pop(), ())
+                    todo += unmade.pop(trace.storages[todo.pop()].maker, ())
                 go_late()
             else:
-                unmade.update(dict.fromkeys(again, op.inputs))
+                unmade[s] = op.inputs
         elif step.do is Do.RELOAD:
             resident.add(s)
             if s in away:
@@ -368,7 +368,7 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             resident.discard(s)
             if of.ordinal[s] < 0 or trace.storages[s].released <= done:
                 continue
-            if any(s in made_of for made_of in unmade.values()):
+            if any(s in read for read in unmade.values()):
                 late[s] = None
             else:
                 go(s)
@@ -378,9 +378,9 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         found[which][row] = position, ordinal, OFFLOADS
     last: dict[tuple[int, int], int] = {}  # of what is kept, and since when: until when
     for c in carried(trace, steps):
-        if trace.storages[c.storage].released <= c.made:
+        if trace.storages[c.storage].released <= c.made and of.ordinal[c.storage] >= 0:
             last[c.storage, c.made] = max(last.get((c.storage, c.made), 0), c.read)
-    kept = [(before(made), before(read), trace.storages[s].size_bytes) for (s, made), read in last.items()]
+    kept = [(before(made), before(read), of.ordinal[s]) for (s, made), read in last.items()]
 
     # In the order of the plan, which is by position but for what the time between two ops shifts.
     by_position = {which: sorted(those, key=lambda row: row[0]) for which, those in found.items()}

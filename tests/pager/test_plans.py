@@ -21,7 +21,7 @@ from memmgr.native import pager
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
 from memmgr.runtime.plans import MOST_TRIES
-from memmgr.tools.bench.models import TreeLSTM
+from memmgr.tools.bench.models import DenseNet, TreeLSTM
 
 pytestmark = pytest.mark.filterwarnings("error:memmgr")
 
@@ -399,12 +399,25 @@ class Tree(models.Training):
         super().__init__(model, lambda: model(leaves).square().mean())
 
 
-def test_a_plan_of_many_small_ops_is_done_as_it_says() -> None:
-    """Nothing is dropped before what is made of it, and what the plan has away goes again when it has come along."""
+class Dense(models.Training):
+    """A DenseNet: all that leaves is made of features that the program has let go of, each as large as the others."""
+
+    def __init__(self) -> None:
+        model = DenseNet(8, 6, levels=2)
+        images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+        super().__init__(model, lambda: model(images, labels))
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "share"), [(Tree, "evict", 0.45), (Dense, "evict", 0.5), (Dense, "auto", 0.4)]
+)
+def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, share: float) -> None:
+    """Nothing is dropped before what is made of it, what the plan has away goes again when it has come along, and what
+    later groups read is what stays for them."""
     torch.manual_seed(0)
-    training = Tree()
-    limit = int(need(Tree) * 0.45)
-    with memmgr.budget(limit, quiet=True, policy="evict") as mm:
+    training = make()
+    limit = int(need(make) * share)
+    with memmgr.budget(limit, quiet=True, policy=policy) as mm:
         losses: list[float] = []
         figures: list[dict[str, Any]] = []
         for _ in range(STEPS):
@@ -413,9 +426,9 @@ def test_a_plan_of_many_small_ops_is_done_as_it_says() -> None:
             figures.append(mm.stats())
         runtime: Any = _budget.current()
         planned = runtime.plans.latest().rematerialized
-    assert (losses, bits(training)) == plain(Tree)
+    assert (losses, bits(training)) == plain(make)
     now, before = figures[-1], figures[-2]
     assert now["planned_passes"] - before["planned_passes"] == 1
-    assert now["short_periods"] - before["short_periods"] == 0
-    # What a plan keeps and the program has let go of is made again, so a little more runs than planned: 1.3 times.
-    assert 0 < now["recomputes"] - before["recomputes"] <= 1.5 * planned
+    if share > 0.4:  # there the room that is left is less than one of its cells
+        assert now["short_periods"] - before["short_periods"] == 0
+    assert 0 < now["recomputes"] - before["recomputes"] <= 1.2 * planned

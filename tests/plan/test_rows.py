@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
-from memmgr.policies.trace.schedule import Do, Step, replay
+from memmgr.policies.trace.schedule import Do, Step
+from memmgr.policies.trace.schedule import replay as replayed
 from memmgr.runtime.timeline import DROPS, MAKES, Measured, rows
 
 C, A, GHOST, B, OUT = range(5)
@@ -32,7 +35,7 @@ def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
         Step(again, 1), Step(again, 2), Step(free, A), Step(again, 3), Step(free, GHOST), Step(compute, 5), Step(free, B),
         Step(again, 1), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
-    assert replay(of.trace, steps, 4).valid
+    assert replayed(of.trace, steps, 4).valid
     made = rows(of, steps)
     assert made.groups == [(4, A, MAKES), (4, B, MAKES), (4, A, DROPS), (5, A, MAKES)]
     assert sorted(made.departures) == [(2, A, DROPS), (2, B, DROPS)]
@@ -46,5 +49,44 @@ def test_what_goes_late_and_is_made_again_before_that_stays() -> None:
         Step(again, 1), Step(again, 2), Step(free, A), Step(again, 1), Step(again, 3), Step(free, GHOST), Step(compute, 5),
         Step(free, B), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
-    assert replay(of.trace, steps, 4).valid
+    assert replayed(of.trace, steps, 4).valid
     assert rows(of, steps).groups == [(4, A, MAKES), (4, B, MAKES)]
+
+
+def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
+    """An op's scratch is made with its result and read by nobody. It had kept what the op read until the group's end."""
+    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
+    of = period()
+    scratch, late = 5, 6
+    ops = list(of.trace.ops)
+    ops[2] = Op("ghost", 1.0, (A,), (GHOST, scratch))
+    ops[4] = Op("late", 1.0, (C,), (late,))
+    ops[5] = Op("last", 1.0, (B, late), (OUT,))
+    storages = (*of.trace.storages, Storage("scratch", 1, 2, 3), Storage("late", 1, 4, 6))
+    of = replace(of, trace=replace(of.trace, ops=tuple(ops), storages=storages).check(), ordinal=[0, 1, 2, 3, 4, -1, 5])
+    steps = [
+        *(Step(compute, k) for k in range(3)), Step(free, scratch), Step(compute, 3), Step(free, GHOST), Step(free, A),
+        Step(free, B), Step(compute, 4), Step(free, late), Step(again, 1), Step(again, 2), Step(free, A),
+        Step(free, scratch), Step(again, 3), Step(free, GHOST), Step(again, 4), Step(compute, 5), Step(free, B),
+        Step(free, late), Step(again, 1), Step(compute, 6), Step(free, A),
+    ]  # fmt: skip
+    assert replayed(of.trace, steps, 6).valid
+    assert rows(of, steps).groups == [(4, A, MAKES), (4, B, MAKES), (4, A, DROPS), (4, 5, MAKES), (5, A, MAKES)]
+
+
+def test_what_later_groups_read_is_named_by_its_cell() -> None:
+    """Of features that are all as large the wrong ones were kept."""
+    compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
+    of = period()
+    ops = list(of.trace.ops)
+    ops[6] = Op("end", 1.0, (B,), (), OpKind.VIEW)
+    storages = list(of.trace.storages)
+    storages[B] = replace(storages[B], released=7)
+    of = replace(of, trace=replace(of.trace, ops=tuple(ops), storages=tuple(storages)).check())
+    steps = [
+        *(Step(compute, k) for k in range(4)), Step(free, GHOST), Step(free, B), Step(compute, 4), Step(again, 2),
+        Step(again, 3), Step(compute, 5), Step(free, B), Step(again, 3), Step(compute, 6), Step(free, GHOST),
+        Step(free, A), Step(free, B),
+    ]  # fmt: skip
+    assert replayed(of.trace, steps, 5).valid
+    assert rows(of, steps).kept == [(4, 5, GHOST)]
