@@ -41,6 +41,10 @@ def test_the_page_has_every_check(script: ModuleType) -> None:
 
 def test_the_page_has_the_versions_that_are_installed() -> None:
     """It is made again when one changes; what is not installed here cannot be compared."""
+    usual = re.search(r"install.* torch==([\d.]+)", (ROOT / "Makefile").read_text())
+    assert usual is not None
+    if version("torch").partition("+")[0] != usual[1]:
+        pytest.skip("another torch than `make setup` takes, on purpose")
     stated = re.findall(r"\b(memmgr|torch|Python|[a-z]+) (\d+\.[\w.+]+\w)", script_page())
     assert len(stated) > 8 and {"memmgr", "torch", "transformers", "ipython"} <= dict(stated).keys()
     for package, said in stated:
