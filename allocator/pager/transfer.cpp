@@ -125,9 +125,9 @@ bool begin_write_locked(Cell* c) {
   if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
+  counters.writes_ahead++;  // one that the tier refuses at once, too
   if (slot >= 0) {
     c->writing = slot;
-    counters.writes_ahead++;
     transfers().writes.push_back(c);
     under_way++;
   }  // else whoever has to leave is told

@@ -72,7 +72,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("evicted_bytes", "counter", "bytes of the evictions"),
     Figure("offloads", "counter", "tensors that were written to the tier below, ahead of need included"),
     Figure("offload_bytes", "counter", "bytes of the offloads"),
-    Figure("write_backs", "counter", "offloads that were written ahead of need"),
+    Figure("write_backs", "counter", "offloads that were written ahead of need, or tried to be"),
     Figure("clean_drops", "counter", "tensors that left without a write: the tier had a copy"),
     Figure("packed", "counter", "tensors of two values that left all but a bit an element"),
     Figure("reloads", "counter", "tensors that were read back"),
