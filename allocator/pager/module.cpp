@@ -238,10 +238,7 @@ PyObject* py_close(PyObject*, PyObject*) {
     {
       // What could not come back is lost with the tier: nobody may take a later tier's slot for it.
       std::lock_guard<std::mutex> lock(graph_lock());
-      for_each_cell_locked([](Cell* c) {
-        c->slot = -1;
-        c->given_up |= !c->resident();
-      });
+      for_each_cell_locked([](Cell* c) { c->slot = -1, c->given_up |= !c->resident(); });
     }
     Py_BEGIN_ALLOW_THREADS;
     drop_what_waits();
