@@ -303,11 +303,10 @@ def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period
                 hashes = native.timeline()["hashes"][:8] + bytes(8)  # it goes on otherwise after the first op
                 writes = np.array([(0, ordinal, 0) for ordinal in range(40)], dtype=np.int64).tobytes()
                 native.add_plan(hashes, b"", writes, b"", b"", b"")
-    of_each = [now["offload_bytes"] - before["offload_bytes"] for before, now in itertools.pairwise(figures)]
+    of_each = [now["write_backs"] - before["write_backs"] for before, now in itertools.pairwise(figures)]
     assert figures[-1]["planned_passes"] - figures[STEPS - 1]["planned_passes"] == 4
-    # The other one writes 40 cells at once. A copy more or less is the disk's: what is late is not written again.
-    cell = 1 << 18
-    assert max(of_each[STEPS:]) <= of_each[STEPS - 2] + 4 * cell < 40 * cell
+    # The other one writes what the first op has met. Fewer are a slow disk's: what is on its way is not written again.
+    assert 0 < max(of_each[STEPS - 1 :]) <= max(of_each[: STEPS - 1])
 
 
 def test_the_link_is_measured_by_copies_that_nobody_waits_for() -> None:
@@ -431,6 +430,6 @@ def test_a_plan_is_done_as_it_says(make: type[models.Training], policy: str, sha
     assert (losses, bits(training)) == plain(make)
     now, before = figures[-1], figures[-2]
     assert now["planned_passes"] - before["planned_passes"] == 1
-    if share > 0.4:  # there the room that is left is less than one of its cells
+    if share > 0.4:  # there a cell or two leave before their time, and are made again; why is not known
         assert now["short_periods"] - before["short_periods"] == 0
     assert 0 < now["recomputes"] - before["recomputes"] <= 1.2 * planned
