@@ -307,6 +307,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   Wait wait;
+  const ScratchStays stays;
   counters.reclaims++;
   note_shortage();
   const uint64_t want = need ? need : request;

@@ -4,8 +4,7 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 
 - A storage is one version of a cell; small storages are not in it. What was there when the period began is a constant.
 - `c.elsewhere` is the most that was resident and no cell's: small tensors, what C++ holds for itself.
-- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after. What others gave
-  back meanwhile hides some of it, so ops that look alike have what the neediest of them had.
+- `scratch` is what an op needed beyond its outputs at the worst moment inside it; it is released right after.
 - Two-valued bytes can leave all but a bit for each element: their op makes the bits, and another makes the bytes of them.
 - What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
 - `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
@@ -79,6 +78,8 @@ class _Builder:
         self.seconds = np.frombuffer(c["seconds"], dtype=np.float32).tolist()
         self.before = np.frombuffer(c["before"], dtype=np.float32).tolist()
         self.scratch = np.frombuffer(c["scratch"], dtype=np.uint64).tolist()
+        if scratch:
+            self.scratch = [max(pair) for pair in zip(self.scratch, scratch, strict=True)]
         self.other = np.frombuffer(c["other"], dtype=np.uint64)
         self.touched = np.frombuffer(c["ordinal"], dtype=np.uint32).tolist()
         self.flags = list(c["flags"])
@@ -99,19 +100,6 @@ class _Builder:
         self.hashes = c["hashes"]
         self.turn = c["turn"]
         self.backward_at: int | None = None
-        self.take_the_most(scratch)
-
-    def take_the_most(self, known: Sequence[int]) -> None:
-        """Of what ops that look alike needed beyond their outputs, and of what is known of the same ops."""
-        looks = []
-        most: dict[tuple[object, ...], int] = {}
-        for k, number in enumerate(self.op):
-            part = slice(self.first_touch[k], self.first_touch[k + 1])
-            sizes = (self.sizes[ordinal] for ordinal in self.touched[part])
-            ways = (flags & (_WRITES | _MAKES) for flags in self.flags[part])
-            looks.append((number, k < self.turn, *zip(sizes, ways, strict=True)))
-            most[looks[-1]] = max(most.get(looks[-1], 0), self.scratch[k], known[k] if known else 0)
-        self.scratch = [most[look] for look in looks]
 
     def storage(self, name: str, size: int, ordinal: int = -1) -> int:
         self.storages.append(Storage(name, size, len(self.ops)))

@@ -248,3 +248,26 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "3 whole passes, and pass 9 was to be recorded" in late.stderr
     assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
     assert "--out" in capfd.readouterr().err
+
+
+def test_what_leaves_inside_of_an_op_does_not_hide_what_the_op_takes(tmp_path: Path) -> None:
+    """Plans had let go of too little before such an op, each time."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 1 << 18).view(512, 512))
+
+    def step() -> None:
+        weight.grad = None
+        x: torch.Tensor = weight
+        for _ in range(8):
+            x = (x * 0.5).exp()  # saved: it may leave
+        torch.logsumexp(x, 0).sum().backward()
+
+    def scratch(trace: Trace) -> list[tuple[str, int]]:
+        return [
+            (op.name, sum(trace.storages[s].size_bytes for s in op.outputs if trace.storages[s].name.endswith(".scratch")))
+            for _, op in program(trace)
+        ]
+
+    roomy = traced(step, tmp_path / "roomy.trace")
+    tight = traced(step, tmp_path / "tight.trace", limit=int(roomy.unmanaged_peak[0] * 0.5), policy="evict")
+    assert dict(scratch(roomy))["aten::logsumexp"] >= weight.nbytes
+    assert scratch(tight) == scratch(roomy)

@@ -145,7 +145,7 @@ def test_what_ops_needed_when_it_ran_short_is_planned_for(monkeypatch: pytest.Mo
     assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
     assert run.asked[-1] == run.asked[-2], "the margin is as it was"
     assert run.of[-1].unmanaged_peak[0] > run.of[-2].unmanaged_peak[0]
-    run.pager.noted = columns([0, 600, 0])  # less than is known
+    run.pager.noted = columns([0, 0, 600])  # less than is known
     assert not run.ends(2, followed=True, short=True) and run.ends(2, followed=True, short=True)
     assert run.asked[-1] == int(LIMIT * (1 - 2 * plans.MARGIN)), "nothing is seen, so it is the margin"
     assert run.of[-1].unmanaged_peak == run.of[-2].unmanaged_peak
@@ -176,8 +176,7 @@ def test_planning_takes_its_share_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
     assert run.ends(39), "none is lost: it comes again"
 
 
-def test_ops_that_look_alike_need_what_the_neediest_needs() -> None:
-    """What others give back while an op runs hides what it takes."""
+def test_an_op_needs_the_most_that_it_has_ever_needed() -> None:
     period = measured(columns([0, 40, 7]), (), scratch=[0, 0, 50])
-    assert period.scratch == [50, 50, 50]
-    assert measured(columns([0, 40, 7]), ()).scratch == [40, 40, 40]
+    assert period.scratch == [0, 40, 50]
+    assert measured(columns([0, 40, 7]), ()).scratch == [0, 40, 7]

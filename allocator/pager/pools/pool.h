@@ -104,5 +104,13 @@ void note_scratch_taken(uint64_t nbytes);
 void note_scratch_given(uint64_t nbytes);
 uint64_t scratch_now();  // of it, what is there still
 uint64_t scratch_peak();
+// Cells that leave meanwhile, from inside of an op's malloc, are not what the op gives back.
+struct ScratchStays {
+  ScratchStays();
+  ScratchStays(const ScratchStays&) = delete;
+  ScratchStays& operator=(const ScratchStays&) = delete;
+  ~ScratchStays();
+  const int64_t before;
+};
 
 }  // namespace memmgr::pager

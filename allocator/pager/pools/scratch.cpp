@@ -19,5 +19,7 @@ void note_scratch_taken(uint64_t nbytes) {
 void note_scratch_given(uint64_t nbytes) { tl_scratch -= static_cast<int64_t>(nbytes); }
 uint64_t scratch_now() { return static_cast<uint64_t>(std::max<int64_t>(0, tl_scratch)); }
 uint64_t scratch_peak() { return static_cast<uint64_t>(tl_scratch_peak); }
+ScratchStays::ScratchStays() : before(tl_scratch) {}
+ScratchStays::~ScratchStays() { tl_scratch = before; }
 
 }  // namespace memmgr::pager
