@@ -263,7 +263,10 @@ def test_what_leaves_inside_of_an_op_does_not_hide_what_the_op_takes(tmp_path: P
 
     def scratch(trace: Trace) -> list[tuple[str, int]]:
         return [
-            (op.name, sum(trace.storages[s].size_bytes for s in op.outputs if trace.storages[s].name.endswith(".scratch")))
+            (
+                op.name,
+                sum(trace.storages[s].size_bytes for s in op.outputs if trace.storages[s].name.endswith(".scratch")),
+            )
             for _, op in program(trace)
         ]
 
