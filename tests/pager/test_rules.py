@@ -447,6 +447,22 @@ def test_two_threads_whose_ops_fit_one_by_one(large_only: None, beyond: Callable
         assert torch.equal(own[2], own[0] + own[1])
 
 
+def _threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_no_thread_is_woken_for_what_others_have(large_only: None, beyond: Callable[[str], int]) -> None:
+    """It would take a core from the program's ops at each departure."""
+    x = torch.randn(256, 1024, requires_grad=True)
+    with memmgr.budget(beyond("8MB"), quiet=True, disk=False) as mm:
+        h = x
+        for _ in range(24):
+            h = torch.tanh(h)
+        h.sum().backward()
+        assert mm.stats()["evictions"] >= 16
+        assert "memmgr drops" not in _threads()
+
+
 # ---- opening, leaving, errors ----------------------------------------------------------------------------------------
 
 
