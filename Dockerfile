@@ -1,7 +1,25 @@
-# The demo in a container, on the CPU:  docker build -t memmgr . && docker run --rm memmgr
-FROM python:3.12-slim
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
+# The demo in a container, on the CPU; its picture comes out in the current folder:
+#
+#   docker build -t memmgr . && docker run --rm --user "$(id -u)" -v "$PWD":/out memmgr
+#
+# All else goes after the name: docker run --rm memmgr memmgr doctor --quick, or python /examples/plain.py.
+FROM python:3.11-slim AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ make
+# From here torch comes without CUDA's libraries, which are gigabytes.
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN python -m venv /opt/memmgr && /opt/memmgr/bin/pip install --no-cache-dir torch==2.13.0 numpy psutil
 WORKDIR /memmgr
 COPY . .
-RUN make setup
-CMD ["make", "demo"]
+RUN make wheel WITH=/opt/memmgr/bin/python && /opt/memmgr/bin/pip install --no-cache-dir "$(echo dist/*.whl)[demo]"
+
+# The pager is compiled: no compiler from here on.
+FROM python:3.11-slim
+COPY --from=build /opt/memmgr /opt/memmgr
+COPY examples /examples
+# Whoever runs it may have no home of his own.
+ENV PATH=/opt/memmgr/bin:$PATH HOME=/tmp
+# Any user may write here, with a folder mounted or without one.
+RUN mkdir --mode=1777 /out
+WORKDIR /out
+USER nobody
+CMD ["memmgr", "demo"]
