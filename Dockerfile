@@ -5,8 +5,9 @@
 # All else goes after the name: docker run --rm memmgr memmgr doctor --quick, or python /examples/plain.py.
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make
-# From here torch comes without CUDA's libraries, which are gigabytes.
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Torch brings CUDA's libraries, gigabytes that nothing here uses. --build-arg PIP_EXTRA_INDEX_URL=... with torch's index of
+# CPU wheels leaves them out.
+ARG PIP_EXTRA_INDEX_URL
 RUN python -m venv /opt/memmgr && /opt/memmgr/bin/pip install --no-cache-dir torch==2.13.0 numpy psutil
 WORKDIR /memmgr
 COPY . .
