@@ -10,6 +10,7 @@ namespace memmgr {
 namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
+constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
 CUdeviceptr Address(void* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -131,6 +132,15 @@ CUresult DevicePages::MapPage(CUdeviceptr at) {
   return error;
 }
 
+// A page costs tens of microseconds: what is far from fitting is not tried a page at a time. What is near may fit: the
+// driver's figure is not exact.
+bool DevicePages::HasRoom(uint64_t pages) const {
+  size_t free_bytes = 0, total_bytes = 0;
+  const uint64_t bytes = pages * ops_.page_bytes;
+  if (bytes < kManyBytes || driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) return true;
+  return bytes <= free_bytes + kManyBytes;
+}
+
 // The first page that could not be unmapped, or end.
 uint64_t DevicePages::UnmapPages(uint64_t first, uint64_t end) {
   for (uint64_t page = first; page < end; ++page) {
@@ -150,7 +160,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
   const Timed timed(&counts_.map_nanoseconds);
   const uint64_t first = (at - base_) / ops_.page_bytes;
   const uint64_t end = first + bytes / ops_.page_bytes;
-  CUresult error = CUDA_SUCCESS;
+  CUresult error = HasRoom(mapped_->CountHoles(first, end)) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
   for (uint64_t page = first; page < end && error == CUDA_SUCCESS; ++page) {
     // What the driver once refused to unmap is still there.
     if (mapped_->CountHoles(page, page + 1) == 0) continue;

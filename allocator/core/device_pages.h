@@ -68,6 +68,7 @@ class DevicePages {
   int Decommit(CUdeviceptr at, size_t bytes);
   void Release(CUdeviceptr base, size_t bytes);
   CUresult MapPage(CUdeviceptr at);
+  bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);
   CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
   CUresult Noted(CUresult error) {

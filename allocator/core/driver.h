@@ -137,8 +137,9 @@ std::string DriverText(const mm_driver& driver, CUresult error);
 // 0, or the negative errno that fits best.
 int DriverErrno(CUresult error);
 
-// While this lives the device's primary context is the calling thread's. A thread that had none keeps it; one that had
-// another (another device's) has that back afterwards.
+// While this lives the device's primary context is the calling thread's; afterwards what was, also none: a thread that
+// has not used CUDA yet would else be on this device from then on, because the runtime goes by the context (its
+// cudaGetDevice would say so, and the program's next tensor lie there).
 class EnsureContext {
  public:
   [[nodiscard]] EnsureContext(const mm_driver& driver, int ordinal);
@@ -149,7 +150,8 @@ class EnsureContext {
 
  private:
   const mm_driver& driver_;
-  CUcontext before_ = nullptr;  // to go back to; NULL: nothing to do
+  CUcontext before_ = nullptr;  // to go back to
+  bool changed_ = false;
   CUresult error_ = CUDA_SUCCESS;
 };
 

@@ -152,6 +152,7 @@ struct Fake {
   std::map<uint64_t, uint64_t> host;  // page-locked
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
+  int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
   uint64_t next_handle = 1;
   int file = -1;
   uint64_t file_bytes = 0;
@@ -460,6 +461,8 @@ struct Call {
       error = CUDA_ERROR_NOT_INITIALIZED;
     } else if (needs_context && current == nullptr) {
       error = CUDA_ERROR_INVALID_CONTEXT;
+    } else if (needs_context) {
+      error = fake.broken;
     }
   }
   ~Call() {
@@ -1065,6 +1068,7 @@ void fake_reset(uint64_t seed, int mode) {
   fake.streams.clear();
   fake.calls.clear();
   fake.faults.clear();
+  fake.broken = 0;
   fake.capture_violations = 0;
   fake.graphs.clear();
   fake.lenient = false;
@@ -1087,6 +1091,13 @@ void fake_fail_next(const char* name, int after, int code) {
   std::string plain = name;
   if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
   fake.faults[plain] = {after, code};
+}
+
+// A kernel fails: the context is of no use from now on. 0: all is well.
+void fake_break(int code) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.broken = code;
 }
 
 uint64_t fake_call_count(const char* name) {
