@@ -99,8 +99,7 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     const uint64_t small = RoundUp(small_bytes, pages.page_bytes);
     errno = 0;
     char* base = static_cast<char*>(pages.reserve(pages.user, large + small));
-    if (base != nullptr) 
-      return new Arena(pages, base, large, small, areas.small_unit_shift, budget_bytes);
+    if (base != nullptr) return new Arena(pages, base, large, small, areas.small_unit_shift, budget_bytes);
     if (large <= RoundUp(least, pages.page_bytes)) break;
   }
   *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses";

@@ -68,10 +68,10 @@ def test_what_failed_is_told_whole(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(gpu_sections, "_ends_at", 0.0)
     monkeypatch.setattr(gpu_sections, "SECTIONS", {"one": lambda device, quick: gpu_sections._run(spec).failure == ""})
     monkeypatch.setenv("PYTHONFAULTHANDLER", "")
-    spec = runs.RunSpec("nonsense", steps=1, sizes={"what": 1}, budget_bytes=50_000_000)
+    spec = runs.RunSpec("nonsense", steps=1, sizes={"what": 1})
     assert gpu_sections.main(["one", "cpu", "60"]) == gpu_sections.DID_NOT_HOLD
     text = capsys.readouterr().out
-    assert "nonsense in 50.0 MB" in text
+    assert "nonsense unmanaged" in text
     assert "Traceback" in text and "unexpected keyword argument 'what'" in text
 
 

@@ -77,7 +77,9 @@ def _seconds_left() -> float:
 
 def _together(device: str, acts: Sequence[Callable[[], T]]) -> list[Future[T]]:
     """What they return, or raise; side by side on a GPU."""
-    with ThreadPoolExecutor(_AT_ONCE if device == "cuda" else 1) as pool:
+    # Plain memory is all that is free.
+    side_by_side = device == "cuda" and os.environ.get("MEMMGR_CUDA_MEMORY", "mapped") == "mapped"
+    with ThreadPoolExecutor(_AT_ONCE if side_by_side else 1) as pool:
         return [pool.submit(act) for act in acts]
 
 
@@ -312,7 +314,7 @@ def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, floa
 def _probed(*words: str, **variables: str) -> dict[str, Any]:
     """What a program of `cuda_probe` says; it runs by path, so that it decides when memmgr is imported."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
-    kept = {k: v for k, v in os.environ.items() if k == "MEMMGR_CACHE"}
+    kept = {k: v for k, v in os.environ.items() if k in ("MEMMGR_CACHE", "MEMMGR_CUDA_MEMORY")}
     done = subprocess.run(
         [sys.executable, "-P", str(cuda_probe.__file__), *words],
         env={**clean, **kept, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},

@@ -224,7 +224,14 @@ class _Process:
     ) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
         # How memmgr is set up, not whether it is on.
-        kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_CORE_LIB", "MEMMGR_DISK", "MEMMGR_DEBUG")
+        kept = (
+            "MEMMGR_INSTALL",
+            "MEMMGR_CACHE",
+            "MEMMGR_CORE_LIB",
+            "MEMMGR_DISK",
+            "MEMMGR_DEBUG",
+            "MEMMGR_CUDA_MEMORY",
+        )
         if spec.budget_bytes is None:
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
         else:
