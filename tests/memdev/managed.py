@@ -394,9 +394,12 @@ def by_chance(mode: str, seed: int) -> dict[str, Any]:
     """Which results have a recipe, without and with deterministic algorithms."""
     _start(mode, seed)
     out: dict[str, Any] = {}
-    x = torch.randn(1 << 14).to(DEVICE).requires_grad_()
-    where = torch.randint(1 << 14, (1 << 14,)).to(DEVICE)
-    image, kernel = torch.randn(2, 4, 32, 32).to(DEVICE).requires_grad_(), torch.randn(4, 4, 3, 3).to(DEVICE)
+    made = (
+        torch.randn(1 << 14),
+        torch.randint(1 << 14, (1 << 14,)),
+        torch.randn(2, 4, 32, 32),
+        torch.randn(4, 4, 3, 3),
+    )
     acts: dict[str, Callable[[], Tensor]] = {
         "sin": lambda: x.sin(),
         "convolution": lambda: torch.conv2d(image, kernel),
@@ -408,6 +411,8 @@ def by_chance(mode: str, seed: int) -> dict[str, Any]:
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         with memmgr.budget("8MB", device=DEVICE, quiet=True):
+            x, where, image, kernel = (t.to(DEVICE) for t in made)
+            x.requires_grad_()
             for name, act in acts.items():
                 out[f"{name}, {deterministic}"] = native.describe(act())["recipe"]
     torch.use_deterministic_algorithms(False)
