@@ -428,8 +428,12 @@ def driver(device: str, quick: bool) -> bool:
                 wrong.replace("|", "/") or "compiled",
                 f"{seconds:.0f} s",
             )
-    said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
-    print("\n```", said.stdout.strip() or said.stderr.strip(), "```", sep="\n", flush=True)
+    try:
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
+        said = done.stdout.strip() or done.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(error)
+    print("\n```", said, "```", sep="\n", flush=True)
     return good
 
 
