@@ -287,7 +287,8 @@ class _Steps:
             said.append(f"the captured stream says {status.value}")
         ask("cuStreamIsCapturing", c.c_void_p(), c.byref(status))
         ask("cuThreadExchangeStreamCaptureMode", c.byref(mode))
-        for act in (lambda: self._map(PAGES), lambda: self._allow(PAGES, 1)):
+        acts: tuple[Callable[[], None], ...] = (lambda: self._map(PAGES), lambda: self._allow(PAGES, 1))
+        for act in acts:
             try:
                 act()
             except DriverSaidNo as error:
