@@ -979,6 +979,39 @@ CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   return CUDA_SUCCESS;
 }
 
+// What only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
+  BEGIN("cuStreamBeginCapture");
+  STREAM(stream, handle);
+  if (call.RefusedByCapture(stream)) return call.error;
+  stream->captured.clear();
+  stream->capture = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamEndCapture(CUstream handle, void** graph) {
+  BEGIN("cuStreamEndCapture");
+  STREAM(stream, handle);
+  if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return CUDA_ERROR_INVALID_VALUE;
+  stream->capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  *graph = stream;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphDestroy(void* graph) { return graph != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+
+CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, int, CUdevice device) {
+  BEGIN("cuDeviceGetAttribute", false);
+  if (device < 0 || device >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
+  *value = 1;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuEventCreate(CUevent* handle, unsigned flags) {
   BEGIN("cuEventCreate");
   auto event = std::make_unique<Event>();

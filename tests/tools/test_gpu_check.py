@@ -47,7 +47,7 @@ def test_a_crash_and_a_hang_cost_their_own_section_only(
 
 
 def test_what_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the double, which says nothing of itself and captures nothing: all the other answers are right. Then one is not."""
+    """On the double all answers are right. Then one is not."""
     compiler = build.compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -55,6 +55,8 @@ def test_what_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMMGR_DRIVER", path)
     told = {call: answer for call, answer, _ in driver_probe.rows()}
     assert len(told) == 12
+    assert told["the driver and the device"].startswith("CUDA 13.0; ")
+    assert told["a stream is captured: what is allowed meanwhile"] == "ok"
     assert not [answer for answer in told.values() if answer.startswith("**")], told
     double = driver_probe.Driver(path)
     double.code("fake_fail_next", ctypes.c_char_p(b"cuMemSetAccess"), ctypes.c_int(0), ctypes.c_int(801))
