@@ -53,6 +53,11 @@ CUresult DevicePages::UseMapped() {
       driver_.MemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
   if (error != CUDA_SUCCESS) return error;
   if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
+  CUdevice device = 0;
+  int integrated = 0;
+  if (driver_.DeviceGet(&device, ordinal_) == CUDA_SUCCESS &&
+      driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
+    integrated_ = integrated != 0;
   ops_.page_bytes = granularity;
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
@@ -137,7 +142,7 @@ CUresult DevicePages::MapPage(CUdeviceptr at) {
 bool DevicePages::HasRoom(uint64_t pages) const {
   size_t free_bytes = 0, total_bytes = 0;
   const uint64_t bytes = pages * ops_.page_bytes;
-  if (bytes < kManyBytes || driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) return true;
+  if (bytes < kManyBytes || integrated_ || driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) return true;
   return bytes <= free_bytes + kManyBytes;
 }
 

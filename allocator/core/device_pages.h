@@ -82,6 +82,7 @@ class DevicePages {
   PageOps ops_{};
   PageCounts counts_;
   CUdeviceptr base_ = 0;
+  bool integrated_ = false;  // its memory is the host's, and what the system could give back is not free to it
 
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;

@@ -39,6 +39,7 @@ enum : int {
 };
 enum : unsigned { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum : unsigned { CU_EVENT_DEFAULT = 0, CU_EVENT_DISABLE_TIMING = 2 };
+enum : int { CU_DEVICE_ATTRIBUTE_INTEGRATED = 18 };
 enum : int { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum : int { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum : int { CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
@@ -79,6 +80,7 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(GetErrorString, "cuGetErrorString", (CUresult, const char**))                                                     \
   X(DeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                               \
   X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                                       \
+  X(DeviceGetAttribute, "cuDeviceGetAttribute", (int*, int attribute, CUdevice))                                      \
   X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                       \
   X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                   \
   X(CtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                                    \

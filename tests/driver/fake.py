@@ -79,6 +79,7 @@ _CONTROLS = {
     "fake_drain": (None, []),
     "fake_fail_next": (None, [c.c_char_p, c.c_int, c.c_int]),
     "fake_break": (None, [c.c_int]),
+    "fake_set_integrated": (None, [c.c_int]),
     "fake_call_count": (c.c_uint64, [c.c_char_p]),
     "fake_set_memory": (None, [c.c_uint64]),
     "fake_set_granularity": (None, [c.c_uint64]),

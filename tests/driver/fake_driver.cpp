@@ -152,6 +152,7 @@ struct Fake {
   std::map<uint64_t, uint64_t> host;  // page-locked
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
+  bool integrated = false;
   int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
   uint64_t next_handle = 1;
   int file = -1;
@@ -979,7 +980,7 @@ CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   return CUDA_SUCCESS;
 }
 
-// What only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+// What but for attributes only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
 CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
   BEGIN("cuStreamBeginCapture");
   STREAM(stream, handle);
@@ -1005,10 +1006,10 @@ CUresult cuDriverGetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetAttribute(int* value, int, CUdevice device) {
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
   BEGIN("cuDeviceGetAttribute", false);
   if (device < 0 || device >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
-  *value = 1;
+  *value = attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED && !call.fake.integrated ? 0 : 1;
   return CUDA_SUCCESS;
 }
 
@@ -1102,6 +1103,7 @@ void fake_reset(uint64_t seed, int mode) {
   fake.calls.clear();
   fake.faults.clear();
   fake.broken = 0;
+  fake.integrated = false;
   fake.capture_violations = 0;
   fake.graphs.clear();
   fake.lenient = false;
@@ -1131,6 +1133,12 @@ void fake_break(int code) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.broken = code;
+}
+
+void fake_set_integrated(int on) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.integrated = on != 0;
 }
 
 uint64_t fake_call_count(const char* name) {
