@@ -18,7 +18,6 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kGiB = uint64_t{1} << 30;
 constexpr uint64_t kSmallLimit = 8192;
-constexpr int kSmallUnitShift = 6;
 constexpr int kLargeUnitShift = 9;
 constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; keeps the sums from overflowing
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
@@ -100,7 +99,7 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
     const uint64_t small = RoundUp(small_bytes, pages.page_bytes);
     errno = 0;
     char* base = static_cast<char*>(pages.reserve(pages.user, large + small));
-    if (base != nullptr) return new Arena(pages, base, large, small, budget_bytes);
+    if (base != nullptr) return new Arena(pages, base, large, small, areas.small_unit_shift, budget_bytes);
     if (large <= RoundUp(least, pages.page_bytes)) break;
   }
   *wrong = "cannot reserve " + std::to_string(least) + " bytes of addresses";
@@ -108,13 +107,15 @@ Arena* Arena::Create(const PageOps& pages, uint64_t budget_bytes, Areas areas, s
   return nullptr;
 }
 
-Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, uint64_t budget_bytes)
+Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, int small_unit_shift,
+             uint64_t budget_bytes)
     : pages_(pages),
       base_(base),
       range_bytes_(large_bytes + small_bytes),
+      small_unit_shift_(small_unit_shift),
       debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
       large_(pages, &sets_, base, large_bytes, kLargeUnitShift),
-      small_(pages, &sets_, base + large_bytes, small_bytes, kSmallUnitShift),
+      small_(pages, &sets_, base + large_bytes, small_bytes, small_unit_shift),
       budget_bytes_(budget_bytes) {
   ChooseChunk();
   WatchForks();
@@ -349,7 +350,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
 void* Arena::TryPool(Request* request) {
   for (Heap* heap : {&small_, &large_}) {
     if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
-    request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
+    request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? small_unit_shift_ : kLargeUnitShift);
     const Spot spot = heap->FindPooled(request->order->pool, request->bytes, request->order->allowed);
     if (spot.run != nullptr) return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
   }
@@ -362,7 +363,7 @@ void* Arena::Try(Request* request) {
     if (void* p = TryPool(request)) return p;
   }
   Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
-  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? kSmallUnitShift : kLargeUnitShift);
+  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? small_unit_shift_ : kLargeUnitShift);
   request->need = Shortage(request->bytes);
   if (request->need > 0) return nullptr;
   Block* block = Place(heap, request);

@@ -50,7 +50,8 @@ struct StreamOrder {
 struct Areas {
   uint64_t large_bytes;
   uint64_t least_large_bytes;
-  uint64_t small_bytes;  // 0: an eighth of the large one
+  uint64_t small_bytes;      // 0: an eighth of the large one
+  int small_unit_shift = 6;  // small blocks lie at multiples of 1 << this
 };
 
 class Arena final : private ForkAware {
@@ -121,7 +122,8 @@ class Arena final : private ForkAware {
   void AfterForkInChild() override;
 
  private:
-  Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, uint64_t budget_bytes);
+  Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t small_bytes, int small_unit_shift,
+        uint64_t budget_bytes);
   using Hold = std::unique_lock<Lock>;
 
   // A request on its way through Alloc.
@@ -176,6 +178,7 @@ class Arena final : private ForkAware {
   const PageOps& pages_;
   char* const base_;
   const uint64_t range_bytes_;
+  const int small_unit_shift_;
   const bool debug_;
   std::atomic<bool> forked_{false};
 

@@ -15,6 +15,9 @@ namespace {
 
 constexpr int kMaxStreams = 65535;
 constexpr uint64_t kMiB = uint64_t{1} << 20;
+// CUDA promises 256 bytes for any address that it hands out, torch's own allocator 512: cuBLAS looks at the alignment
+// when it chooses a kernel, and a workspace that is not at 256 is an error.
+constexpr int kBlockShift = 9;
 
 uint64_t NextSerial() {
   static std::atomic<uint64_t> serial{0};
@@ -60,7 +63,7 @@ bool Device::OpenArena(uint64_t budget_bytes, int memory, std::string* wrong) {
     return false;
   }
   const uint64_t page = pages_.ops().page_bytes;
-  Areas areas{};
+  Areas areas{.small_unit_shift = kBlockShift};
   if (memory == MM_MEMORY_PLAIN) {
     uint64_t length = budget_bytes;
     if (budget_bytes == MM_UNLIMITED) {  // what else may be wanted: contexts, libraries, fragmentation of the driver's

@@ -38,6 +38,15 @@ int mm_device_memory(mm_device* device, uint64_t* free_bytes, uint64_t* total_by
   return error;
 }
 
+int mm_device_broken(mm_device* device, char* why, size_t length) {
+  return Guarded(-1, [&] {
+    size_t free_now = 0, total = 0;
+    const CUresult error = Of(device)->forked() ? CUDA_SUCCESS : Of(device)->Memory(&free_now, &total);
+    if (error != CUDA_SUCCESS) memmgr::Say(memmgr::DriverText(Of(device)->driver(), error), why, length);
+    return error;
+  });
+}
+
 int mm_device_allow(mm_device* device, int peer_ordinal) {
   return Guarded(-1, [&] { return Of(device)->Allow(peer_ordinal); });
 }

@@ -10,6 +10,7 @@ namespace memmgr {
 namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
+constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
 CUdeviceptr Address(void* at) { return reinterpret_cast<CUdeviceptr>(at); }
 
@@ -52,6 +53,11 @@ CUresult DevicePages::UseMapped() {
       driver_.MemGetAllocationGranularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
   if (error != CUDA_SUCCESS) return error;
   if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
+  CUdevice device = 0;
+  int integrated = 0;
+  if (driver_.DeviceGet(&device, ordinal_) == CUDA_SUCCESS &&
+      driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
+    integrated_ = integrated != 0;
   ops_.page_bytes = granularity;
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
@@ -131,6 +137,15 @@ CUresult DevicePages::MapPage(CUdeviceptr at) {
   return error;
 }
 
+// A page costs tens of microseconds: what is far from fitting is not tried a page at a time. What is near may fit: the
+// driver's figure is not exact.
+bool DevicePages::HasRoom(uint64_t pages) const {
+  size_t free_bytes = 0, total_bytes = 0;
+  const uint64_t bytes = pages * ops_.page_bytes;
+  if (bytes < kManyBytes || integrated_ || driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) return true;
+  return bytes <= free_bytes + kManyBytes;
+}
+
 // The first page that could not be unmapped, or end.
 uint64_t DevicePages::UnmapPages(uint64_t first, uint64_t end) {
   for (uint64_t page = first; page < end; ++page) {
@@ -150,7 +165,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
   const Timed timed(&counts_.map_nanoseconds);
   const uint64_t first = (at - base_) / ops_.page_bytes;
   const uint64_t end = first + bytes / ops_.page_bytes;
-  CUresult error = CUDA_SUCCESS;
+  CUresult error = HasRoom(mapped_->CountHoles(first, end)) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
   for (uint64_t page = first; page < end && error == CUDA_SUCCESS; ++page) {
     // What the driver once refused to unmap is still there.
     if (mapped_->CountHoles(page, page + 1) == 0) continue;

@@ -68,6 +68,7 @@ class DevicePages {
   int Decommit(CUdeviceptr at, size_t bytes);
   void Release(CUdeviceptr base, size_t bytes);
   CUresult MapPage(CUdeviceptr at);
+  bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);
   CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
   CUresult Noted(CUresult error) {
@@ -81,6 +82,7 @@ class DevicePages {
   PageOps ops_{};
   PageCounts counts_;
   CUdeviceptr base_ = 0;
+  bool integrated_ = false;  // its memory is the host's, and what the system could give back is not free to it
 
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;

@@ -74,11 +74,12 @@ EnsureContext::EnsureContext(const mm_driver& driver, int ordinal) : driver_(dri
   if (error_ == CUDA_SUCCESS) error_ = driver.CtxGetCurrent(&current);
   if (error_ != CUDA_SUCCESS || current == wanted) return;
   error_ = driver.CtxSetCurrent(wanted);
-  if (error_ == CUDA_SUCCESS) before_ = current;
+  before_ = current;
+  changed_ = error_ == CUDA_SUCCESS;
 }
 
 EnsureContext::~EnsureContext() {
-  if (before_ != nullptr) driver_.CtxSetCurrent(before_);
+  if (changed_) driver_.CtxSetCurrent(before_);
 }
 
 }  // namespace memmgr

@@ -39,6 +39,7 @@ enum : int {
 };
 enum : unsigned { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum : unsigned { CU_EVENT_DEFAULT = 0, CU_EVENT_DISABLE_TIMING = 2 };
+enum : int { CU_DEVICE_ATTRIBUTE_INTEGRATED = 18 };
 enum : int { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum : int { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum : int { CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3 };
@@ -79,6 +80,7 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(GetErrorString, "cuGetErrorString", (CUresult, const char**))                                                     \
   X(DeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                               \
   X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                                       \
+  X(DeviceGetAttribute, "cuDeviceGetAttribute", (int*, int attribute, CUdevice))                                      \
   X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                       \
   X(CtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                   \
   X(CtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                                    \
@@ -137,8 +139,9 @@ std::string DriverText(const mm_driver& driver, CUresult error);
 // 0, or the negative errno that fits best.
 int DriverErrno(CUresult error);
 
-// While this lives the device's primary context is the calling thread's. A thread that had none keeps it; one that had
-// another (another device's) has that back afterwards.
+// While this lives the device's primary context is the calling thread's; afterwards what was, also none: a thread that
+// has not used CUDA yet would else be on this device from then on, because the runtime goes by the context (its
+// cudaGetDevice would say so, and the program's next tensor lie there).
 class EnsureContext {
  public:
   [[nodiscard]] EnsureContext(const mm_driver& driver, int ordinal);
@@ -149,7 +152,8 @@ class EnsureContext {
 
  private:
   const mm_driver& driver_;
-  CUcontext before_ = nullptr;  // to go back to; NULL: nothing to do
+  CUcontext before_ = nullptr;  // to go back to
+  bool changed_ = false;
   CUresult error_ = CUDA_SUCCESS;
 };
 

@@ -387,10 +387,19 @@ class Allocator final : public CUDAAllocator {
       (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(p));
   }
 
+  // An error that stays: no memory is what it looks like here, and not what it is.
+  static void FailIfBroken(Meter& meter, c10::DeviceIndex ordinal) {
+    char why[256] = "";
+    const int error = mm_device_broken(meter.device(), why, sizeof why);
+    TORCH_CHECK(error == 0, "CUDA error: ", why, ". GPU ", static_cast<int>(ordinal),
+                " answers nothing else since then: an earlier kernel failed. CUDA_LAUNCH_BLOCKING=1 shows which.");
+  }
+
   [[noreturn]] void Fail(Meter& meter, c10::DeviceIndex ordinal, size_t bytes, mm_stream stream,
                          const mm_plugin_hooks* hooks, ContextRef context) {
     meter.Failed();
     uint64_t free_bytes = 0, total = 0;
+    FailIfBroken(meter, ordinal);
     mm_device_memory(meter.device(), &free_bytes, &total);
     const uint64_t allowed = meter.allowed_bytes();
     if (history_.on())

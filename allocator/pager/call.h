@@ -11,6 +11,7 @@
 #include "frame.h"
 #include "ops.h"
 #include "recipe.h"
+#include "rng.h"
 
 namespace memmgr::pager {
 
@@ -62,7 +63,7 @@ class Call {
   c10::DispatchKeySet below_;
   torch::jit::Stack* stack_;
   std::unique_ptr<Recipe> recipe_;
-  std::unique_lock<std::mutex> drawing_;  // from noting the generator's state until the op has drawn
+  Drawing drawing_;  // from noting the generator's state until the op has drawn
   StoragePtr before_;
   uint64_t ended_ = 0;  // ticks
 };

@@ -91,7 +91,8 @@ bool LoopSeeker::begin_again(size_t ops, const OpInfo* info, const Frame& frame)
 }
 
 void LoopSeeker::remember() {
-  std::erase_if(known_, [&](const Beginning& b) { return b.lost() || (b.info == at_.info && b.cells == at_.cells); });
+  const auto gone = [&](const Beginning& b) { return b.lost() || (b.info == at_.info && b.cells == at_.cells); };
+  known_.erase(std::remove_if(known_.begin(), known_.end(), gone), known_.end());  // C++17: torch 2.11
   known_.insert(known_.begin(), at_);
   if (known_.size() > kMostKnown) known_.pop_back();
 }

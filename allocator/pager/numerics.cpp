@@ -29,7 +29,8 @@ namespace {
 
 constexpr size_t kPrecisions = 9;
 constexpr int16_t kDenormals = static_cast<int16_t>(0x8040);  // flush to zero, denormals are zero
-using Switches = std::array<int16_t, 16 + kPrecisions>;
+constexpr size_t kOthers = 21;
+using Switches = std::array<int16_t, kOthers + kPrecisions>;
 
 const std::array<at::Float32Precision*, kPrecisions>& precisions() {
   static const auto all = [] {
@@ -60,13 +61,18 @@ Switches read_switches() {
              c.allowFP16ReductionCPU(),
              static_cast<int16_t>(at::get_num_threads()),
              0,
-             static_cast<int16_t>(c10::get_default_dtype().toScalarType())};
+             static_cast<int16_t>(c10::get_default_dtype().toScalarType()),
+             static_cast<int16_t>(c.allowFP16ReductionCuBLAS()),
+             static_cast<int16_t>(c.allowBF16ReductionCuBLAS()),
+             c.allowFP16AccumulationCuBLAS(),
+             static_cast<int16_t>(at::globalContext().blasPreferredBackend()),
+             static_cast<int16_t>(c.linalgPreferredBackend())};
 #if defined(__x86_64__)
   s[14] = static_cast<int16_t>(_mm_getcsr() & kDenormals);
 #endif
   s[14] |= static_cast<int16_t>(c10::GradMode::is_enabled());  // oneDNN's LSTM makes its workspace only then
   const auto& float32 = precisions();
-  for (size_t i = 0; i < kPrecisions; ++i) s[16 + i] = static_cast<int16_t>(*float32[i]);
+  for (size_t i = 0; i < kPrecisions; ++i) s[kOthers + i] = static_cast<int16_t>(*float32[i]);
   return s;
 }
 
@@ -91,8 +97,14 @@ void write_switches(const Switches& now, const Switches& then) {
     c10::GradMode::set_enabled((then[14] & 1) != 0);
   }
   if (differs(15)) c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(then[15])));
+  // Is reduced precision allowed, is split-K: 0 both, 1 the second, 2 none.
+  if (differs(16)) c.setAllowFP16ReductionCuBLAS(then[16] == 0, then[16] < 2);
+  if (differs(17)) c.setAllowBF16ReductionCuBLAS(then[17] == 0, then[17] < 2);
+  if (differs(18)) c.setAllowFP16AccumulationCuBLAS(then[18]);
+  if (differs(19)) c.setBlasPreferredBackend(static_cast<at::BlasBackend>(then[19]));
+  if (differs(20)) c.setLinalgPreferredBackend(static_cast<at::LinalgBackend>(then[20]));
   for (size_t i = 0; i < kPrecisions; ++i)
-    if (differs(16 + i)) *precisions()[i] = static_cast<at::Float32Precision>(then[16 + i]);
+    if (differs(kOthers + i)) *precisions()[i] = static_cast<at::Float32Precision>(then[kOthers + i]);
 }
 
 struct Interned {

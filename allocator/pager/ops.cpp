@@ -144,6 +144,46 @@ const Names& never_again() {
   return *n;
 }
 
+// What torch's kernels for accelerators add up, or choose, in the order in which threads come: those of forward passes
+// for which torch.use_deterministic_algorithms has another kernel, or an error. Two runs agree often enough to pass a
+// trial, and differ later.
+const Names& any_order() {
+  static const auto* n = new Names{"aten::scatter_add",
+                                   "aten::scatter_add_",
+                                   "aten::scatter_reduce",
+                                   "aten::scatter_reduce_",
+                                   "aten::scatter",
+                                   "aten::scatter_",
+                                   "aten::index_add",
+                                   "aten::index_add_",
+                                   "aten::index_reduce",
+                                   "aten::index_reduce_",
+                                   "aten::index_put",
+                                   "aten::index_put_",
+                                   "aten::_index_put_impl_",
+                                   "aten::_unsafe_index_put",
+                                   "aten::put",
+                                   "aten::put_",
+                                   "aten::index_copy",
+                                   "aten::index_copy_",
+                                   "aten::cumsum",
+                                   "aten::cumsum_",
+                                   "aten::bincount",
+                                   "aten::histc",
+                                   "aten::kthvalue",
+                                   "aten::median",
+                                   "aten::nanmedian",
+                                   "aten::max_unpool2d",
+                                   "aten::max_unpool3d",
+                                   "aten::nll_loss2d_forward",
+                                   "aten::segment_reduce",
+                                   "aten::convolution",
+                                   "aten::convolution_overrideable",
+                                   "aten::_convolution",
+                                   "aten::cudnn_convolution_transpose"};
+  return *n;
+}
+
 // Their schemas do not say that they write to `running_mean` and `running_var`: in training, or, where there is no such
 // argument, always.
 const Names& writes_statistics() {
@@ -239,6 +279,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     if (a.type()->kind() == c10::TypeKind::GeneratorType ||
         (a.type()->kind() == c10::TypeKind::OptionalType && a.name() == "generator"))
       generator = static_cast<int>(i);
+    if (a.name() == "transposed") in_order_unless = static_cast<int>(i);  // a convolution's gradient, then
     if (writes_statistics().count(name)) {
       if (a.name() == "running_mean") running_mean = static_cast<int>(i);
       if (a.name() == "running_var") running_var = static_cast<int>(i);
@@ -249,6 +290,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   for (const auto& r : schema.returns())
     if (holds_tensors(*r.type()) && !(r.alias_info() && !r.alias_info()->isWrite())) all_aliases = false;
   seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
+  adds_in_any_order = any_order().count(name) > 0;
   uninitialized = pager::uninitialized().count(name) > 0;
   overwriter = overwriters().count(name) > 0;
   fills = fillers().count(name) > 0;

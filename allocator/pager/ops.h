@@ -40,10 +40,12 @@ struct OpInfo {
   bool collective = false;    // c10d's: it gives a Work
   bool tells_stream = false;  // to the allocator: that a stream uses the block
   RawReads reads_raw = RawReads::kNone;
-  bool expensive = false;  // to run again, as Coop has it: convolutions, products, and what consists of them
-  bool native = false;     // not torch's, with a kernel of C++: it may keep addresses to itself
-  bool keeps = false;      // the same, and it may read what it was given earlier
-  int generator = -1;      // position of the generator
+  bool expensive = false;          // to run again, as Coop has it: convolutions, products, and what consists of them
+  bool native = false;             // not torch's, with a kernel of C++: it may keep addresses to itself
+  bool keeps = false;              // the same, and it may read what it was given earlier
+  bool adds_in_any_order = false;  // on accelerators: any_order()
+  int in_order_unless = -1;        // position of the argument that must be true for that
+  int generator = -1;              // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
   bool always_training = false;                            // it has no such argument
   std::vector<uint8_t> may_hold_tensors;                   // by argument
@@ -53,6 +55,11 @@ struct OpInfo {
   std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
 
   explicit OpInfo(const c10::OperatorHandle& handle);
+  // May two runs of this call differ on an accelerator, because threads add in the order in which they come?
+  bool differs_by_chance(const c10::IValue* args) const {
+    if (!adds_in_any_order) return false;
+    return in_order_unless < 0 || !args[in_order_unless].isBool() || args[in_order_unless].toBool();
+  }
   // Does this call of it move running statistics?
   bool moves_statistics(const c10::IValue* args) const {
     return always_training || (training >= 0 && args[training].isBool() && args[training].toBool());

@@ -398,6 +398,9 @@ static uint64_t may_leave_bytes() {
 }
 
 void throw_out_of_memory(uint64_t request) {
+  if (const std::string why = budget.pool->broken(); !why.empty())
+    TORCH_CHECK(false, "memmgr: ", budget.pool->device.str(), " answers nothing any more: ", why,
+                ". An earlier kernel failed; CUDA_LAUNCH_BLOCKING=1 shows which.");
   const uint64_t limit = mm_arena_budget(budget.arena), resident = mm_arena_resident(budget.arena);
   tl_refused_bytes = request + (request <= limit ? resident : resident - std::min(resident, may_leave_bytes()));
   std::string text = budget.pool->out_of_memory_words() + std::to_string(request) + " bytes. memmgr: the budget of " +

@@ -16,19 +16,29 @@ std::mutex& drawing_lock() {
   return *m;
 }
 
+static thread_local bool tl_drawing = false;
+
+Drawing::Drawing(std::unique_lock<std::mutex> lock) : lock_(std::move(lock)) { tl_drawing = true; }
+
+void Drawing::unlock() {
+  lock_.unlock();
+  tl_drawing = false;
+}
+
 // Whoever has the lock may want the GIL meanwhile, so nobody waits for it with the GIL.
-std::unique_lock<std::mutex> begin_drawing() {
+Drawing begin_drawing() {
+  if (tl_drawing) return {};
   std::unique_lock<std::mutex> lock(drawing_lock(), std::try_to_lock);
   if (!lock.owns_lock()) {
     const WithoutGil released;
     lock.lock();
   }
-  return lock;
+  return Drawing(std::move(lock));
 }
 
 namespace {
 
-enum class Variant { kNone, kArgument, kOverload, kUniform, kNormal, kDropout };
+enum class Variant { kNone, kArgument, kOverload, kUniform, kNormal, kDropout, kState };
 
 // The overload that takes a generator: where its new argument goes is read from its schema.
 const char* overload_with_generator(const c10::OperatorName& name) {
@@ -41,8 +51,11 @@ const char* overload_with_generator(const c10::OperatorName& name) {
   return nullptr;
 }
 
+bool on_cuda() { return queues && budget.pool->device.type() == c10::kCUDA; }
+
 Variant way_of(const OpInfo* info) {
   if (info->generator >= 0) return Variant::kArgument;
+  if (on_cuda()) return Variant::kState;
   const auto& name = info->op.operator_name();
   if (overload_with_generator(name)) return Variant::kOverload;
   if (name.name == "aten::rand_like") return Variant::kUniform;
@@ -64,8 +77,7 @@ bool can_draw_again(const OpInfo* info) { return way_of(info) != Variant::kNone;
 
 // Of the managed device. Test devices draw from the CPU's.
 static at::Generator default_generator() {
-  if (queues && budget.pool->device.type() == c10::kCUDA)
-    return at::globalContext().defaultGenerator(budget.pool->device);
+  if (on_cuda()) return at::globalContext().defaultGenerator(budget.pool->device);
   return at::detail::getDefaultCPUGenerator();
 }
 
@@ -122,6 +134,21 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
       stack->clear();
       stack->emplace_back(std::move(output));
       stack->emplace_back(std::move(mask));
+      return;
+    }
+    case Variant::kState: {
+      // Any op: its state is two numbers, which the default generator has instead of its own meanwhile, by pointer. To
+      // set a seed would also make cuDNN's dropout begin anew.
+      const Drawing nobody_else = begin_drawing();
+      struct Lent {
+        Lent(at::Generator generator, const at::Generator& state) : own(std::move(generator)) {
+          own.graphsafe_set_state(state);
+        }
+        ~Lent() { own.graphsafe_set_state(before); }
+        at::Generator own;
+        const at::Generator before = own.graphsafe_get_state();
+      } lent(default_generator(), g);
+      info->op.redispatchBoxed(keys, stack);
       return;
     }
     case Variant::kNone:

@@ -12,7 +12,24 @@ namespace memmgr::pager {
 
 // Held from noting a state until the op has drawn: what lies between is nobody else's.
 std::mutex& drawing_lock();
-std::unique_lock<std::mutex> begin_drawing();
+// While it owns the lock, only this thread draws from a generator that ops may share.
+class Drawing {
+ public:
+  Drawing() = default;
+  explicit Drawing(std::unique_lock<std::mutex> lock);
+  Drawing(Drawing&&) = default;
+  Drawing& operator=(Drawing&&) = default;
+  ~Drawing() {
+    if (owns_lock()) unlock();
+  }
+  bool owns_lock() const { return lock_.owns_lock(); }
+  void unlock();
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+// Owns nothing where the thread has the lock already.
+Drawing begin_drawing();
 
 // Is there a way to run this op on a generator that is given?
 bool can_draw_again(const OpInfo* info);

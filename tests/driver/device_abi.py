@@ -36,6 +36,7 @@ _SIGNATURES = {
     "mm_device_arena": (_P, [_P]),
     "mm_device_ordinal": (c.c_int, [_P]),
     "mm_device_memory": (c.c_int, [_P, c.POINTER(c.c_uint64), c.POINTER(c.c_uint64)]),
+    "mm_device_broken": (c.c_int, [_P, c.c_char_p, c.c_size_t]),
     "mm_device_allow": (c.c_int, [_P, c.c_int]),
     "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
     "mm_device_try_alloc": (_P, [_P, c.c_size_t, c.c_uint64, _P]),

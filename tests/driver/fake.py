@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROMPT, RANDOM, LATE, THREADED = range(4)
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
-INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, CAPTURE_UNSUPPORTED = 201, 400, 600, 900
+INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED = 201, 400, 600, 700, 900
 
 HOST_FN = c.CFUNCTYPE(None, c.c_void_p)
 
@@ -78,6 +78,8 @@ _CONTROLS = {
     "fake_reset": (None, [c.c_uint64, c.c_int]),
     "fake_drain": (None, []),
     "fake_fail_next": (None, [c.c_char_p, c.c_int, c.c_int]),
+    "fake_break": (None, [c.c_int]),
+    "fake_set_integrated": (None, [c.c_int]),
     "fake_call_count": (c.c_uint64, [c.c_char_p]),
     "fake_set_memory": (None, [c.c_uint64]),
     "fake_set_granularity": (None, [c.c_uint64]),
@@ -110,6 +112,7 @@ class FakeDriver:
             function = getattr(self.library, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("fake_"), function)
+        self.break_ = self.library.fake_break
         self.cuInit(0)
 
     def __getattr__(self, name: str):

@@ -152,6 +152,8 @@ struct Fake {
   std::map<uint64_t, uint64_t> host;  // page-locked
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
+  bool integrated = false;
+  int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
   uint64_t next_handle = 1;
   int file = -1;
   uint64_t file_bytes = 0;
@@ -460,6 +462,8 @@ struct Call {
       error = CUDA_ERROR_NOT_INITIALIZED;
     } else if (needs_context && current == nullptr) {
       error = CUDA_ERROR_INVALID_CONTEXT;
+    } else if (needs_context) {
+      error = fake.broken;
     }
   }
   ~Call() {
@@ -976,6 +980,39 @@ CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   return CUDA_SUCCESS;
 }
 
+// What but for attributes only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
+  BEGIN("cuStreamBeginCapture");
+  STREAM(stream, handle);
+  if (call.RefusedByCapture(stream)) return call.error;
+  stream->captured.clear();
+  stream->capture = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamEndCapture(CUstream handle, void** graph) {
+  BEGIN("cuStreamEndCapture");
+  STREAM(stream, handle);
+  if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return CUDA_ERROR_INVALID_VALUE;
+  stream->capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  *graph = stream;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphDestroy(void* graph) { return graph != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+
+CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
+  BEGIN("cuDeviceGetAttribute", false);
+  if (device < 0 || device >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
+  *value = attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED && !call.fake.integrated ? 0 : 1;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuEventCreate(CUevent* handle, unsigned flags) {
   BEGIN("cuEventCreate");
   auto event = std::make_unique<Event>();
@@ -1065,6 +1102,8 @@ void fake_reset(uint64_t seed, int mode) {
   fake.streams.clear();
   fake.calls.clear();
   fake.faults.clear();
+  fake.broken = 0;
+  fake.integrated = false;
   fake.capture_violations = 0;
   fake.graphs.clear();
   fake.lenient = false;
@@ -1087,6 +1126,19 @@ void fake_fail_next(const char* name, int after, int code) {
   std::string plain = name;
   if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
   fake.faults[plain] = {after, code};
+}
+
+// A kernel fails: the context is of no use from now on. 0: all is well.
+void fake_break(int code) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.broken = code;
+}
+
+void fake_set_integrated(int on) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.integrated = on != 0;
 }
 
 uint64_t fake_call_count(const char* name) {

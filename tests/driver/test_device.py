@@ -596,6 +596,34 @@ def test_two_devices_keep_apart(open_device: OpenDevice, driver: FakeDriver) -> 
     second.free(b)
 
 
+def test_a_thread_has_the_context_that_it_had(device_core, driver: FakeDriver) -> None:
+    """None, too: the runtime goes by it, and the program's next tensor would lie on the budget's device."""
+    context = c.c_void_p()
+    driver("cuCtxSetCurrent", None)
+    device = Device(device_core, driver, ordinal=1, budget=16 * MIB)
+    block = device.alloc(4 * MIB)
+    assert block is not None
+    fetched = c.create_string_buffer(8)
+    assert device.core.mm_device_fetch(device.handle, c.addressof(fetched), block, 8, None) == 0
+    device.free(block)
+    assert device.synchronize() == 0 and device.trim() > 0
+    driver("cuCtxGetCurrent", c.byref(context))
+    assert context.value is None
+    assert device.close() == 0
+    driver("cuCtxGetCurrent", c.byref(context))
+    assert context.value is None
+
+
+@pytest.mark.parametrize("memory", [MAPPED, PLAIN])
+def test_blocks_lie_as_torchs_own_do(open_device: OpenDevice, driver: FakeDriver, memory: int) -> None:
+    """Also small ones: libraries look at the alignment when they choose a kernel, and refuse workspaces below 256."""
+    device = open_device(budget=64 * MIB, memory=memory)
+    blocks = [device.alloc(size) for size in (1, 4, 100, 513, 5000, 8192, 8193, 3 * MIB)]
+    assert all(block is not None and block % 512 == 0 for block in blocks)
+    for block in blocks:
+        device.free(block)
+
+
 def test_a_stream_of_another_device_may_use_a_block(open_device: OpenDevice, driver: FakeDriver) -> None:
     device = open_device(budget=16 * MIB)
     driver.use_device(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes as c
+
 import pytest
 
 from .device_abi import MAPPED, MIB, PLAIN, Device
-from .fake import INVALID_HANDLE, LATE, OUT_OF_MEMORY, FakeDriver
+from .fake import ILLEGAL_ADDRESS, INVALID_HANDLE, LATE, OUT_OF_MEMORY, FakeDriver
 from .test_device import OpenDevice, device_core, open_device
 
 __all__ = ["device_core", "open_device"]  # fixtures
@@ -86,6 +88,19 @@ def test_open_fails_cleanly(device_core, driver: FakeDriver, memory: int) -> Non
             Device(device_core, driver, budget=16 * MIB, memory=memory)
 
 
+def test_an_error_that_stays_is_not_taken_for_missing_memory(open_device: OpenDevice, driver: FakeDriver) -> None:
+    device = open_device(budget=64 * MIB)
+    why = c.create_string_buffer(200)
+    assert device.core.mm_device_broken(device.handle, why, len(why)) == 0
+    block = device.alloc(4 * MIB)
+    driver.break_(ILLEGAL_ADDRESS)
+    assert device.alloc(8 * MIB) is None  # needs pages
+    assert device.core.mm_device_broken(device.handle, why, len(why)) == ILLEGAL_ADDRESS
+    assert why.value == b"an illegal memory access was encountered (driver error 700)"
+    driver.break_(0)
+    device.free(block)
+
+
 # ---- others have the memory ------------------------------------------------------------------------------------------
 
 
@@ -138,6 +153,18 @@ def test_spare_pages_elsewhere_make_room_without_reclaim(open_device: OpenDevice
     assert driver.outstanding(b"bytes") == 16 * MIB
     for block in [address, *blocks[1::2]]:
         device.free(block)
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_what_is_far_from_fitting_is_not_tried_page_by_page(
+    open_device: OpenDevice, driver: FakeDriver, integrated: bool
+) -> None:
+    """But where the memory is the host's: its caches are not free, and yet to be had."""
+    driver.set_integrated(integrated)
+    device = open_device()
+    before = driver.call_count(b"cuMemCreate")
+    assert device.alloc(3 << 30) is None  # the device has a gibibyte
+    assert (driver.call_count(b"cuMemCreate") > before) == integrated
 
 
 def test_a_refused_map_changes_nothing(open_device: OpenDevice, driver: FakeDriver) -> None:

@@ -124,7 +124,10 @@ def _graphs(made: Handles) -> type:
 
 
 def _is_capturing(made: Handles) -> bool:
-    status = ctypes.c_int()
+    status, context = ctypes.c_int(), ctypes.c_void_p()
+    # As a runtime does before each of its calls.
+    assert made.fake.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.accelerator.current_device_index()) == 0
+    assert made.fake.cuCtxSetCurrent(context) == 0
     stream = ctypes.c_void_p(torch.accelerator.current_stream().stream_id)
     assert made.fake.cuStreamIsCapturing(stream, ctypes.byref(status)) == 0
     return status.value != 0

@@ -390,6 +390,35 @@ def programs(mode: str, seed: int) -> dict[str, Any]:
     return out
 
 
+def by_chance(mode: str, seed: int) -> dict[str, Any]:
+    """Which results have a recipe, without and with deterministic algorithms."""
+    _start(mode, seed)
+    out: dict[str, Any] = {}
+    made = (
+        torch.randn(1 << 14),
+        torch.randint(1 << 14, (1 << 14,)),
+        torch.randn(2, 4, 32, 32),
+        torch.randn(4, 4, 3, 3),
+    )
+    acts: dict[str, Callable[[], Tensor]] = {
+        "sin": lambda: x.sin(),
+        "convolution": lambda: torch.conv2d(image, kernel),
+        "index_add": lambda: torch.zeros_like(x).index_add(0, where, x),
+        "scatter_add": lambda: torch.zeros_like(x).scatter_add(0, where, x),
+        "transposed convolution": lambda: torch.conv_transpose2d(image, kernel),
+    }
+    native = pager.load()
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        with memmgr.budget("8MB", device=DEVICE, quiet=True):
+            x, where, image, kernel = (t.to(DEVICE) for t in made)
+            x.requires_grad_()
+            for name, act in acts.items():
+                out[f"{name}, {deterministic}"] = native.describe(act())["recipe"]
+    torch.use_deterministic_algorithms(False)
+    return out
+
+
 def unwound(mode: str, seed: int) -> dict[str, Any]:
     """A budget ends by an exception; what its graph needs comes back when it is asked for, on whatever stream, or when
     a budget on another device opens."""

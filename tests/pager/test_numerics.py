@@ -5,6 +5,7 @@ Whether a switch changes bits depends on the CPU (tests/exactness/test_hostile.p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,17 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, C._set_cudnn_deterministic, True),
     "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    "half precision sums": (
+        C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda v: C._set_cublas_allow_fp16_reduced_precision_reduction(*v),
+        (False, True),
+    ),
+    "bfloat sums": (
+        C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda v: C._set_cublas_allow_bf16_reduced_precision_reduction(*v),
+        (False, False),
+    ),
+    "half precision accumulation": (C._get_cublas_allow_fp16_accumulation, C._set_cublas_allow_fp16_accumulation, True),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled, False),
     "denormals": (lambda: bool((torch.tensor([1e-40]) * 1.0).eq(0).item()), torch.set_flush_denormal, True),
 }
@@ -61,3 +73,22 @@ def test_a_recipe_runs_under_its_switches_and_leaves_them_as_they_were(name: str
             put(before)
         assert again.dtype == torch.float32 and torch.equal(again, want)
         assert native.stats()["rematerialized_ops"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name != "gradients"])
+def test_an_op_under_other_switches_is_another_kind(name: str) -> None:
+    """Or what is known of it under some would be believed under others."""
+    get, put, other = SWITCHES[name]
+    before = get()
+    native = pager.load()
+    with memmgr.budget("1GB", quiet=True, disk=False):
+        whole = torch.arange(N + 1 + list(SWITCHES).index(name))  # a kind of its own
+        trials = [native.stats()["trials"]]
+        try:
+            for value in (before, before, other, other, before):
+                put(value)
+                _ = whole / 3
+                trials.append(native.stats()["trials"])
+        finally:
+            put(before)
+    assert [b - a for a, b in itertools.pairwise(trials)] == [1, 0, 1, 0, 0]

@@ -82,6 +82,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
   out->maxGridSize[1] = out->maxGridSize[2] = 65535;
   out->warpSize = out->maxBlocksPerMultiProcessor = 32;
   out->sharedMemPerBlock = 48 << 10;
+  out->sharedMemPerBlockOptin = 227 << 10;
   out->sharedMemPerMultiprocessor = 200 << 10;
   out->regsPerBlock = out->regsPerMultiprocessor = 64 << 10;
   out->l2CacheSize = 32 << 20;

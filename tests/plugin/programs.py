@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -221,6 +222,56 @@ def threads(limit: str, first: str) -> dict[str, Any]:
         stats = opened.stats()
     reserved = torch.cuda.max_memory_reserved()
     return {"backend": torch.cuda.get_allocator_backend(), "errors": errors, "reserved": reserved, **_figures(stats)}
+
+
+def draws(limit: str) -> dict[str, Any]:
+    """What draws from the device's generator is made again: dropout, and attention, which takes no generator of its own. Then an
+    earlier kernel has failed."""
+    import torch
+
+    import memmgr
+    from memmgr.native import pager
+
+    driver = ctypes.CDLL(os.environ["MEMMGR_DRIVER"])
+    aten = torch.ops.aten
+    acts = {
+        "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+        "attention": lambda x: aten._scaled_dot_product_efficient_attention(x, x, x, None, True, 0.1)[0],
+    }
+    found: dict[str, Any] = {}
+    torch.cuda.init()
+    (generator,) = torch.cuda.default_generators
+    for name, act in acts.items():
+        x = torch.zeros(4, 8, 128, 64, device="cuda", requires_grad=True)
+        torch.cuda.manual_seed(5)
+        for _ in range(3):
+            act(x)
+        plain = generator.get_offset()
+        with memmgr.budget(int(limit), quiet=True):
+            native = pager.load()
+            torch.cuda.manual_seed(5)
+            made = [act(x) for _ in range(3)]
+            offsets = [generator.get_offset()]
+            recipe = native.describe(made[1])["recipe"]
+            taken = [native.take_away(each, 0) for each in made[:2]]
+            for each in made[:2]:
+                _ = each + 0
+            offsets.append(generator.get_offset())
+            again = native.stats()["rematerialized_ops"]
+        found[name] = {"recipe": recipe, "taken": min(taken) > 0, "again": again}
+        found[name] |= {"drew": plain > 0, "same": offsets == [plain] * 2, "seed": generator.initial_seed()}
+        del made, each, x
+    errors = []
+    for within in (False, True):
+        opened = memmgr.budget(int(limit), quiet=True) if within else contextlib.nullcontext()
+        with opened:
+            driver.fake_break(700)
+            try:
+                torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+            except RuntimeError as error:
+                errors.append([type(error).__name__, str(error)])
+            driver.fake_break(0)
+    return found | {"errors": errors}
 
 
 def graphs(limit: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_a_question_that_is_not_answered_would_be_noticed(checker: Any) -> None:
     )
     wrong = checker.check(changed, INCLUDE, checker.cuda_headers(), [f"-I{ROOT / 'allocator' / 'cuda'}"])
     assert "emptyCache" in wrong or "abstract" in wrong
+
+
+# What C++17 has not, as far as anybody has used it by mistake: torch 2.11 is compiled with that, later ones with C++20.
+CXX20 = re.compile(
+    r"std::(erase_if|erase\(|span\b|ranges|bit_|popcount|count[lr]_|has_single_bit|midpoint|ssize|jthread|source_location|format\b)"
+    r"|\b(consteval|constinit|requires|co_await|co_yield|char8_t)\b|<=>|\.(contains|starts_with|ends_with)\("
+    r"|#include <(span|ranges|bit|concepts|format|source_location)>"
+)
+
+
+@pytest.mark.parametrize("room", ["pager", "cuda"])
+def test_what_faces_torch_is_cxx17(room: str) -> None:
+    sources = [file for file in (ROOT / "allocator" / room).rglob("*") if file.suffix in (".cpp", ".h")]
+    assert len(sources) > 3
+    for file in sources:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            assert not CXX20.search(line.split("//")[0]), f"{file.name}:{number}: {line.strip()}"
 
 
 def test_the_releases_are_told_apart(checker: Any) -> None:

@@ -151,6 +151,17 @@ def test_a_graph_inside_a_budget(allocator: str, limit: int) -> None:
     assert found["resident_bytes.peak"] <= found["budget_bytes"]
 
 
+def test_what_draws_is_made_again_and_a_failed_kernel_is_told() -> None:
+    found = _run("draws", "100000000")
+    errors = found.pop("errors")
+    for name, seen in found.items():
+        assert seen.pop("again") > 0, name
+        assert seen == {"recipe": True, "taken": True, "drew": True, "same": True, "seed": 5}, name
+    assert len(errors) == 2
+    for kind, text in errors:
+        assert kind != "OutOfMemoryError" and "an illegal memory access was encountered" in text, (kind, text)
+
+
 @pytest.mark.parametrize("budget", ["40MB", "4%"])
 def test_a_script_that_knows_nothing_is_managed(budget: str) -> None:
     """CUDA is not initialised for it: the script may still choose a device, and fork."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import forkserver
 import pytest
+from driver import build
 
 from memmgr.tools import cli
-from memmgr.tools.bench import gpu_sections, runs
+from memmgr.tools.bench import driver_probe, gpu_sections, runs
 from memmgr.tools.verbs import gpu_check
 
 
@@ -42,6 +44,37 @@ def test_a_crash_and_a_hang_cost_their_own_section_only(
     assert text.count("Held.") == 1 and "A rehearsal" in text
     assert "| torch |" in text and "| CPU |" in text
     assert (keep / "report.md").read_text() == text
+
+
+def test_what_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the double all answers are right. Then one is not."""
+    compiler = build.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    path = str(build.fake_driver())
+    monkeypatch.setenv("MEMMGR_DRIVER", path)
+    told = {call: answer for call, answer, _ in driver_probe.rows()}
+    assert len(told) == 12
+    assert told["the driver and the device"].startswith("CUDA 13.0; ")
+    assert told["a stream is captured: what is allowed meanwhile"] == "ok"
+    assert not [answer for answer in told.values() if answer.startswith("**")], told
+    double = driver_probe.Driver(path)
+    double.code("fake_fail_next", ctypes.c_char_p(b"cuMemSetAccess"), ctypes.c_int(0), ctypes.c_int(801))
+    wrong = [answer for _, answer, _ in driver_probe.rows() if "cuMemSetAccess: 801" in answer]
+    assert len(wrong) == 1 and wrong[0].startswith("**")
+    double.code("fake_reset", 0, ctypes.c_int(0))
+
+
+def test_what_failed_is_told_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_sections, "_failed", [])
+    monkeypatch.setattr(gpu_sections, "_ends_at", 0.0)
+    monkeypatch.setattr(gpu_sections, "SECTIONS", {"one": lambda device, quick: gpu_sections._run(spec).failure == ""})
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "")
+    spec = runs.RunSpec("nonsense", steps=1, sizes={"what": 1})
+    assert gpu_sections.main(["one", "cpu", "60"]) == gpu_sections.DID_NOT_HOLD
+    text = capsys.readouterr().out
+    assert "nonsense unmanaged" in text
+    assert "Traceback" in text and "unexpected keyword argument 'what'" in text
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ def _answers() -> dict[str, Callable[[], None]]:
         cuda.reset_peak_memory_stats()
         assert cuda.max_memory_allocated() == before
         assert "Allocated memory" in cuda.memory_summary()
-        assert cuda.mem_get_info()[1] == cuda.get_device_properties(0).total_memory
+        ratio = cuda.mem_get_info()[1] / cuda.get_device_properties(0).total_memory
+        assert 0.9 < ratio < 1.1, ratio  # what the driver keeps is counted by one of them, or by both
         assert torch.accelerator.memory_allocated() == before
 
     def empty_cache() -> None:

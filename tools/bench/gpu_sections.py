@@ -1,6 +1,8 @@
-"""The sections of the GPU check, each a process: `python -m memmgr.tools.bench.gpu_sections NAME cuda|cpu [--quick]`.
+"""The sections of the GPU check, each a process: `python -m memmgr.tools.bench.gpu_sections NAME cuda|cpu SECONDS [--quick]`.
 
-A section prints Markdown, a line as soon as it is known, and ends with 0 if what it checks held, 3 if it did not.
+A section prints Markdown, a line as soon as it is known, and ends with 0 if what it checks held, 3 if it did not. What failed is
+told whole below its tables, and the first run that did is tried once more, slowly, for its stack. On a GPU, runs whose time is
+not measured go side by side.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from memmgr.tools.bench import cuda_probe
+from memmgr.tools.bench import cuda_probe, driver_probe
 from memmgr.tools.bench.runs import RunResult, RunSpec, run, unmanaged
 from memmgr.tools.common.console import megabytes
 
@@ -56,6 +60,34 @@ def _yes(held: bool) -> str:
 
 DID_NOT_HOLD = 3
 """Exit code; a traceback ends with 1."""
+_AT_ONCE = 4
+_LEAST_SECONDS = 5.0
+# Where kernels run one after the other, C++ says where it was, and the arena checks itself after every call.
+_SLOWLY = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1", "MEMMGR_DEBUG": "1"}
+
+T = TypeVar("T")
+_ends_at = float("inf")
+_failed: list[tuple[RunSpec, str]] = []
+
+
+def _seconds_left() -> float:
+    """For a run: it has to end, and say why, before the section does."""
+    return max(_LEAST_SECONDS, min(120.0, _ends_at - time.monotonic()))
+
+
+def _together(device: str, acts: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """What they return, or raise; side by side on a GPU."""
+    # Plain memory is all that is free.
+    side_by_side = device == "cuda" and os.environ.get("MEMMGR_CUDA_MEMORY", "mapped") == "mapped"
+    with ThreadPoolExecutor(_AT_ONCE if side_by_side else 1) as pool:
+        return [pool.submit(act) for act in acts]
+
+
+def _run(spec: RunSpec) -> RunResult:
+    result = run(spec, timeout_seconds=_seconds_left())
+    if result.failure:
+        _failed.append((spec, result.failure))
+    return result
 
 
 class _Failed(Exception):
@@ -63,14 +95,14 @@ class _Failed(Exception):
 
 
 def _unmanaged(spec: RunSpec, **changes: Any) -> RunResult:
-    result = unmanaged(replace(spec, **changes), timeout_seconds=120)
+    result = unmanaged(replace(spec, **changes), timeout_seconds=_seconds_left())
     if result.failure or result.need_bytes <= 0:
         raise _Failed(f"{spec.label} unmanaged: {result.failure or 'its need could not be measured'}")
     return result
 
 
 def _managed(spec: RunSpec, need_bytes: int, share: float, **changes: Any) -> RunResult:
-    return run(replace(spec, budget_bytes=int(share * need_bytes), **changes), timeout_seconds=120)
+    return _run(replace(spec, budget_bytes=int(share * need_bytes), **changes))
 
 
 def _last_line(result: RunResult) -> str:
@@ -81,15 +113,25 @@ def exactness(device: str, quick: bool) -> bool:
     """Under deterministic algorithms a run in 60 % of its memory ends with the bits of the unmanaged one."""
     good = True
     _head("model", "parameters", "need", "budget", "peak", "evictions", "offloads", "recomputes", "same bits")
-    for base in SIZES[quick]:
-        spec = replace(base, device=device, deterministic=True)
-        plain = _unmanaged(spec)
-        if device == "cuda":
-            # Without this, a difference could be torch's own.
-            again = run(spec, timeout_seconds=120)
+
+    def compare(spec: RunSpec) -> tuple[RunResult, RunResult | None, RunResult]:
+        # Without another one, a difference could be torch's own.
+        acts = [partial(_unmanaged, spec), *([partial(_run, spec)] if device == "cuda" else [])]
+        plain, *again = (future.result() for future in _together(device, acts))
+        return plain, again[0] if again else None, _managed(spec, plain.need_bytes, 0.6)
+
+    specs = [replace(base, device=device, deterministic=True) for base in SIZES[quick]]
+    for spec, future in zip(specs, _together(device, [partial(compare, spec) for spec in specs]), strict=True):
+        try:
+            plain, again, managed = future.result()
+        except _Failed as error:
+            good = False
+            _failed.append((spec, str(error)))
+            _line(spec.label, *["-"] * 7, "**failed**")
+            continue
+        if again is not None:
             row = (f"{spec.label}, unmanaged again", f"{plain.parameters:,}", megabytes(plain.need_bytes))
             _line(*row, "none", "-", "-", "-", "-", _yes(plain.same_bits(again)))
-        managed = _managed(spec, plain.need_bytes, 0.6)
         if managed.failure:
             good = False
             _line(spec.label, *["-"] * 7, f"**failed**: {_last_line(managed)}")
@@ -114,20 +156,33 @@ def verified(device: str, quick: bool) -> bool:
     raises; how far two unmanaged runs are apart is printed beside how far ours is."""
     good = True
     _head("model", "cudnn.benchmark", "evictions", "offloads", "unmanaged twice", "managed", "every cell as it was")
-    for base in SIZES[quick][1:] if quick else reversed(SIZES[quick]):
-        for benchmark in (True,) if quick else (False, True):
-            spec = replace(base, device=device, steps=min(base.steps, 3), benchmark=benchmark)
-            plain = _unmanaged(spec)
-            managed = _managed(spec, plain.need_bytes, 0.6, options={"verify": True})
-            name = (spec.label, "on" if benchmark else "off")
-            if managed.failure:
-                good = False
-                _line(*name, *["-"] * 4, f"**failed**: {_last_line(managed)}")
-                continue
-            counts = (managed.stats.get("evictions", 0), managed.stats.get("offloads", 0))
-            good = good and sum(counts) > 0 and managed.peak_bytes <= (managed.spec.budget_bytes or 0)
-            again = _apart(plain, run(spec, timeout_seconds=120))
-            _line(*name, *(f"{count:,.0f}" for count in counts), again, _apart(plain, managed), _yes(sum(counts) > 0))
+
+    def compare(spec: RunSpec) -> tuple[RunResult, RunResult, RunResult]:
+        plain = _unmanaged(spec)
+        return plain, _run(spec), _managed(spec, plain.need_bytes, 0.6, options={"verify": True})
+
+    specs = [
+        replace(base, device=device, steps=min(base.steps, 3), benchmark=benchmark)
+        for base in (SIZES[quick][1:] if quick else reversed(SIZES[quick]))
+        for benchmark in ((True,) if quick else (False, True))
+    ]
+    for spec, future in zip(specs, _together(device, [partial(compare, spec) for spec in specs]), strict=True):
+        name = (spec.label, "on" if spec.benchmark else "off")
+        try:
+            plain, again, managed = future.result()
+        except _Failed as error:
+            good = False
+            _failed.append((spec, str(error)))
+            _line(*name, *["-"] * 4, "**failed**")
+            continue
+        if managed.failure:
+            good = False
+            _line(*name, *["-"] * 4, f"**failed**: {_last_line(managed)}")
+            continue
+        counts = (managed.stats.get("evictions", 0), managed.stats.get("offloads", 0))
+        good = good and sum(counts) > 0 and managed.peak_bytes <= (managed.spec.budget_bytes or 0)
+        told = (_apart(plain, again), _apart(plain, managed))
+        _line(*name, *(f"{count:,.0f}" for count in counts), *told, _yes(sum(counts) > 0))
     return good
 
 
@@ -241,11 +296,13 @@ def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, floa
         return (time.perf_counter() - before) / ops
 
     costs: dict[str, tuple[float, float]] = {}
+    # Nothing leaves, and to page-lock gigabytes at every turn would take longer than all the ops.
+    host: dict[str, Any] = {"host": "16MB"} if device == "cuda" else {}
     for name, op in {"neg (saves nothing)": torch.neg, "sin (saves its input)": torch.sin}.items():
         seconds: tuple[list[float], list[float]] = ([], [])
         for index in range(rounds + 1):
             plain = chain(op)
-            with memmgr.budget("1GB", device=device, quiet=True):
+            with memmgr.budget("1GB", device=device, quiet=True, **host):
                 managed = chain(op)
             if index:  # the first round warms up
                 for measured, value in zip(seconds, (plain, managed), strict=True):
@@ -257,18 +314,28 @@ def _op_costs(device: str, rounds: int, ops: int) -> dict[str, tuple[float, floa
 def _probed(*words: str, **variables: str) -> dict[str, Any]:
     """What a program of `cuda_probe` says; it runs by path, so that it decides when memmgr is imported."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MEMMGR_")}
-    kept = {k: v for k, v in os.environ.items() if k == "MEMMGR_CACHE"}
+    kept = {k: v for k, v in os.environ.items() if k in ("MEMMGR_CACHE", "MEMMGR_CUDA_MEMORY")}
     done = subprocess.run(
         [sys.executable, "-P", str(cuda_probe.__file__), *words],
         env={**clean, **kept, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **variables},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=_seconds_left(),
     )
     if done.returncode != 0:
-        raise _Failed(f"{' '.join(words)}: {done.stderr[-2000:] or 'no message'}")
+        said = done.stderr[-4000:] or "no message"
+        raise _Failed(f"{' '.join(words)} {variables}: ended with code {done.returncode}\n{said}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def _asked(*words: str, **variables: str) -> dict[str, Any]:
+    """As `_probed`; where that fails the rest is worth knowing, and `failed` is all there is."""
+    try:
+        return _probed(*words, **variables)
+    except (_Failed, subprocess.TimeoutExpired) as error:
+        _failed.append((RunSpec(" ".join(words), 0), str(error)))
+        return {"failed": "**failed**"}
 
 
 def allocator(device: str, quick: bool) -> bool:
@@ -278,7 +345,8 @@ def allocator(device: str, quick: bool) -> bool:
         return True
     good = True
     _head("question", "mapped memory", "plain memory")
-    mapped, plain = (_probed("answers", MEMMGR_CUDA_MEMORY=memory) for memory in ("mapped", "plain"))
+    # One after the other: plain memory is all that is free.
+    mapped, plain = (_asked("answers", MEMMGR_CUDA_MEMORY=memory) for memory in ("mapped", "plain"))
     for name, said in mapped.items():
         other = plain.get(name, "-").replace("|", "/")
         good = (
@@ -290,25 +358,37 @@ def allocator(device: str, quick: bool) -> bool:
     limit = int(0.6 * native["peak_bytes"])
     _head("order", "allocator", "budget", "peak", "reserved at most", "same bits")
     _line("unmanaged", native["allocator"], "none", megabytes(native["peak_bytes"]), "-", "-")
-    for order in ("environment", "first"):
-        variables = {"MEMMGR_BUDGET": str(limit)} if order == "environment" else {}
-        run = _probed("train", order, str(limit), **variables)
-        same = run["digest"] == native["digest"]
-        good = good and same and run["allocator"] == "memmgr" and run["peak_bytes"] <= limit
-        sizes = (megabytes(limit), megabytes(run["peak_bytes"]), megabytes(run["reserved_peak_bytes"]))
-        _line(order, run["allocator"], *sizes, _yes(same))
     # The model before the import: torch's own allocator stays, which takes whole segments.
-    limit = int(0.9 * native["reserved_peak_bytes"])
-    for name, settings in (("late", ""), ("late, expandable segments", "expandable_segments:True")):
-        late = _probed("train", "late", str(limit), PYTORCH_CUDA_ALLOC_CONF=settings)
+    most = int(0.9 * native["reserved_peak_bytes"])
+    acts: list[Callable[[], dict[str, Any]]] = [
+        partial(_asked, "train", "environment", str(limit), MEMMGR_BUDGET=str(limit)),
+        partial(_asked, "train", "first", str(limit)),
+        partial(_asked, "train", "late", str(most), PYTORCH_CUDA_ALLOC_CONF=""),
+        partial(_asked, "train", "late", str(most), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+    ]
+    environment, first, *lates = (future.result() for future in _together(device, acts))
+    for order, ours in (("environment", environment), ("first", first)):
+        if "failed" in ours:
+            good = False
+            _line(order, *["-"] * 4, "**failed**")
+            continue
+        same = ours["digest"] == native["digest"]
+        good = good and same and ours["allocator"] == "memmgr" and ours["peak_bytes"] <= limit
+        sizes = (megabytes(limit), megabytes(ours["peak_bytes"]), megabytes(ours["reserved_peak_bytes"]))
+        _line(order, ours["allocator"], *sizes, _yes(same))
+    for name, late in zip(("late", "late, expandable segments"), lates, strict=True):
+        if "failed" in late:
+            good = False
+            _line(name, *["-"] * 4, "**failed**")
+            continue
         same = late["digest"] == native["digest"]
-        good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= limit
-        sizes = (megabytes(limit), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
+        good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= most
+        sizes = (megabytes(most), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
         _line(name, late["allocator"], *sizes, _yes(same))
     print(flush=True)
     _head("host time", "torch's own", "memmgr, mapped")
-    theirs, ours = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
-    for name, value in ours.items():
+    theirs, mine = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
+    for name, value in mine.items():
         if name != "allocator":
             unit = "" if "," in name else " ns"
             _line(name, f"{theirs[name]:,.1f}{unit}" if name in theirs else "-", f"{value:,.1f}{unit}")
@@ -316,19 +396,63 @@ def allocator(device: str, quick: bool) -> bool:
 
 
 def tests(device: str, quick: bool) -> bool:
-    """Those that are skipped without a GPU, where their folder and pytest are there."""
-    files = [name for name in ("tests/plugin/test_gpu.py", "tests/driver/test_real_device.py") if Path(name).is_file()]
+    """The core's that are skipped without a GPU, where their folder and pytest are there. What tests/plugin/test_gpu.py asks has
+    been asked by `allocator`."""
+    files = [name for name in ("tests/driver/test_real_device.py",) if Path(name).is_file()]
     if device != "cuda" or not files or importlib.util.find_spec("pytest") is None:
         print("Left out: no GPU, no tests beside this, or no pytest.")
         return True
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rA", *files]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))]
-    print("```", *told, *(done.stdout.splitlines()[-1:] if told else done.stdout.splitlines()[-15:]), "```", sep="\n")
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *files]
+    print("```", flush=True)
+    done = subprocess.run(command, stdout=sys.stdout.fileno(), stderr=subprocess.STDOUT)  # as it comes: time may be up
+    print("```", flush=True)
     return done.returncode == 0
 
 
+def driver(device: str, quick: bool) -> bool:
+    """What the driver answers to each call that memmgr makes of it; meanwhile what faces torch is compiled, for all sections."""
+    if device != "cuda":
+        print("Not rehearsed: there is nothing of it without CUDA.")
+        return True
+    good = True
+    with ThreadPoolExecutor(2) as pool:
+        compiled = {name: pool.submit(_compiled, name) for name in ("allocator", "pager")}
+        _head("call", "answer", "took")
+        for row in driver_probe.rows():
+            good = good and not row[1].startswith("**")
+            _line(*(cell.replace("|", "/") for cell in row))
+        for name, future in compiled.items():
+            seconds, wrong = future.result()
+            good = good and not wrong
+            _line(
+                f"CUDA {name}" if name == "allocator" else name,
+                wrong.replace("|", "/") or "compiled",
+                f"{seconds:.0f} s",
+            )
+    try:
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
+        said = done.stdout.strip() or done.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(error)
+    print("\n```", said, "```", sep="\n", flush=True)
+    return good
+
+
+def _compiled(name: str) -> tuple[float, str]:
+    """Seconds, and what was wrong."""
+    from memmgr import _cuda
+    from memmgr.native import pager
+
+    begun = time.perf_counter()
+    try:
+        _cuda.build() if name == "allocator" else pager.load()
+    except Exception as error:
+        return time.perf_counter() - begun, f"**{type(error).__name__}: {error}**"
+    return time.perf_counter() - begun, ""
+
+
 SECTIONS: dict[str, Callable[[str, bool], bool]] = {
+    "driver": driver,
     "exactness": exactness,
     "allocator": allocator,
     "verified": verified,
@@ -341,12 +465,40 @@ SECTIONS: dict[str, Callable[[str, bool], bool]] = {
 
 def main(argv: list[str]) -> int:
     """Runs one section; its exit code."""
-    name, device, *flags = argv
+    global _ends_at
+    name, device, seconds, *flags = argv
+    os.environ["PYTHONFAULTHANDLER"] = (
+        "1"  # of what this starts: a crash, and what has to be stopped, says where it was
+    )
+    _ends_at = time.monotonic() + 0.9 * float(seconds)
     try:
-        return 0 if SECTIONS[name](device, "--quick" in flags) else DID_NOT_HOLD
+        good = SECTIONS[name](device, "--quick" in flags)
     except _Failed as error:
         print(f"\n**failed**:\n\n```\n{error}\n```", flush=True)
-        return DID_NOT_HOLD
+        good = False
+    _tell(device)
+    return 0 if good else DID_NOT_HOLD
+
+
+def _tell(device: str) -> None:
+    """What failed; if there is time, the first managed run again, slowly."""
+    for spec, failure in _failed:
+        print(f"\n{_words(spec)}:\n\n```\n{failure}\n```", flush=True)
+    again = next((spec for spec, _ in _failed if spec.budget_bytes is not None), None)
+    if device != "cuda" or again is None or time.monotonic() + _LEAST_SECONDS > _ends_at:
+        return
+    os.environ |= _SLOWLY
+    result = run(again, timeout_seconds=_seconds_left())
+    said = result.failure or f"no failure; losses {result.losses}"
+    print(f"\n{_words(again)}, once more with {_SLOWLY}:\n\n```\n{said}\n```", flush=True)
+
+
+def _words(spec: RunSpec) -> str:
+    if spec.steps == 0:
+        return spec.label
+    settings = {"policy": spec.policy, "deterministic": spec.deterministic, "benchmark": spec.benchmark, **spec.options}
+    limit = "unmanaged" if spec.budget_bytes is None else f"in {megabytes(spec.budget_bytes)}"
+    return f"{spec.label} {limit}, {settings}"
 
 
 if __name__ == "__main__":

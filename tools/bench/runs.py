@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+_SECONDS_TO_TELL = 5
+_LINES, _STACK_LINES = 12, 120
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,14 @@ class _Process:
     ) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMMGR_")}
         # How memmgr is set up, not whether it is on.
-        kept = ("MEMMGR_INSTALL", "MEMMGR_CACHE", "MEMMGR_CORE_LIB", "MEMMGR_DISK")
+        kept = (
+            "MEMMGR_INSTALL",
+            "MEMMGR_CACHE",
+            "MEMMGR_CORE_LIB",
+            "MEMMGR_DISK",
+            "MEMMGR_DEBUG",
+            "MEMMGR_CUDA_MEMORY",
+        )
         if spec.budget_bytes is None:
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs
         else:
@@ -265,6 +274,10 @@ class _Process:
 
         def stop() -> None:
             late.set()
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it was
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_SECONDS_TO_TELL)
             self._process.kill()
 
         timer = threading.Timer(self._timeout, stop)
@@ -280,9 +293,11 @@ class _Process:
             timer.cancel()
         self.ended = True
         self._errors.seek(0)
-        tail = [line for line in self._errors.read().splitlines() if line.strip()][-12:]
+        most = _STACK_LINES if os.environ.get("PYTHONFAULTHANDLER") else _LINES
+        tail = [line for line in self._errors.read().splitlines() if line.strip()][-most:]
         if late.is_set():
-            self.result.failure = f"stopped after {self._timeout:.0f} s"
+            where = tail if os.environ.get("PYTHONFAULTHANDLER") else []
+            self.result.failure = "\n".join([*where, f"stopped after {self._timeout:.0f} s"])
         elif code != 0 or not self.result.digest:
             self.result.failure = "\n".join(tail) or f"ended with code {code}"
 

@@ -24,17 +24,19 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 from memmgr.tools.bench.gpu_sections import DID_NOT_HOLD
 
 SECTIONS = (
-    ("exactness", "Exactness", 100),
+    ("driver", "The driver, and what is compiled", 80),
+    ("exactness", "Exactness", 85),
     ("allocator", "CUDA's allocator", 75),
-    ("verified", "Without deterministic algorithms: what comes back is what went", 85),
-    ("peak", "Peak, seen from outside", 55),
-    ("overlap", "Copies under compute", 55),
-    ("timings", "Timings", 70),
-    ("tests", "The tests marked gpu", 60),
+    ("verified", "Without deterministic algorithms: what comes back is what went", 75),
+    ("peak", "Peak, seen from outside", 45),
+    ("overlap", "Copies under compute", 45),
+    ("timings", "Timings", 55),
+    ("tests", "The tests marked gpu", 40),
 )
 """Name, title, seconds that it may take at most: 500 in all, which leaves the rest of 9 minutes for the installation."""
 
@@ -90,7 +92,8 @@ def _default_path(device: str) -> Path:
 
 def _section(name: str, args: argparse.Namespace, report: int, limit_seconds: float) -> str:
     """Runs one section with its output going into the report; what went wrong, or nothing."""
-    command = [sys.executable, "-P", "-m", "memmgr.tools.bench.gpu_sections", name, args.device]
+    seconds = str(limit_seconds)
+    command = [sys.executable, "-P", "-m", "memmgr.tools.bench.gpu_sections", name, args.device, seconds]
     if args.quick:
         command.append("--quick")
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -99,7 +102,7 @@ def _section(name: str, args: argparse.Namespace, report: int, limit_seconds: fl
         try:
             code = process.wait(timeout=limit_seconds)
         except subprocess.TimeoutExpired:
-            return f"**Stopped after {limit_seconds:.0f} s.**"
+            return f"**Stopped after {limit_seconds:.0f} s.**" + _block(errors)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -108,9 +111,14 @@ def _section(name: str, args: argparse.Namespace, report: int, limit_seconds: fl
             return ""
         if code == DID_NOT_HOLD:
             return "**Did not hold.**"
-        errors.seek(0)
-        tail = "\n".join(errors.read().splitlines()[-15:])
-        return f"**Ended with code {code}.**\n\n```\n{tail}\n```\n"
+        return f"**Ended with code {code}.**" + _block(errors)
+
+
+def _block(errors: IO[str]) -> str:
+    """The end of what a section said on stderr, for the report."""
+    errors.seek(0)
+    tail = errors.read().splitlines()[-40:]
+    return "\n\n```\n" + "\n".join(tail) + "\n```\n" if tail else ""
 
 
 def _header(device: str, quick: bool) -> Iterator[str]:
@@ -130,7 +138,7 @@ def _machine(device: str) -> Iterator[tuple[str, str]]:
 
     if device == "cuda" and torch.cuda.is_available():
         # By NVML: torch would initialise CUDA in this process and keep some of the device's memory.
-        yield "GPU", _nvidia("name,memory.total") or "?"
+        yield "GPU", _nvidia("name,memory.total,memory.free,compute_mode,mig.mode.current,pcie.link.gen.max") or "?"
         yield "driver", _nvidia("driver_version") or "?"
     yield "CPU", f"{_cpu_name()}, {os.cpu_count()} logical cores"
     yield "kernel", f"{platform.system()} {platform.release()}"

@@ -14,7 +14,7 @@
 // be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
 // stream that its owner destroyed, or of a released pool's graphs.
 //
-// Threading: as in core.h. A thread without a context gets the device's primary one.
+// Threading: as in core.h. Whatever context a thread has, it has afterwards.
 #ifndef MEMMGR_DEVICE_H
 #define MEMMGR_DEVICE_H
 #include "memmgr/core.h"
@@ -52,6 +52,9 @@ int mm_device_close(mm_device*);  // only when no block is live (else -1, and it
 mm_arena* mm_device_arena(mm_device*);
 int mm_device_ordinal(mm_device*);
 int mm_device_memory(mm_device*, uint64_t* free_bytes, uint64_t* total_bytes);  // what the driver says
+// 0: the driver answers. Else its error, with its text in `why`: after a kernel's illegal access, say, the context is
+// of no use, every call fails, and what looks like memory that cannot be had is that.
+int mm_device_broken(mm_device*, char* why, size_t length);
 
 // Kernels of another device may use this one's memory from now on, as far as the hardware lets them: 0 or the driver's
 // error. Only for mapped memory (else -1): plain memory is opened by the runtime's own call.

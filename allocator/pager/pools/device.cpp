@@ -126,6 +126,10 @@ class DevicePool final : public Pool {
   void install() override;
   void uninstall() override;
   void forget_in_child() override;
+  std::string broken() const override {
+    char why[256] = "";
+    return mm_device_broken(memory_, why, sizeof why) == 0 ? std::string() : why;
+  }
   const char* out_of_memory_words() const override {
     return is_cuda() ? "CUDA out of memory. Tried to allocate " : "Device out of memory. Tried to allocate ";
   }

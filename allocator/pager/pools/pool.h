@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "memmgr/device.h"
 #include "memmgr/plugin.h"
@@ -64,6 +65,8 @@ class Pool {
   virtual void uninstall() = 0;
   virtual void forget_in_child() = 0;
   virtual const char* out_of_memory_words() const = 0;
+  // Why the device answers nothing any more, or nothing: then memory is not what is missing.
+  virtual std::string broken() const { return {}; }
   virtual mm_device* queue() const { return nullptr; }
   virtual mm_stream stream() const { return nullptr; }           // that the calling thread queues on there
   virtual mm_stream opened_on() const { return nullptr; }        // current when the budget was opened
