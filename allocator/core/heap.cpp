@@ -81,7 +81,31 @@ Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   Block* run = Tighter(BestWithin(RunKind::kFragment, bytes, limit), BestWithin(RunKind::kCommitted, bytes, limit));
   if (run != nullptr) return run;
   // The untouched end of the area is the longest of these, so best fit reaches up there last.
+  run = FewestHoles(bytes, limit);
+  if (run != nullptr) return run;
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
+}
+
+// Where blocks are aligned each has holes behind it, and so has the run that it leaves. A block of its length finds all
+// pages there, whichever run is the shortest. Null: as many holes as pages wherever we have looked.
+Block* Heap::FewestHoles(uint64_t bytes, uint64_t limit) const {
+  constexpr int kLooks = 16;
+  const RunIndex& mixed = Of(RunKind::kMixed);
+  Block* best = nullptr;
+  uint64_t fewest = bytes >> page_shift_;
+  Block* run = mixed.BestFit(bytes);
+  for (int i = 0; i < kLooks && run != nullptr && fewest > 0; ++i) {
+    if (run != last_ || run->offset + bytes <= limit) {
+      const PageSpan pages = Touched(LowerEnd(run, limit, bytes), bytes);
+      const uint64_t holes = map_.CountHoles(pages.first, pages.end);
+      if (holes < fewest) {
+        best = run;
+        fewest = holes;
+      }
+    }
+    run = mixed.BestFit(run->bytes, run->offset + 1);
+  }
+  return best;
 }
 
 uint64_t Heap::LowerEnd(const Block* run, uint64_t limit, uint64_t bytes) const {

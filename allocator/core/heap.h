@@ -118,6 +118,7 @@ class Heap {
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;
   Block* BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const;
+  Block* FewestHoles(uint64_t bytes, uint64_t limit) const;
   Block* SplitOff(Block* run, uint64_t at);
   void Publish(Block* run);   // enters a run into its index and the sums
   void Withdraw(Block* run);  // and takes it out, before it changes

@@ -99,7 +99,7 @@ bool dropped_for_others(StoragePtr* storage) {
 }  // namespace
 
 void drop_later(StoragePtr storage) {
-  // Waking a thread for each would take a core from the program's: twice the time of a step that lets 200 go.
+  // Else a step of a tree LSTM wakes the thread 125 to 350 times, on a core that its ops want.
   if (dropped_for_others(&storage)) return;
   if (C10_UNLIKELY(budget.forked))
     return;  // no thread to give it to: nobody here is inside malloc, and no lock is held

@@ -534,6 +534,24 @@ def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
     arena.destroy()
 
 
+def test_a_block_takes_the_place_of_one_of_its_length(core):
+    """Blocks that are aligned leave runs with holes behind them. The shortest run may have no pages at all, and the next one may
+    have all: 53 % of what was allocated here had been moved to it, and 38 % since."""
+    arena = core_abi.Arena(core, 96 * MIB, 1024 * MIB)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+    sizes = [196_608, 294_912, 589_824, 786_432, 1_572_864]
+    for _ in range(6):
+        churn(arena, 95 * MIB, sizes, live, dice)
+    moved = arena.stats.remapped_bytes
+    for _ in range(6):
+        churn(arena, 95 * MIB, sizes, live, dice)
+    assert arena.stats.remapped_bytes - moved < 0.45 * 6 * 400 * sum(sizes) / len(sizes)
+    for address, _ in live:
+        arena.free(address)
+    arena.destroy()
+
+
 def test_alignment_does_not_split_the_range(core):
     """What lies between two aligned blocks belongs to the same mapping: a process may have 65,530."""
     arena = core_abi.Arena(core, 1 << 30)

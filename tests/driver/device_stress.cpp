@@ -196,11 +196,9 @@ int main(int argc, char **argv) {
                                  text, sizeof text);
   if (shared.device == nullptr)
     Fail(text);
-  {
-    const memmgr::EnsureContext context(*shared.driver, 0);
-    for (CUstream &stream : shared.streams)
-      Expect(shared.driver->StreamCreate(&stream, 1) == 0, "stream");
-  }
+  const memmgr::EnsureContext context(*shared.driver, 0);
+  for (CUstream &stream : shared.streams)
+    Expect(shared.driver->StreamCreate(&stream, 1) == 0, "stream");
   mm_arena_set_reclaim(mm_device_arena(shared.device), Reclaim, &shared);
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i)
