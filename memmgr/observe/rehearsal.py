@@ -136,7 +136,11 @@ def _run(
 ) -> Rehearsed:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    class Fakes(FakeTensorMode):
+        # Else it sets up a guard instead of a GPU's: torch 2.11's dies with the thread, and the next thread's look at it crashes.
+        avoid_device_init = False
+
+    mode = Fakes(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:

@@ -327,6 +327,14 @@ def test_a_rehearsal_draws_none_of_pythons_numbers() -> None:
     assert random.getstate() == want
 
 
+def test_a_rehearsal_sets_no_guard_in_place_of_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.11's CUDA build, without a GPU, it dies with the thread, and the next look at it is a crash."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(True))
+    assert rehearsal.rehearse(nn.Linear(8, 8), (torch.ones(2, 8),), {}) is not None
+    assert not asked
+
+
 def test_a_rehearsal_that_waits_for_its_own_caller_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends at its next op, and the same module is not waited for again."""
     lock, real = threading.Lock(), threading.main_thread()
