@@ -324,8 +324,10 @@ def test_writes_that_fail(name: str, after: int, code: int) -> None:
     stats, error = survives(name, 0.5, policy="auto", inject=(code, after, 0, 0))
     assert error is None, f"auto could have evicted: {error}"
     if not stats["tier_errors"]:
-        # Of a write ahead of need that was taken back, because the tensor was written to or ended, nobody hears.
-        assert stats["offloads"] <= after or stats["write_backs"] > 0, "the injected error went unnoticed"
+        # Of a write ahead of need that was taken back, because the tensor was written to or ended, nobody hears; a disk that is
+        # full is asked again once clean copies have been given up.
+        mended = code == errno.ENOSPC and stats["reloads"] > 0
+        assert stats["offloads"] <= after or stats["write_backs"] > 0 or mended, "the injected error went unnoticed"
 
 
 def test_writes_that_fail_with_nothing_else() -> None:
