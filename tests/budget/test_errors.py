@@ -7,8 +7,8 @@ import gc
 import re
 import subprocess
 import sys
-import traceback
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
