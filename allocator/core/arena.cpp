@@ -1,3 +1,4 @@
+// Long: one class, whose requests, frees, stream order and budget share one lock and its sums.
 #include "arena.h"
 
 #include <stdio.h>
@@ -112,7 +113,6 @@ Arena::Arena(const PageOps& pages, char* base, uint64_t large_bytes, uint64_t sm
     : pages_(pages),
       base_(base),
       range_bytes_(large_bytes + small_bytes),
-      small_unit_shift_(small_unit_shift),
       debug_(getenv("MEMMGR_DEBUG") != nullptr && strcmp(getenv("MEMMGR_DEBUG"), "1") == 0),
       large_(pages, &sets_, base, large_bytes, kLargeUnitShift),
       small_(pages, &sets_, base + large_bytes, small_bytes, small_unit_shift),
@@ -350,7 +350,7 @@ inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
 void* Arena::TryPool(Request* request) {
   for (Heap* heap : {&small_, &large_}) {
     if (heap == &small_ && request->requested_bytes > kSmallLimit) continue;
-    request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? small_unit_shift_ : kLargeUnitShift);
+    request->bytes = RoundUpTo(request->requested_bytes, heap->unit_shift());
     const Spot spot = heap->FindPooled(request->order->pool, request->bytes, request->order->allowed);
     if (spot.run != nullptr) return HandOut(heap, heap->Take(spot, request->bytes, request->requested_bytes), request);
   }
@@ -363,7 +363,7 @@ void* Arena::Try(Request* request) {
     if (void* p = TryPool(request)) return p;
   }
   Heap* heap = request->requested_bytes <= kSmallLimit ? &small_ : &large_;
-  request->bytes = RoundUpTo(request->requested_bytes, heap == &small_ ? small_unit_shift_ : kLargeUnitShift);
+  request->bytes = RoundUpTo(request->requested_bytes, heap->unit_shift());
   request->need = Shortage(request->bytes);
   if (request->need > 0) return nullptr;
   Block* block = Place(heap, request);

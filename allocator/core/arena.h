@@ -178,7 +178,6 @@ class Arena final : private ForkAware {
   const PageOps& pages_;
   char* const base_;
   const uint64_t range_bytes_;
-  const int small_unit_shift_;
   const bool debug_;
   std::atomic<bool> forked_{false};
 

@@ -1,3 +1,4 @@
+// Long: one class, whose runs, blocks and pages are one set of sums.
 #include "heap.h"
 
 #include <algorithm>
@@ -80,9 +81,9 @@ Block* Heap::BestWithin(RunKind kind, uint64_t bytes, uint64_t limit) const {
 Block* Heap::Find(uint64_t bytes, uint64_t limit) const {
   Block* run = Tighter(BestWithin(RunKind::kFragment, bytes, limit), BestWithin(RunKind::kCommitted, bytes, limit));
   if (run != nullptr) return run;
-  // The untouched end of the area is the longest of these, so best fit reaches up there last.
   run = FewestHoles(bytes, limit);
   if (run != nullptr) return run;
+  // The untouched end of the area is the longest of these, so best fit reaches up there last.
   return Tighter(BestWithin(RunKind::kMixed, bytes, limit), BestWithin(RunKind::kHole, bytes, limit));
 }
 

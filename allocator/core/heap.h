@@ -85,6 +85,7 @@ class Heap {
   void Reattach(Block* piece, bool decommitted);
 
   uint64_t bytes() const { return bytes_; }
+  int unit_shift() const { return unit_shift_; }  // blocks lie at multiples of 1 << this
   uint64_t live_blocks() const { return live_.size(); }
   uint64_t committed_pages() const { return committed_pages_; }
   uint64_t spare_pages() const { return spare_pages_; }

@@ -330,6 +330,22 @@ def test_writes_that_fail(name: str, after: int, code: int) -> None:
         assert stats["offloads"] <= after or stats["write_backs"] > 0 or mended, "the injected error went unnoticed"
 
 
+def test_a_full_disk_is_asked_again_once_clean_copies_are_given_up() -> None:
+    first, second = torch.rand(50_000), torch.rand(50_000)
+    want = first.tolist(), second.tolist()
+    with memmgr.budget("1GB", quiet=True) as mm:
+        native = memmgr._budget.current().native  # type: ignore[union-attr]
+        for tensor in (first, second):
+            assert native.adopt(tensor)
+        for copies in (0, 1):  # of what is there
+            native.tier_inject(errno.ENOSPC, 0, 0, 0)
+            assert (native.take_away(second, 1) > 0) == bool(copies)
+            assert mm.stats()["tier_errors"] == 1
+            native.tier_inject(0, 0, 0, 0)
+            assert copies or native.take_away(first, 1) > 0
+            assert (first.tolist(), second.tolist()) == want
+
+
 def test_writes_that_fail_with_nothing_else() -> None:
     stats, error = survives("gpt", 0.5, policy="offload", inject=(errno.EIO, 3, 0, 0))
     assert stats["tier_errors"] > 0

@@ -169,9 +169,8 @@ def test_page_locking_that_fails_says_so(core, driver: FakeDriver) -> None:
 def test_a_driver_call_that_fails_loses_nothing(core, driver: FakeDriver, mode: int, name: str) -> None:
     """Whichever call of a write or a read fails: a negative errno, nothing taken, and the next try succeeds."""
     failed = 0
-    for after, seed in itertools.product(
-        range(8), range(3)
-    ):  # in some orders the device makes no event after the first write
+    # In some orders the device makes no event after the first write.
+    for after, seed in itertools.product(range(8), range(3)):
         bench = Bench(core, driver, mode, seed=seed)
         tier, size = bench.tier, 600
         block = bench.filled(size, 4)

@@ -2,7 +2,7 @@
 
 A section prints Markdown, a line as soon as it is known, and ends with 0 if what it checks held, 3 if it did not. What failed is
 told whole below its tables, and the first run that did is tried once more, slowly, for its stack. On a GPU, runs whose time is
-not measured go side by side.
+not measured go side by side. Long: each section is a page of its own, and they share how a run is started and told.
 """
 
 from __future__ import annotations
@@ -366,25 +366,22 @@ def allocator(device: str, quick: bool) -> bool:
         partial(_asked, "train", "late", str(most), PYTORCH_CUDA_ALLOC_CONF=""),
         partial(_asked, "train", "late", str(most), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
     ]
-    environment, first, *lates = (future.result() for future in _together(device, acts))
-    for order, ours in (("environment", environment), ("first", first)):
+    rows = (
+        ("environment", "memmgr", limit, "peak_bytes"),
+        ("first", "memmgr", limit, "peak_bytes"),
+        ("late", "native", most, "reserved_peak_bytes"),
+        ("late, expandable segments", "native", most, "reserved_peak_bytes"),
+    )
+    for (order, whose, allowed, kept), future in zip(rows, _together(device, acts), strict=True):
+        ours = future.result()
         if "failed" in ours:
             good = False
             _line(order, *["-"] * 4, "**failed**")
             continue
         same = ours["digest"] == native["digest"]
-        good = good and same and ours["allocator"] == "memmgr" and ours["peak_bytes"] <= limit
-        sizes = (megabytes(limit), megabytes(ours["peak_bytes"]), megabytes(ours["reserved_peak_bytes"]))
+        good = good and same and ours["allocator"] == whose and ours[kept] <= allowed
+        sizes = (megabytes(allowed), megabytes(ours["peak_bytes"]), megabytes(ours["reserved_peak_bytes"]))
         _line(order, ours["allocator"], *sizes, _yes(same))
-    for name, late in zip(("late", "late, expandable segments"), lates, strict=True):
-        if "failed" in late:
-            good = False
-            _line(name, *["-"] * 4, "**failed**")
-            continue
-        same = late["digest"] == native["digest"]
-        good = good and same and late["allocator"] == "native" and late["reserved_peak_bytes"] <= most
-        sizes = (megabytes(most), megabytes(late["peak_bytes"]), megabytes(late["reserved_peak_bytes"]))
-        _line(name, late["allocator"], *sizes, _yes(same))
     print(flush=True)
     _head("host time", "torch's own", "memmgr, mapped")
     theirs, mine = _probed("speed", "native", MEMMGR_INSTALL="0"), _probed("speed")
@@ -414,9 +411,13 @@ def driver(device: str, quick: bool) -> bool:
     if device != "cuda":
         print("Not rehearsed: there is nothing of it without CUDA.")
         return True
+    from memmgr import _cuda
+    from memmgr.native import pager
+
     good = True
+    acts: dict[str, Callable[[], object]] = {"CUDA's allocator": _cuda.build, "the pager": pager.load}
     with ThreadPoolExecutor(2) as pool:
-        compiled = {name: pool.submit(_compiled, name) for name in ("allocator", "pager")}
+        compiled = {name: pool.submit(_compiled, act) for name, act in acts.items()}
         _head("call", "answer", "took")
         for row in driver_probe.rows():
             good = good and not row[1].startswith("**")
@@ -424,11 +425,7 @@ def driver(device: str, quick: bool) -> bool:
         for name, future in compiled.items():
             seconds, wrong = future.result()
             good = good and not wrong
-            _line(
-                f"CUDA {name}" if name == "allocator" else name,
-                wrong.replace("|", "/") or "compiled",
-                f"{seconds:.0f} s",
-            )
+            _line(name, wrong.replace("|", "/") or "compiled", f"{seconds:.0f} s")
     try:
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20)
         said = done.stdout.strip() or done.stderr.strip()
@@ -438,14 +435,11 @@ def driver(device: str, quick: bool) -> bool:
     return good
 
 
-def _compiled(name: str) -> tuple[float, str]:
+def _compiled(act: Callable[[], object]) -> tuple[float, str]:
     """Seconds, and what was wrong."""
-    from memmgr import _cuda
-    from memmgr.native import pager
-
     begun = time.perf_counter()
     try:
-        _cuda.build() if name == "allocator" else pager.load()
+        act()
     except Exception as error:
         return time.perf_counter() - begun, f"**{type(error).__name__}: {error}**"
     return time.perf_counter() - begun, ""
@@ -467,9 +461,8 @@ def main(argv: list[str]) -> int:
     """Runs one section; its exit code."""
     global _ends_at
     name, device, seconds, *flags = argv
-    os.environ["PYTHONFAULTHANDLER"] = (
-        "1"  # of what this starts: a crash, and what has to be stopped, says where it was
-    )
+    # Of what this starts: a crash, and what has to be stopped, says where it was.
+    os.environ["PYTHONFAULTHANDLER"] = "1"
     _ends_at = time.monotonic() + 0.9 * float(seconds)
     try:
         good = SECTIONS[name](device, "--quick" in flags)
