@@ -31,6 +31,7 @@ struct Period {
   uint64_t running = 0x9E3779B97F4A7C15ull;
   uint64_t last_end = 0;  // ticks
   uint64_t trials_before = 0;
+  uint64_t begun = 0;  // serials from here on are of cells that came in it
 };
 
 Period& period() {
@@ -91,7 +92,8 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   const uint32_t ordinal = ordinal_locked(p, c, &first);
   const auto flags =
       static_cast<uint8_t>((written ? kTouchWrites : 0) | (made ? kTouchMakes : 0) | (first ? kTouchFirst : 0));
-  p.noted.touches.push_back({ordinal, flags});
+  const uint8_t comes = first && !made && c->serial >= p.begun ? kTouchComes : 0;
+  p.noted.touches.push_back({ordinal, static_cast<uint8_t>(flags | comes)});
   p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
 }
 
@@ -106,6 +108,7 @@ Timeline next_locked(Period& p, bool noted) {
   p.previous = std::move(previous);
   p.noted.before = ended.overflow ? 0 : ended.hash();
   p.trials_before = trials;
+  p.begun = serial_of_next_locked();
   timeline_on = noted;
   use_order_locked(false);
   return ended;

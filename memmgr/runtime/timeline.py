@@ -8,6 +8,8 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 - Two-valued bytes can leave all but a bit for each element: their op makes the bits, and another makes the bytes of them.
 - What nobody has a recipe for is `OpKind.ONCE`: ops that run without gradient (backward's own), and what is refused.
 - `(between ops)` takes the time of the program itself: a CPU does nothing else meanwhile.
+- `(not by an op)` makes what came between two ops: a storage that was resized (FSDP2's gathered parameters), a batch. It takes
+  no time, and comes before the first op that touches it.
 - In-place writes reuse their block (`copy_on_write` is False).
 """
 
@@ -24,9 +26,10 @@ from memmgr.policies.trace.plan import carried
 from memmgr.policies.trace.schedule import Do, Step
 
 BETWEEN = "(between ops)"
+COMES = "(not by an op)"
 UNPACK = "(unpack)"
 _PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
-_WRITES, _MAKES, _RECIPE, _FIRST = 1, 2, 4, 8  # allocator/pager/timeline.h
+_WRITES, _MAKES, _RECIPE, _COMES = 1, 2, 4, 16  # allocator/pager/timeline.h
 _BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS = 0, 1, 2
@@ -121,7 +124,7 @@ class _Builder:
             self.constant("elsewhere", int(self.other.max()))
         seen: set[int] = set()
         for ordinal, flags in zip(self.touched, self.flags, strict=True):
-            if ordinal not in seen and not flags & _MAKES:
+            if ordinal not in seen and not flags & (_MAKES | _COMES):
                 self.constant(str(ordinal), self.sizes[ordinal], ordinal)
             seen.add(ordinal)
         waited = 0.0
@@ -166,7 +169,15 @@ class _Builder:
         if storage in self.packed:
             self.released[self.packed[storage]] = at
 
+    def come(self, k: int) -> None:
+        for i in range(self.first_touch[k], self.first_touch[k + 1]):
+            ordinal = self.touched[i]
+            if self.flags[i] & _COMES:
+                s = self.storage(f"{len(self.ops)}.0", self.sizes[ordinal], ordinal)
+                self.add(Op(COMES, 0.0, (), (s,), OpKind.ONCE), k)
+
     def run(self, k: int, name: str) -> None:
+        self.come(k)
         at = len(self.ops)
         inputs: dict[int, None] = {}
         outputs: list[int] = []
@@ -284,8 +295,8 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
         return of.position[k] if k < n else (of.position[-1] + 1 if n else 0)
 
     def after(k: int) -> int:
-        between = trace.ops[k].name == BETWEEN
-        return max(of.position[k] - between, 0)
+        early = trace.ops[k].name in (BETWEEN, COMES)  # before the op at its position
+        return max(of.position[k] - early, 0)
 
     found: dict[str, Rows] = {"departures": [], "writes": [], "reads": [], "groups": []}
     resident: set[int] = set()

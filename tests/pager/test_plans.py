@@ -378,6 +378,46 @@ def test_what_is_measured_as_a_cycle_gets_the_whole_budget() -> None:
         assert known and all(one.made is not None and one.tries < MOST_TRIES for one in known)
 
 
+class Gathered(models.Training):
+    """As FSDP2 has it: what a layer needs is gathered into storages that are resized before it and empty after it."""
+
+    LAYERS, EACH = 10, 4
+
+    def __init__(self) -> None:
+        self.whole = [[self.empty() for _ in range(self.EACH)] for _ in range(self.LAYERS)]
+        self.x = torch.randn(512, 64)
+        super().__init__(nn.Sequential(*(nn.Linear(64, 64) for _ in self.whole)), self.forward)
+
+    @staticmethod
+    def empty() -> torch.Tensor:
+        one = torch.empty(512, 64)
+        one.untyped_storage().resize_(0)
+        return one
+
+    def forward(self) -> torch.Tensor:
+        x = self.x
+        for layer, gathered in zip(self.model, self.whole, strict=True):
+            for one in gathered:
+                one.untyped_storage().resize_(one.nbytes)
+                one.copy_(x.detach())
+                x = x + one
+            x = layer(x).tanh()
+            for one in gathered:
+                one.untyped_storage().resize_(0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", ["auto", "evict"])
+def test_what_comes_between_two_ops_was_not_there_from_the_beginning(policy: str) -> None:
+    limit = need(Gathered) * 0.6
+    assert sum(one.nbytes for one in itertools.chain(*Gathered().whole)) > limit
+    got, figures, limit = under(Gathered, 0.6, policy)
+    assert got == plain(Gathered)
+    last = figures[-1]
+    assert last["plans"] >= 1 and last["planned_passes"] >= 2
+    assert last["resident_bytes.peak"] <= limit
+
+
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads whose ops are mixed up: the program is not told by an exception out of its backward."""
     from memmgr.runtime import plans
