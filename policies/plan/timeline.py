@@ -60,6 +60,8 @@ class Timeline:
         for s, uses in enumerate(self.uses):
             if s in held:
                 uses.append(own[n])
+            if p.kept[s] >= 0 and p.written[s] < 0 and own[p.kept[s]] > (uses[-1] if uses else own[p.maker[s]]):
+                uses.append(own[p.kept[s]])
             pin = self.pin[s]  # counts as a use: a gap that begins before it begins with it
             if pin > own[p.maker[s]] and pin not in uses[bisect_left(uses, pin) :][:1]:
                 insort(uses, pin)

@@ -20,6 +20,8 @@ class Problem:
         maker: per storage.
         pinned: per storage, the stage up to which letting go frees nothing (constants: until their release); -1: none.
         again: per storage, whether its op may run a second time.
+        kept: per storage whose op may not, the last op while which the program holds it: until then its bytes are there or
+            below, read or not; -1: none.
         written: per storage, the op that overwrites its block (then its bytes are gone); -1: none.
         let_go: per storage, the op after which the program holds it no more and its bytes are gone; -1: they may stay.
         handed: per op, bytes of the inputs whose block an output takes over, not to be counted twice.
@@ -34,6 +36,7 @@ class Problem:
     maker: list[int]
     pinned: list[int]
     again: list[bool]
+    kept: list[int]
     written: list[int]
     let_go: list[int]
     handed: list[int]
@@ -48,6 +51,7 @@ class Problem:
         written = [-1] * len(size)
         handed = [0] * n
         again = [trace.ops[s.maker].kind == OpKind.COMPUTE for s in trace.storages]
+        kept = [min(s.released - 1, n) if trace.ops[s.maker].kind == OpKind.ONCE else -1 for s in trace.storages]
         for s in trace.constants:
             pinned[s] = max(pinned[s], min(trace.storages[s].released, n + 1) - 1)
         if not trace.copy_on_write:
@@ -65,6 +69,7 @@ class Problem:
             [s.maker for s in trace.storages],
             pinned,
             again,
+            kept,
             written,
             [s.released - 1 if lets_go and s.released <= n else -1 for s in trace.storages],
             handed,

@@ -178,6 +178,8 @@ class Replay:
         held = self.computed < self.trace.storages[s].released
         if s in self.trace.constants and held and s not in self.copied_at:
             raise Broken(f"constant {name} freed while held")
+        if s in self.trace.made_once and held and s not in self.copied_at:
+            raise Broken(f"{name} freed while held, though nothing makes it again")
         if held and self.computed < self.trace.storages[s].pinned_until:
             raise Broken(f"{name} freed while the program itself holds it")
         self._leave(s)

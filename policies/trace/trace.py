@@ -153,6 +153,11 @@ class Trace:
         return frozenset(s for op in self.ops if op.kind == OpKind.CONSTANT for s in op.outputs)
 
     @cached_property
+    def made_once(self) -> frozenset[int]:
+        """Storages that cannot be made again, constants left out."""
+        return frozenset(s for op in self.ops if op.kind == OpKind.ONCE for s in op.outputs)
+
+    @cached_property
     def held_at_end(self) -> tuple[int, ...]:
         """Storages that must be resident at the end, in the order of making."""
         return tuple(i for i, s in enumerate(self.storages) if s.released == HELD)

@@ -247,6 +247,30 @@ def test_an_in_place_write_takes_no_room() -> None:
     assert plan(Trace(ops, storages, copy_on_write=True).check(), 30).seconds == 4.0  # a leaves and is made again
 
 
+# ---- what nothing makes again
+
+
+@pytest.mark.parametrize("kind", [OpKind.COMPUTE, OpKind.ONCE])
+def test_what_nothing_makes_again_stays_while_the_program_holds_it(kind: OpKind) -> None:
+    """A gradient that waits for `zero_grad`, say: nobody reads it again, and its bytes are somewhere all the same."""
+    ops = [
+        Op("x", 1.0, (), (0,), kind),
+        Op("reads", 1.0, (0,), (1,)),
+        Op("large", 1.0, (1,), (2,)),
+        Op("end", 1.0, (2,), (3,)),
+    ]
+    sizes, released = (10, 1, 10, 1), (3, 3, 4, HELD)
+    storages = tuple(Storage(f"{k}.0", sizes[k], k, released[k]) for k in range(4))
+    trace = Trace(tuple(ops), storages, copy_on_write=False).check()
+    link = TierLink("disk", 10.0, 10.0)
+    assert plan(trace, 12).feasible == (kind == OpKind.COMPUTE)
+    made = plan(trace, 12, link=link)
+    holds(trace, made, link)
+    assert any(step == Step(Do.OFFLOAD, 0) for step in made.steps) == (kind == OpKind.ONCE)
+    unsaved = [step for step in made.steps if step.do in (Do.COMPUTE, Do.RECOMPUTE, Do.FREE)]
+    assert replay(trace, unsaved, 12).valid == (kind == OpKind.COMPUTE)
+
+
 # ---- very long passes
 
 
