@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memmgr._threads import join
+from memmgr._threads import join, let_others_first
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee, knee
@@ -242,6 +242,7 @@ class Plans:
 
     def _make(self, known: _Known) -> None:
         assert self._planner is not None
+        let_others_first()
         begun, begun_cpu = time.perf_counter(), time.thread_time()
         known.error = ""
         try:

@@ -16,7 +16,7 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import join
+from memmgr._threads import join, let_others_first
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
@@ -108,6 +108,7 @@ class Sizing:
         self._thread.start()
 
     def _seek(self, found: Measured) -> None:
+        let_others_first()
         try:
             self._knee = self._plans.knee(found, self._need_bytes, self._native.stats()["floor_bytes"])
         except Exception as error:  # as with a plan: the telemetry and the line say so
