@@ -296,7 +296,7 @@ void note_short() {
   follower().ran_short = true;
 }
 
-Followed end_following(uint64_t hash, uint64_t before) {
+Followed end_following(uint64_t hash, uint64_t before, uint64_t passes) {
   Followed result;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
@@ -317,7 +317,7 @@ Followed end_following(uint64_t hash, uint64_t before) {
   }
   end_kept_ghosts();
   if (result.to_the_end) {
-    counters.planned_periods++;
+    counters.planned_periods += passes;
     if (result.ran_short) counters.short_periods++;
   }
   return result;

@@ -53,7 +53,7 @@ struct Followed {
   bool ran_short = false;
   uint64_t hash = 0;
 };
-// The period ends here; the one `before` it had that hash. 0: none.
-Followed end_following(uint64_t hash = 0, uint64_t before = 0);
+// The period ends here, with so many passes; the one `before` it had that hash. 0: none.
+Followed end_following(uint64_t hash = 0, uint64_t before = 0, uint64_t passes = 1);
 
 }  // namespace memmgr::pager

@@ -53,7 +53,7 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     ended = next_period(noted);
-    followed = end_following(ended.hash(), ended.before);
+    followed = end_following(ended.hash(), ended.before, std::max<uint64_t>(ended.backwards, 1));
     poll_transfers();
   } catch (const std::exception& e) {
     wrong = e.what();

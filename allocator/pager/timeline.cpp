@@ -268,6 +268,7 @@ void turn_period() {
     seeker().backward();
     cut = p.loop;
     if (cut) next_locked(p, false);  // a part of a pass is no pass
+    p.noted.backwards++;
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
   }
   if (cut) end_following();

@@ -50,7 +50,8 @@ struct Timeline {
   std::vector<uint8_t> fixed;                         // by ordinal: it cannot leave (escaped)
   std::vector<uint32_t> prior;                        // by ordinal: its ordinal in the period before, or kNoOrdinal
   std::vector<std::pair<uint32_t, uint32_t>> deaths;  // (ops begun, ordinal)
-  int64_t turn = -1;                                  // the op at which backward began
+  int64_t turn = -1;                                  // the op at which the first backward began
+  uint64_t backwards = 0;                             // that began in it
   uint64_t trials = 0;                                // kinds that were tried meanwhile
   uint64_t before = 0;                                // the hash of the period before; 0: it was not noted
   bool overflow = false;

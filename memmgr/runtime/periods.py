@@ -17,6 +17,7 @@ from memmgr.observe.ranks import where_in_job
 from memmgr.policies.trace import Trace, TraceError
 
 from .plans import Plans
+from .rounds import Rounds
 from .sizing import Sizing
 
 
@@ -72,6 +73,7 @@ class Periods:
         self._sizing = sizing
         self._lock = threading.Lock()
         self._noted = False
+        self._rounds = Rounds()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -114,10 +116,16 @@ class Periods:
                 return
             if for_file and self._file is not None:
                 self._file.begin()
+            if for_file or sizing is not None or not next_one:
+                self._rounds.forget()
+            elif self._noted and not self._rounds.ends():
+                return
             info = self._pager.next_period(next_one)
             noted, self._noted = self._noted, next_one
             if not noted or not info["ops"] or info["overflow"]:
+                self._rounds.forget()
                 return
+            self._rounds.ended(info["hash"], info["ops"], info["followed"] and not info["short"])
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
             if sizing is not None:

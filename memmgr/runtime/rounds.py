@@ -1,0 +1,96 @@
+"""After how many backwards a program repeats itself: gradients that accumulate, micro-batches of a pipeline, networks in turn.
+
+A plan is for what comes again. What several backwards make together is held from one to the next, and the next is another one:
+a plan for each alone has to begin and end with all of it in memory. Where that does not do, a period spans the round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+TIMES = 4  # that a round has been met, so that its periods may have plans of their own
+MOST_BACKWARDS = 64  # of a round
+MOST_OPS = 5000  # of a round; a plan for more is seldom there in time
+MOST_MISSES = 3  # rounds in a row that are like none before: the program does something else
+MOST_KNOWN = 256  # rounds that are known again
+
+
+class _Met(NamedTuple):
+    ops_hash: int
+    ops: int
+    done: bool
+
+
+class Rounds:
+    """Which backward ends a period. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._times = TIMES  # more once one was none
+        self._met: deque[_Met] = deque()
+        self._found = 1
+        self._known: set[int] = set()
+        self._repeated = False
+        self.forget()
+
+    def forget(self) -> None:
+        """What comes is a period for each backward, until a round is found again."""
+        self.backwards = 1
+        self._since = 0
+        self._wait: int | None = None
+        self._missed = 0
+        self._met.clear()
+
+    def ends(self) -> bool:
+        """A backward has ended: whether the period does."""
+        self._since += 1
+        return self._since >= self.backwards
+
+    def ended(self, ops_hash: int, ops: int, done: bool = False) -> None:
+        """The period that did.
+
+        Args:
+            ops_hash: of all that it did.
+            ops: how many.
+            done: as a plan has it, to the end.
+        """
+        self._since = 0
+        if self.backwards > 1:
+            self._judge(ops_hash)
+            return
+        self._met.append(_Met(ops_hash, ops, done))
+        if len(self._met) > self._times * MOST_BACKWARDS:
+            self._met.popleft()
+        if self._wait is None:
+            self._find()
+        else:
+            self._wait -= 1
+        if self._wait == 0:
+            self.backwards = self._found
+            self._known.clear()
+            self._repeated = False
+
+    def _judge(self, ops_hash: int) -> None:
+        if ops_hash in self._known:
+            self._missed, self._repeated = 0, True
+            return
+        if len(self._known) < MOST_KNOWN:
+            self._known.add(ops_hash)
+        self._missed += 1
+        if self._missed == MOST_MISSES:
+            if not self._repeated:
+                self._times *= 2
+            self.forget()
+
+    def _find(self) -> None:
+        met = [period.ops_hash for period in self._met]
+        for n in range(2, min(MOST_BACKWARDS, len(met) // self._times) + 1):
+            last = met[-n:]
+            if len(set(last)) == 1 or met[-n * self._times :] != last * self._times:
+                continue
+            periods = list(self._met)[-n:]
+            ops = [period.ops for period in periods]
+            if sum(ops) <= MOST_OPS and not all(period.done for period in periods):
+                self._found = n
+                self._wait = ops.index(max(ops))  # the longest begins: the one with the step, or with all forwards
+            return

@@ -1,0 +1,116 @@
+"""Rounds: programs that repeat themselves only after several backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from budget import models
+from torch import nn
+
+from memmgr.runtime.rounds import MOST_OPS, TIMES, Rounds
+
+from .planned import sizes, trained, under
+
+__all__ = ["sizes"]  # a fixture
+
+pytestmark = pytest.mark.filterwarnings("error:memmgr")
+
+OPS = {"A": 30, "B": 20, "b": 20, "C": 10}
+
+
+def followed(rounds: Rounds, backwards: Iterable[str], ops: int = 1, planned: str = "") -> list[str]:
+    """What was a period, of a program that does these between one end of a backward and the next."""
+    found = []
+    period = ""
+    for one in backwards:
+        period += one
+        if rounds.ends():
+            rounds.ended(hash(period), ops * sum(OPS[c] for c in period), period in planned)
+            found.append(period)
+            period = ""
+    return found
+
+
+def test_one_backward_is_a_period_where_each_is_like_the_other() -> None:
+    assert set(followed(Rounds(), "A" * 40)) == {"A"}
+
+
+@pytest.mark.parametrize("round_", ["ABBB", "AB", "CBA", "BC", "ABBBBBBB"])
+def test_a_round_begins_with_what_is_longest(round_: str) -> None:
+    found = followed(Rounds(), round_ * (TIMES + 6))
+    begins = max(range(len(round_)), key=lambda i: OPS[round_[i]])
+    merged = [period for period in found if len(period) > 1]
+    assert len(merged) >= 5 and set(merged) == {round_[begins:] + round_[:begins]}
+    assert all(len(period) == 1 for period in found[: len(found) - len(merged)])
+
+
+def test_periods_that_do_with_plans_of_their_own_stay() -> None:
+    rounds = Rounds()
+    assert set(followed(rounds, "AB" * 20, planned="AB")) == {"A", "B"}
+    assert followed(rounds, "AB" * 20, planned="A")[-1] == "AB"
+
+
+def test_a_smaller_batch_now_and_then_changes_nothing() -> None:
+    found = followed(Rounds(), ("ABBB" * 5 + "ABBb") * 4)
+    assert found.count("ABBb") == 4
+    assert all(len(period) == 4 for period in found[4 * TIMES :])
+
+
+def test_after_a_shorter_round_they_begin_elsewhere() -> None:
+    found = followed(Rounds(), "ABBB" * 8 + "ABB" + "ABBB" * 8)
+    assert found[-10:] == [*["ABBB"] * 2, "ABBA", *["BBBA"] * 7]
+
+
+def test_what_only_looked_like_a_round_has_to_come_oftener() -> None:
+    rounds = Rounds()
+    followed(rounds, "AB" * TIMES + "CBBCAC" + "AB" * TIMES)
+    assert rounds.backwards == 1
+    followed(rounds, "AB" * TIMES)
+    assert rounds.backwards == 2
+
+
+def test_a_round_of_too_many_ops_is_none() -> None:
+    assert set(followed(Rounds(), "AB" * 20, ops=MOST_OPS // 40)) == {"A", "B"}
+
+
+class Accumulated(models.Training):
+    """A step for four micro-batches."""
+
+    def __init__(self) -> None:
+        gpt = models.gpt(layers=3, batch=4)
+        super().__init__(gpt.model, gpt.loss)
+
+    def step(self) -> float:
+        value = sum(self.one() for _ in range(4))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def one(self) -> float:
+        loss = self.loss()
+        loss.backward()
+        return loss.item()
+
+
+class InTurn(models.Training):
+    """Two networks, each with an optimizer."""
+
+    def __init__(self) -> None:
+        self.nets = [models.mlp(depth, 64, 512) for depth in (6, 8)]
+        super().__init__(nn.ModuleList(net.model for net in self.nets), self.nets[0].loss)
+
+    def step(self) -> float:
+        return sum(net.step() for net in self.nets)
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("policy", ["auto", "evict"])
+@pytest.mark.parametrize(("make", "backwards"), [(Accumulated, 4), (InTurn, 2)])
+def test_a_plan_spans_a_round(make: type[models.Training], backwards: int, policy: str) -> None:
+    got, figures, limit = under(make, 0.6, policy, steps=18)
+    assert got == trained(make, 18)
+    before, last = figures[16], figures[17]
+    assert last["passes"] - before["passes"] == last["planned_passes"] - before["planned_passes"] == backwards
+    assert last["short_periods"] == before["short_periods"]
+    assert last["resident_bytes.peak"] <= limit
