@@ -45,7 +45,7 @@ from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 SIZES = {"tiny": (2, 128, 64), "small": (6, 512, 128), "large": (12, 640, 128)}  # layers, width, tokens a sequence
 SEQUENCES = 4
-WARM = 5  # a plan is there and followed
+WARM = {"fsdp2": 7, "pipeline": 20}  # steps until plans are there and followed: a pipeline's come when its round is known
 MICRO_BATCHES = 8
 
 
@@ -147,7 +147,7 @@ def rank_of(
     managed = limits is not None
     with memmgr.budget(limit, quiet=True) if managed else contextlib.nullcontext() as mm:
         workload = kind(size, system == "CPUOffloadPolicy")
-        for _ in range(WARM):
+        for _ in range(WARM[name]):
             workload.step()
         if rank == 0:
             take_turns(Turns(workload), pipe) if pipe is not None else None

@@ -44,7 +44,16 @@ void LoopSeeker::backward() {
   short_begins_loops = false;
 }
 
-void LoopSeeker::passed(size_t ops) { longest_pass_ = std::max(longest_pass_, ops); }
+void LoopSeeker::cut(size_t ops, bool repeats) {
+  since_ += ops;
+  looped_ |= repeats;
+}
+
+void LoopSeeker::passed(size_t ops) {
+  longest_pass_ = std::max(longest_pass_, looped_ ? ops : since_ + ops);
+  since_ = 0;
+  looped_ = false;
+}
 
 void LoopSeeker::forget(const Cell* c) {
   const auto forget_in = [&](Beginning& b) {

@@ -28,7 +28,9 @@ class LoopSeeker {
   void reset(bool wanted);
   // A backward begins: from here on periods are asked for.
   void backward();
-  // A pass from backward to backward had so many ops.
+  // What was noted so far was no pass, or a turn; a turn that repeats is a loop.
+  void cut(size_t ops, bool repeats);
+  // The rest of what ends with a backward had so many ops. Where nothing in it was a loop, all of it was a pass.
   void passed(size_t ops);
   // No loop is looked for yet, and so many ops were noted: is this op the first of one?
   bool begins(bool asked, size_t ops, const OpInfo* info, const Frame& frame);
@@ -57,6 +59,8 @@ class LoopSeeker {
 
   bool wanted_ = false, backwards_ = false;
   size_t longest_pass_ = 0;
+  size_t since_ = 0;  // ops that were cut off since the last backward ended
+  bool looped_ = false;
   Beginning at_;
   std::vector<Beginning> known_;   // of loops, the latest first
   std::vector<float> between_;     // of the turn before, by position: seconds

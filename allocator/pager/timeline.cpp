@@ -125,6 +125,7 @@ std::optional<LoopTurn> turn_locked(Period& p, const OpInfo* info, const Frame& 
   if (how == LoopSeeker::Turn::kGoesOn) return std::nullopt;
   const uint64_t last_end = p.last_end;
   LoopTurn turn{next_locked(p, true), how == LoopSeeker::Turn::kWhole};
+  seeker().cut(turn.ended.ops.size(), turn.whole && turn.ended.before == turn.ended.hash());
   p.loop = true;
   if (turn.whole) learn_order_locked(turn.ended, p.previous);
   if (turn.whole && turn.ended.before == turn.ended.hash()) {
@@ -267,7 +268,7 @@ void turn_period() {
     Period& p = period();
     seeker().backward();
     cut = p.loop;
-    if (cut) next_locked(p, false);  // a part of a pass is no pass
+    if (cut) seeker().cut(next_locked(p, false).ops.size(), false);  // a part of a pass is no pass
     p.noted.backwards++;
     if (p.noted.turn < 0) p.noted.turn = static_cast<int64_t>(p.noted.ops.size());
   }
@@ -277,7 +278,7 @@ void turn_period() {
 Timeline next_period(bool noted) {
   std::lock_guard<std::mutex> lock(graph_lock());
   Period& p = period();
-  if (p.asked) seeker().passed(p.noted.ops.size());
+  seeker().passed(p.noted.ops.size());
   Timeline ended = next_locked(p, noted);
   p.asked = noted;
   return ended;

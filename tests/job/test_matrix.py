@@ -47,6 +47,10 @@ def test_the_same_bits_on_four_ranks(name: str, tmp_path: Path) -> None:
     _run(4, [name], tmp_path)
 
 
+def test_ranks_follow_plans(tmp_path: Path) -> None:
+    ranks.finish_all(ranks.begin("job.planned", world=2, folder=tmp_path, timeout=120), 120)
+
+
 def test_what_torch_distributed_takes_is_named(tmp_path: Path) -> None:
     ranks.finish_all(ranks.begin("job.holders", world=2, folder=tmp_path, timeout=60), 60)
 
