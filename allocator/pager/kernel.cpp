@@ -297,7 +297,25 @@ void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet 
     call_below(op, below, stack);
 }
 
+// Torch 2.11 has our key before Python's, and its own way up to `__torch_dispatch__` switches off whatever comes before
+// that: what is called there would run unseen (rule 12). This one does the same, and leaves ours on.
+constexpr bool kBeforePython = static_cast<uint16_t>(kKey) > static_cast<uint16_t>(c10::DispatchKey::Python);
+
+void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  constexpr c10::DispatchKeySet before =
+      (c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
+       (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+        c10::DispatchKeySet(c10::DispatchKey::Python)))
+          .remove(c10::DispatchKey::ZeroTensor)
+          .remove(c10::DispatchKey::Conjugate)
+          .remove(c10::DispatchKey::Negative)
+          .remove(kKey);
+  c10::impl::ExcludeDispatchKeyGuard guard(before);
+  (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, stack);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;

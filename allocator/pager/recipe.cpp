@@ -224,7 +224,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     return nullptr;
   std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
   r->info = info;
-  r->keys = keys.remove(c10::DispatchKey::Python);  // in torch 2.11 it comes after ours; no mode is there then
+  r->keys = keys;
   Describer d{info, r.get(), {}, {}, true};
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(r->keys.raw_repr());

@@ -39,6 +39,7 @@ class Rounds:
         self._since = 0
         self._wait: int | None = None
         self._missed = 0
+        self._same = 0
         self._met.clear()
 
     def ends(self) -> bool:
@@ -58,8 +59,10 @@ class Rounds:
         if self.backwards > 1:
             self._judge(ops_hash)
             return
+        self._same = self._same + 1 if self._met and self._met[-1].ops_hash == ops_hash else 1
         self._met.append(_Met(ops_hash, ops, done))
-        if len(self._met) > self._times * MOST_BACKWARDS:
+        most = MOST_BACKWARDS * (1 if self._same >= MOST_BACKWARDS else self._times)  # a round has two that differ
+        while len(self._met) > most:
             self._met.popleft()
         if self._wait is None:
             self._find()

@@ -718,7 +718,7 @@ def multi_output_ops(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
     ordered, order = torch.sort(h, dim=0, stable=True)
     cm, ci = h.cummax(0)
     var, mean = torch.var_mean(h, 1)
-    low, high = torch.aminmax(h, dim=1)
+    spread, middle = torch.std_mean(h, 1)
     parts = a * b + c.chunk(2, 1)[1] * (u[3] * u[5])[:, None]
     return (
         parts.exp().sum()
@@ -727,7 +727,7 @@ def multi_output_ops(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
         + (ordered * ordered.roll(1) * order.sin()).sum()
         + (cm.exp() * ci).mean()
         + (var * mean.exp()).sum()
-        + (low * high.exp()).sum()
+        + (spread * middle.exp()).sum()
         + h.kthvalue(3)[0].exp().sum()
         + h.mode(0)[0].sin().sum()
         + h.median(1)[0].square().sum()

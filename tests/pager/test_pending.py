@@ -476,7 +476,9 @@ class _Watching(TorchFunctionMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks"
+)  # the latter: 2.11
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_sparse_tensor_of_a_parameter(layout: torch.layout, beyond: Callable[[str], int]) -> None:
     """Its values are the parameter's bytes, and it is made before the step."""
