@@ -23,6 +23,13 @@ struct Going {
   Way way;
 };
 
+// What departs in a group as soon as those that are made again there have read it.
+struct Unread {
+  uint32_t ordinal, reads = 0;
+  bool departs = false;
+  Row how = Row::kDrop;
+};
+
 // Guarded by the graph's lock.
 struct Follower {
   std::list<FollowedPlan> plans;  // the latest first
@@ -34,6 +41,7 @@ struct Follower {
   std::vector<uint32_t> turns;  // by ordinal, this period's and the one's before: the departure that counts; an older
                                 // one has been overtaken by its return
   std::vector<uint32_t> deferred;  // reads that found no room
+  std::vector<Unread> unread;      // of the group that runs
   bool ran_short = false;
 };
 
@@ -57,6 +65,7 @@ void lead_locked(Follower& f, const FollowedPlan* plan, uint32_t position) {
     f.going.clear();
     f.gone.clear();
     f.deferred.clear();
+    f.unread.clear();
     return;
   }
   f.departures = at_or_after(plan->departures, position);
@@ -77,8 +86,37 @@ Cell* cell_locked(const Follower& f, uint32_t ordinal) {
   return f.leads ? cell_before_locked(ordinal & ~kBefore, f.leads->hashes.back()) : nullptr;
 }
 
-void depart_locked(Follower& f, const PlanRow& row) {
-  f.going.push_back({row.ordinal, turn_of(f, row.ordinal), row.what == Row::kOffload ? Way::kOffload : Way::kEvict});
+void depart_locked(Follower& f, uint32_t ordinal, Row how) {
+  f.going.push_back({ordinal, turn_of(f, ordinal), how == Row::kOffload ? Way::kOffload : Way::kEvict});
+}
+
+Unread* unread_locked(Follower& f, uint32_t ordinal) {
+  const auto found =
+      std::find_if(f.unread.begin(), f.unread.end(), [&](const Unread& u) { return u.ordinal == ordinal; });
+  return found == f.unread.end() ? nullptr : &*found;
+}
+
+// A row of a group that makes nothing.
+void depart_in_group_locked(Follower& f, const PlanRow& row) {
+  Unread* unread = unread_locked(f, row.ordinal);
+  if (row.what == Row::kRead) {
+    if (!unread) unread = &f.unread.emplace_back(Unread{row.ordinal});
+    unread->reads++;
+  } else if (unread && unread->reads > 0) {
+    unread->departs = true;
+    unread->how = row.what;
+  } else {
+    depart_locked(f, row.ordinal, row.what);
+  }
+}
+
+// Nothing runs any more that could have read it.
+void end_group() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  Follower& f = follower();
+  for (const Unread& u : f.unread)
+    if (u.departs) depart_locked(f, u.ordinal, u.how);
+  f.unread.clear();
 }
 
 // What the plan has away and what is there all the same is to go, too. False: there is none.
@@ -140,9 +178,9 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     {
       std::lock_guard<std::mutex> lock(graph_lock());
       Follower& f = follower();
-      if (!f.leads) return;
+      if (!f.leads) return;  // what waited has been forgotten with the plan
       if (row.what != Row::kMake) {
-        depart_locked(f, row);
+        depart_in_group_locked(f, row);
         continue;
       }
       c = cell_of_ordinal_locked(row.ordinal);
@@ -160,6 +198,7 @@ void run_group(const std::vector<PlanRow>& rows, uint32_t position, std::vector<
     drop(std::move(held));
     group.end_read();
   }
+  end_group();
 }
 
 }  // namespace
@@ -178,6 +217,17 @@ void drop_plans() {
   std::lock_guard<std::mutex> lock(graph_lock());
   lead_locked(follower(), nullptr, 0);
   follower() = Follower();
+}
+
+void has_been_read_locked(const Recipe* r) {
+  Follower& f = follower();
+  if (f.unread.empty()) return;
+  for (const TensorArg& a : r->tensors)
+    for (Unread& u : f.unread) {
+      if (!a.version || !a.version->cell || cell_locked(f, u.ordinal) != a.version->cell) continue;
+      if (u.reads == 0 || --u.reads > 0 || !std::exchange(u.departs, false)) continue;
+      depart_locked(f, u.ordinal, u.how);
+    }
 }
 
 bool plan_leads() { return leading.load(std::memory_order_relaxed); }
@@ -245,7 +295,7 @@ void follow_after(uint32_t position) {
     }
     for (; f.departures < p.departures.size() && p.departures[f.departures].position <= position; ++f.departures) {
       const PlanRow& row = p.departures[f.departures];
-      depart_locked(f, row);
+      depart_locked(f, row.ordinal, row.what);
     }
     deferred.swap(f.deferred);
   }

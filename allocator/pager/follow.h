@@ -10,7 +10,8 @@
 
 namespace memmgr::pager {
 
-enum class Row : uint8_t { kMake, kDrop, kOffload };  // the last two: it may leave, and how
+// It may leave, and how: with kRead before it only once the runs to come have read it so often.
+enum class Row : uint8_t { kMake, kDrop, kOffload, kRead };
 
 struct PlanRow {
   uint32_t position;
@@ -37,6 +38,9 @@ void add_plan(FollowedPlan plan);
 void drop_plans();
 // A plan leads in this period, as far as it has come.
 bool plan_leads();
+
+// A recipe has run for others of its group: what waited for that departs.
+void has_been_read_locked(const Recipe* r);
 
 // What is due. Called by Moment.
 void follow_before(uint32_t position);

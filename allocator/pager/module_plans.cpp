@@ -185,7 +185,7 @@ std::vector<PlanRow> plan_rows(const Columns& c) {
   std::vector<PlanRow> rows;
   for (size_t i = 0; i < c.rows; ++i)
     rows.push_back({static_cast<uint32_t>(c.data[3 * i]), static_cast<uint32_t>(c.data[3 * i + 1]),
-                    static_cast<Row>(std::clamp<int64_t>(c.data[3 * i + 2], 0, 2))});
+                    static_cast<Row>(std::clamp<int64_t>(c.data[3 * i + 2], 0, 3))});
   return rows;
 }
 

@@ -354,6 +354,7 @@ void RematGroup::has_run_locked(const Recipe* r) {
     const auto found = a.version ? reads_.find(a.version) : reads_.end();
     if (found != reads_.end() && found->second > 0) found->second--;
   }
+  has_been_read_locked(r);
 }
 
 void RematGroup::end_read() {

@@ -32,7 +32,7 @@ _PACK_SECONDS_PER_BYTE = 1e-10  # as allocator/pager/victims.cpp has it
 _WRITES, _MAKES, _RECIPE, _COMES = 1, 2, 4, 16  # allocator/pager/timeline.h
 _BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
-MAKES, DROPS, OFFLOADS = 0, 1, 2
+MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
 """What a row says; `allocator/pager/follow.h`."""
 
 Rows = list[tuple[int, int, int]]
@@ -254,7 +254,8 @@ class PlanRows:
         departures: may go after the op.
         writes: begin to be written after the op.
         reads: begin to come back before the op.
-        groups: what is made again before the op, in order, and what goes between.
+        groups: what is made again before the op, in order, and what goes between; `READS` before it: only when so many of
+            what is made after it have read it.
         kept: each that nobody holds any more, made before one op and read last before another.
     """
 
@@ -311,24 +312,18 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
     unmade: dict[
         int, tuple[int, ...]
     ] = {}  # ops that run with whatever reads their results, and have not yet: what they read
-    late: dict[int, None] = {}  # goes when that is made
+    unread: dict[int, int] = {}  # by them: the row of a group by which it goes when they have
 
     def go(s: int) -> None:
         which, position = ("groups", before(done)) if grouped else ("departures", after(done - 1))
         away[s] = which, len(found[which])
         found[which].append((position, cell(s), DROPS))
 
-    def go_late() -> None:
-        still = {s for read in unmade.values() for s in read}
-        for s in [s for s in late if s not in still]:
-            del late[s]
-            go(s)
-
     for step in steps:
         s = step.target
         if step.do is Do.COMPUTE:
             unmade.clear()
-            go_late()
+            unread.clear()
             done += 1
             grouped = False
             resident.update(made for made in trace.ops[s].outputs if made not in away)
@@ -342,15 +337,17 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             for made in again:
                 away.pop(made, None)
             for made in rows_of_it:
-                if made in late:
-                    del late[made]
+                row = before(done), of.ordinal[made], MAKES
+                if made in unread:  # it is still there then, and stays
+                    found["groups"][unread.pop(made)] = row
                 else:
-                    found["groups"].append((before(done), of.ordinal[made], MAKES))
+                    found["groups"].append(row)
             if rows_of_it:
                 todo = list(op.inputs)
                 while todo:
                     todo += unmade.pop(trace.storages[todo.pop()].maker, ())
-                go_late()
+                still = {s for read in unmade.values() for s in read}
+                unread = {s: row for s, row in unread.items() if s in still}
             else:
                 unmade[s] = op.inputs
         elif step.do is Do.RELOAD:
@@ -367,10 +364,11 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             resident.discard(s)
             if of.ordinal[s] < 0 or trace.storages[s].released <= done:
                 continue
-            if any(s in read for read in unmade.values()):
-                late[s] = None
-            else:
-                go(s)
+            readers = sum(s in read for read in unmade.values())
+            if readers:
+                found["groups"].extend([(before(done), cell(s), READS)] * readers)
+                unread[s] = len(found["groups"])
+            go(s)
     for s in away.keys() & {end for end, _ in trace.cycle}:  # comes back in the next pass
         which, row = away[s]
         position, ordinal, _ = found[which][row]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.policies.trace.schedule import Do, Step
 from memmgr.policies.trace.schedule import replay as replayed
-from memmgr.runtime.timeline import DROPS, MAKES, Measured, rows
+from memmgr.runtime.timeline import DROPS, MAKES, READS, Measured, rows
 
 C, A, GHOST, B, OUT = range(5)
 
@@ -27,7 +27,8 @@ def period() -> Measured:
 
 
 def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
-    """The pager makes the ghost when B is: an A that went before would be made a second time, and stay."""
+    """The pager makes the ghost when B is: an A that went before would be made a second time, and stay. After that it goes: the
+    ghost and B may not have room beside it."""
     compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     steps = [
@@ -37,11 +38,11 @@ def test_what_is_made_with_its_reader_has_its_inputs_until_then() -> None:
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
     made = rows(of, steps)
-    assert made.groups == [(4, A, MAKES), (4, B, MAKES), (4, A, DROPS), (5, A, MAKES)]
+    assert made.groups == [(4, A, MAKES), (4, A, READS), (4, A, DROPS), (4, B, MAKES), (5, A, MAKES)]
     assert sorted(made.departures) == [(2, A, DROPS), (2, B, DROPS)]
 
 
-def test_what_goes_late_and_is_made_again_before_that_stays() -> None:
+def test_what_would_go_when_it_is_read_and_is_made_again_before_that_stays() -> None:
     compute, again, free = Do.COMPUTE, Do.RECOMPUTE, Do.FREE
     of = period()
     steps = [
@@ -50,7 +51,7 @@ def test_what_goes_late_and_is_made_again_before_that_stays() -> None:
         Step(free, B), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 4).valid
-    assert rows(of, steps).groups == [(4, A, MAKES), (4, B, MAKES)]
+    assert rows(of, steps).groups == [(4, A, MAKES), (4, A, READS), (4, A, MAKES), (4, B, MAKES)]
 
 
 def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
@@ -71,7 +72,9 @@ def test_what_an_op_takes_for_itself_keeps_nothing() -> None:
         Step(free, late), Step(again, 1), Step(compute, 6), Step(free, A),
     ]  # fmt: skip
     assert replayed(of.trace, steps, 6).valid
-    assert rows(of, steps).groups == [(4, A, MAKES), (4, B, MAKES), (4, A, DROPS), (4, 5, MAKES), (5, A, MAKES)]
+    assert rows(of, steps).groups == [
+        (4, A, MAKES), (4, A, READS), (4, A, DROPS), (4, B, MAKES), (4, 5, MAKES), (5, A, MAKES)
+    ]  # fmt: skip
 
 
 def test_what_later_groups_read_is_named_by_its_cell() -> None:
