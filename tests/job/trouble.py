@@ -167,7 +167,8 @@ def main(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
         if trouble == "again":
             _once_more(kind, rank, world, folder)
             return
-        if here:  # the process lives on, with its connections, until the others are gone
+        # The process lives on, with its connections and its server, until the others have asked.
+        if here or trouble in ("BudgetError", "ValueError"):
             end = time.monotonic() + LIVES_SECONDS
             while time.monotonic() < end and any(ranks.read(folder, other) is None for other in range(world)):
                 time.sleep(0.05)
