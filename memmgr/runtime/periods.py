@@ -126,6 +126,8 @@ class Periods:
                 self._rounds.forget()
                 return
             self._rounds.ended(info["hash"], info["ops"], info["followed"] and not info["short"])
+            if self._rounds.backwards > 1 and self._plans.fits_none(info["hash"]):
+                self._rounds.refuse()
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
             if sizing is not None:

@@ -125,6 +125,11 @@ class Plans:
         """Is the next period worth noting? Only once memory has been short."""
         return self.asked and self._pager.stats()["reclaims"] > 0
 
+    def fits_none(self, key: int) -> bool:
+        """Whether none was found for the sequence with this hash."""
+        known = self._known.get(key)
+        return known is not None and known.made is None and bool(known.error)
+
     def period_ended(self, ended: PeriodInfo) -> None:
         """A period that was noted; its timeline is at hand. One thread at a time."""
         if self._planner is not None:

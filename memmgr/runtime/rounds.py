@@ -42,6 +42,11 @@ class Rounds:
         self._same = 0
         self._met.clear()
 
+    def refuse(self) -> None:
+        """No plan fits the round: its periods do better alone."""
+        self._times *= 2
+        self.forget()
+
     def ends(self) -> bool:
         """A backward has ended: whether the period does."""
         self._since += 1
@@ -81,9 +86,7 @@ class Rounds:
             self._known.add(ops_hash)
         self._missed += 1
         if self._missed == MOST_MISSES:
-            if not self._repeated:
-                self._times *= 2
-            self.forget()
+            self.forget() if self._repeated else self.refuse()
 
     def _find(self) -> None:
         met = [period.ops_hash for period in self._met]

@@ -46,6 +46,7 @@ class SlicedSteps:
         self._patches = Patches()
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._counting: RemovableHandle | None = None
+        self._waits = False  # slices
 
     @property
     def count(self) -> int:
@@ -103,7 +104,10 @@ class SlicedSteps:
                 return original(params, *args, **kwargs)
             if kwargs.get("eps1", 0) is None:  # Adafactor: of the first group's type, for all groups
                 kwargs["eps1"] = torch.finfo(_first_group(params)).eps
-            waits = _may_wait(params, args, kwargs) and any(self._pager.any_away(one) for one in lists)
+            # Once it was worth it they always do: a plan that has all of them there would make the next step another one, and
+            # that one's plan the next again.
+            self._waits = self._waits or any(self._pager.any_away(one) for one in lists)
+            waits = self._waits and _may_wait(params, args, kwargs)
             if waits and not original.__name__.startswith("_fused_"):  # which tell autograd nothing
                 # Whoever saved one of these for a backward learns now that it has changed. The gradients have not.
                 torch.autograd.graph.increment_version([t for one in lists if one is not args[0] for t in one])

@@ -502,6 +502,17 @@ def test_a_sparse_tensor_of_a_parameter(layout: torch.layout, beyond: Callable[[
     assert slices > 0 and got == want
 
 
+def test_slices_that_have_waited_do_so_where_nothing_is_away(beyond: Callable[[str], int]) -> None:
+    """A plan may have all states there. A step that then waited for nothing was another sequence, with a plan of its own."""
+    with memmgr.budget(beyond(LIMIT), quiet=True):
+        made = begun()
+        native.load().set_limit(beyond("2MB"))
+        for i in range(2):
+            made.step(i)
+        assert native.load().stats()["absent_cells"] == 0
+        assert waiting(lambda: made.step(2))[1] > 0
+
+
 def test_a_mode_sees_the_step_in_its_block(beyond: Callable[[str], int]) -> None:
     with memmgr.budget(beyond(LIMIT), quiet=True):
         made = begun()

@@ -70,6 +70,14 @@ def test_what_only_looked_like_a_round_has_to_come_oftener() -> None:
     assert rounds.backwards == 2
 
 
+def test_a_round_that_no_plan_fits_is_none_for_longer() -> None:
+    rounds = Rounds()
+    assert followed(rounds, "AB" * (TIMES + 1))[-1] == "AB"
+    rounds.refuse()
+    assert set(followed(rounds, "AB" * (2 * TIMES))) == {"A", "B"}
+    assert followed(rounds, "AB")[-1] == "AB"
+
+
 def test_a_round_of_too_many_ops_is_none() -> None:
     assert set(followed(Rounds(), "AB" * 20, ops=MOST_OPS // 40)) == {"A", "B"}
 
