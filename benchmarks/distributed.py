@@ -45,7 +45,10 @@ from memmgr.tools.bench.gpt import GPT, GPTConfig
 
 SIZES = {"tiny": (2, 128, 64), "small": (6, 512, 128), "large": (12, 640, 128)}  # layers, width, tokens a sequence
 SEQUENCES = 4
-WARM = {"fsdp2": 7, "pipeline": 20}  # steps until plans are there and followed: a pipeline's come when its round is known
+WARM = {
+    "fsdp2": 7,
+    "pipeline": 20,
+}  # steps until plans are there and followed: a pipeline's come when its round is known
 MICRO_BATCHES = 8
 
 

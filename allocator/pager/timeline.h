@@ -24,7 +24,7 @@ constexpr uint8_t kTouchWrites = 1;
 constexpr uint8_t kTouchMakes = 2;   // the cell was born in this op
 constexpr uint8_t kTouchRecipe = 4;  // of what it makes or writes: its op may run again
 constexpr uint8_t kTouchFirst = 8;   // nothing of it was known in this period
-constexpr uint8_t kTouchComes = 16;  // and it was no cell when the period began, though no op has made it: resized, copied in
+constexpr uint8_t kTouchComes = 16;  // nor was it a cell when the period began, and no op has made it: resized, a batch
 
 struct TouchNote {
   uint32_t ordinal;

@@ -337,11 +337,11 @@ def rows(of: Measured, steps: Sequence[Step], below: Sequence[int] = ()) -> Plan
             for made in again:
                 away.pop(made, None)
             for made in rows_of_it:
-                row = before(done), of.ordinal[made], MAKES
+                makes = before(done), of.ordinal[made], MAKES
                 if made in unread:  # it is still there then, and stays
-                    found["groups"][unread.pop(made)] = row
+                    found["groups"][unread.pop(made)] = makes
                 else:
-                    found["groups"].append(row)
+                    found["groups"].append(makes)
             if rows_of_it:
                 todo = list(op.inputs)
                 while todo:
