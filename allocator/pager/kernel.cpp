@@ -301,7 +301,11 @@ void of_region(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet 
 // that: what is called there would run unseen (rule 12). This one does the same, and leaves ours on.
 constexpr bool kBeforePython = static_cast<uint16_t>(kKey) > static_cast<uint16_t>(c10::DispatchKey::Python);
 
-void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::Python)) {  // a library's own
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    return;
+  }
   constexpr c10::DispatchKeySet before =
       (c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
        (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
@@ -315,7 +319,7 @@ void call_python(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, stack);
+  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
   std::optional<InKernel> inside;
