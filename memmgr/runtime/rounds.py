@@ -7,7 +7,6 @@ a plan for each alone has to begin and end with all of it in memory. Where that 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 TIMES = 4  # that a round has been met, so that its periods may have plans of their own
 MOST_BACKWARDS = 64  # of a round
@@ -16,18 +15,13 @@ MOST_MISSES = 3  # rounds in a row that are like none before: the program does s
 MOST_KNOWN = 256  # rounds that are known again
 
 
-class _Met(NamedTuple):
-    ops_hash: int
-    ops: int
-    done: bool
-
-
 class Rounds:
     """Which backward ends a period. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._times = TIMES  # more once one was none
-        self._met: deque[_Met] = deque()
+        self._met: deque[int] = deque()  # hashes
+        self._about: dict[int, tuple[int, bool]] = {}  # by hash: ops, and whether it was done when it came last
         self._found = 1
         self._known: set[int] = set()
         self._repeated = False
@@ -41,6 +35,7 @@ class Rounds:
         self._missed = 0
         self._same = 0
         self._met.clear()
+        self._about.clear()
 
     def refuse(self) -> None:
         """No plan fits the round: its periods do better alone."""
@@ -64,8 +59,12 @@ class Rounds:
         if self.backwards > 1:
             self._judge(ops_hash)
             return
-        self._same = self._same + 1 if self._met and self._met[-1].ops_hash == ops_hash else 1
-        self._met.append(_Met(ops_hash, ops, done))
+        self._same = self._same + 1 if self._met and self._met[-1] == ops_hash else 1
+        self._met.append(ops_hash)
+        if ops_hash not in self._about and len(self._about) >= MOST_KNOWN:  # hardly any comes again
+            still = set(self._met)
+            self._about = {met: about for met, about in self._about.items() if met in still}
+        self._about[ops_hash] = ops, done
         most = MOST_BACKWARDS * (1 if self._same >= MOST_BACKWARDS else self._times)  # a round has two that differ
         while len(self._met) > most:
             self._met.popleft()
@@ -89,14 +88,16 @@ class Rounds:
             self.forget() if self._repeated else self.refuse()
 
     def _find(self) -> None:
-        met = [period.ops_hash for period in self._met]
+        met = list(self._met)
         for n in range(2, min(MOST_BACKWARDS, len(met) // self._times) + 1):
+            if met[-1] != met[-1 - n]:
+                continue
             last = met[-n:]
             if len(set(last)) == 1 or met[-n * self._times :] != last * self._times:
                 continue
-            periods = list(self._met)[-n:]
-            ops = [period.ops for period in periods]
-            if sum(ops) <= MOST_OPS and not all(period.done for period in periods):
+            about = [self._about[ops_hash] for ops_hash in last]
+            ops = [ops for ops, _ in about]
+            if sum(ops) <= MOST_OPS and not all(done for _, done in about):
                 self._found = n
                 self._wait = ops.index(max(ops))  # the longest begins: the one with the step, or with all forwards
             return
