@@ -26,5 +26,6 @@ def let_others_first() -> None:
 
     For its whole life; only Linux has a priority for each thread.
     """
+    mine = threading.get_native_id()
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
+        os.setpriority(os.PRIO_PROCESS, mine, max(_BEHIND, os.getpriority(os.PRIO_PROCESS, mine)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from memmgr import _threads
 from memmgr.native import build, pager
 
 
@@ -23,6 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def _small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells as small as the models here; a user's are of 64 KiB and more."""
     monkeypatch.setenv("MEMMGR_PAGER_SMALL", "512")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_trains_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests wait for plans, and what another worker runs is no training that should go first."""
+    monkeypatch.setattr(_threads, "_BEHIND", 0)
 
 
 @pytest.fixture

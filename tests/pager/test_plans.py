@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from budget import models
 from torch import nn
 
 import memmgr
-from memmgr import _budget
+from memmgr import _budget, _threads
 from memmgr.native import pager
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
@@ -341,6 +342,22 @@ def test_what_comes_between_two_ops_was_not_there_from_the_beginning(policy: str
     last = figures[-1]
     assert last["plans"] >= 1 and last["planned_passes"] >= 2
     assert last["resident_bytes.peak"] <= limit
+
+
+def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memmgr.runtime import plans
+
+    nice: list[int] = []
+
+    def makes(*_: Any) -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(_threads, "_BEHIND", 10)
+    monkeypatch.setattr(plans, "PLANNERS", {"plan": makes})
+    _, figures, _ = under(States, 0.5)
+    assert figures[-1]["plans"] == 0
+    assert set(nice) == {max(10, os.getpriority(os.PRIO_PROCESS, 0))}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ class Accumulated(models.Training):
     """A step for four micro-batches."""
 
     def __init__(self) -> None:
-        gpt = models.gpt(layers=3, batch=4)
-        super().__init__(gpt.model, gpt.loss)
+        mlp = models.mlp(6, 64, 512)
+        super().__init__(mlp.model, mlp.loss)
 
     def step(self) -> float:
         value = sum(self.one() for _ in range(4))
