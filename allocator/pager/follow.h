@@ -10,7 +10,8 @@
 
 namespace memmgr::pager {
 
-// It may leave, and how: with kRead before it only once the runs to come have read it so often.
+// kMake: it is made again. kDrop, kOffload: it may leave, and how. kRead, once for each: a run to come reads it before
+// it may.
 enum class Row : uint8_t { kMake, kDrop, kOffload, kRead };
 
 struct PlanRow {
