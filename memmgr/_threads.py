@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _BEHIND = 10  # nice: about a tenth of what a thread gets that trains
 
@@ -19,6 +24,55 @@ def join(thread: threading.Thread | None, seconds: float | None = None) -> None:
     if thread is not None and not sys.is_finalizing():
         with contextlib.suppress(RuntimeError):  # Ctrl-C came before it had begun
             thread.join(seconds)
+
+
+class Stopped(BaseException):
+    """What is computed here is nobody's any more."""
+
+
+class Computation:
+    """What a thread computes in Python, seconds long, until another ends it. The planner has no clock and asks nobody."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0  # that computes; 0: none
+        self._stopped = False
+        self._raised = False  # in that thread
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns.
+
+        Raises:
+            Stopped: by `stop`, before or meanwhile.
+        """
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            self._thread = threading.get_ident()
+        try:
+            made = compute()
+        except Stopped:
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+        return made
+
+    def _end(self) -> None:
+        with self._lock:
+            self._thread = 0
+            raised = self._raised
+        while raised:  # it is on its way, and shall not come after this
+            pass
+
+    def stop(self) -> None:
+        """Ends it at its next bytecode, once and for all. In a finalizer the exception would be lost, and it goes on to its end."""
+        with self._lock:
+            if self._thread and not self._raised:
+                self._raised = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Stopped))
+            self._stopped = True
 
 
 def let_others_first() -> None:

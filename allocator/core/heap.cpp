@@ -95,13 +95,14 @@ Block* Heap::FewestHoles(uint64_t bytes, uint64_t limit) const {
   Block* best = nullptr;
   uint64_t fewest = bytes >> page_shift_;
   Block* run = mixed.BestFit(bytes);
-  for (int i = 0; i < kLooks && run != nullptr && fewest > 0; ++i) {
+  for (int i = 0; i < kLooks && run != nullptr; ++i) {
     if (run != last_ || run->offset + bytes <= limit) {
       const PageSpan pages = Touched(LowerEnd(run, limit, bytes), bytes);
       const uint64_t holes = map_.CountHoles(pages.first, pages.end);
       if (holes < fewest) {
         best = run;
         fewest = holes;
+        if (holes == 0) break;
       }
     }
     run = mixed.BestFit(run->bytes, run->offset + 1);

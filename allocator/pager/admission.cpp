@@ -76,7 +76,7 @@ void forget_admission_in_child() {
   a.waiting = 0;
 }
 
-bool others_are_running() { return admission().running.load() >> kOpsShift > (tl_depth > 0 ? 1 : 0); }
+bool others_are_running(bool inside) { return admission().running.load() >> kOpsShift > (inside ? 1 : 0); }
 
 void wait_for_others(double seconds) {
   Admission& a = admission();

@@ -23,7 +23,7 @@ class Admitted {
 constexpr int kMostPauses = 200;
 constexpr double kPauseSeconds = 0.005;
 
-bool others_are_running();
+bool others_are_running(bool inside);  // has this thread been admitted?
 void wait_for_others(double seconds);
 void forget_admission_in_child();
 

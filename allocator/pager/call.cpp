@@ -64,7 +64,7 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
 
 bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
 
-void Call::run(Frame& frame) {
+void Call::run(Frame& frame, bool outermost) {
   const size_t n = info_->arguments;
   const c10::IValue* args = stack_->data() + stack_->size() - n;
   frame.pin_all();
@@ -79,13 +79,13 @@ void Call::run(Frame& frame) {
   began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited;
-  const bool outermost = tl_depth == 1;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
   const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
   const uint64_t begun = ticks();
+  Taking& here = taking();
   if (outermost) {
-    begin_scratch();
-    tl_side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
+    here.begin_scratch();
+    here.side = info_->expensive ? MM_SIDE_HIGH : MM_SIDE_LOW;
   }
   if (info_->seeded) drew = true;
   // Nobody draws between another's noting of the state and its draw.
@@ -107,7 +107,7 @@ void Call::run(Frame& frame) {
   seconds = seconds_of_ticks(ended_ - begun);
   const uint64_t stall = waited - stalled;
   if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);
-  const uint64_t scratch = outermost ? scratch_peak() : 0;
+  const uint64_t scratch = outermost ? static_cast<uint64_t>(here.scratch_peak) : 0;
   if (outermost && frame.bytes() + scratch > 0) {
     note_scratch(scratch);
     note_working_set(frame.cells().size(), [&](size_t i) { return frame.cells()[i].cell; }, at_once);
@@ -169,7 +169,7 @@ void Call::outputs(Frame& frame) {
     for (size_t i = 0; i < storages.size(); ++i) {
       if (!newly_large(storages[i])) continue;
       if (!lock.owns_lock()) lock.lock();
-      Cell* c = adopt_locked(storages[i], 1, ended_);
+      Cell* c = adopt_locked(storages[i], 1, ended_, true);
       if (!c) continue;
       frame.take_pin(c);
       made.push_back(c);

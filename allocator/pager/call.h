@@ -31,7 +31,7 @@ class Call {
   Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack)
       : op_(op), info_(info), below_(below), stack_(stack) {}
 
-  void run(Frame& frame);
+  void run(Frame& frame, bool outermost);
 
   void give_up() { discard(std::move(recipe_)); }
 

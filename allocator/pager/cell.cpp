@@ -31,6 +31,16 @@ std::mutex& graph_lock() {
   return m;
 }
 
+Recycled<Cell>& cell_memory() {
+  static auto* m = new Recycled<Cell>;
+  return *m;
+}
+
+Recycled<Version>& version_memory() {
+  static auto* m = new Recycled<Version>;
+  return *m;
+}
+
 std::condition_variable& residency_changed() {
   static auto* c = new std::condition_variable;
   return *c;
@@ -120,15 +130,15 @@ Cell* adopt(c10::StorageImpl* s, uint32_t pins) {
   return adopt_locked(s, pins, ticks());
 }
 
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks) {
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool known_adoptable) {
   if (Cell* c = cell_of(s)) {
     c->state.fetch_add(pins);
     return c;
   }
-  if (!adoptable(s)) return nullptr;
+  if (!known_adoptable && !adoptable(s)) return nullptr;
   grows_in_pool(s);
   at::DataPtr& p = pointer_of(s);
-  auto* c = new Cell;
+  Cell* c = cell_memory().make_locked();
   c->state.store(pins);
   c->nbytes = s->nbytes();
   c->serial = next_serial;
@@ -137,7 +147,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks) {
   c->small = c->nbytes < budget.options.small_bytes;
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
   c->storage = WeakStorage::reclaim_copy(s);
-  c->version = new Version;
+  c->version = version_memory().make_locked();
   c->version->cell = c;
   c->version->nbytes = c->nbytes;
   c->last_touch.store(touched_ticks, std::memory_order_relaxed);
@@ -238,7 +248,7 @@ void unadopt(Cell* c) {
   forget_recipe_locked(c->version, &trash);
   release_version_locked(c->version, &trash);
   weak = std::move(c->storage);
-  delete c;
+  cell_memory().end_locked(c);
 }
 
 // What ends with a cell, outside of the lock.
@@ -278,7 +288,7 @@ static void last_user_is_gone_locked(Cell* c, Remains* remains) {
   unregister_locked(c);
   forget_bytes_locked(c, &trash);
   if (v) release_version_locked(v, &trash);
-  delete c;
+  cell_memory().end_locked(c);
 }
 
 void last_user_is_gone(Cell* c) {

@@ -128,6 +128,33 @@ struct Version {
 
 std::mutex& graph_lock();
 
+// Cells and versions come and go with every recorded op, always under the graph's lock: whose memory is here is the
+// next one's. Malloc and free took a fifteenth of such an op.
+template <class T>
+class Recycled {
+ public:
+  T* make_locked() {
+    if (spare_.empty()) return new T;
+    T* t = spare_.back();
+    spare_.pop_back();
+    return new (t) T;
+  }
+  void end_locked(T* t) {
+    if (spare_.size() == kMost) {
+      delete t;
+      return;
+    }
+    t->~T();
+    spare_.push_back(t);
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  std::vector<T*> spare_;
+};
+Recycled<Cell>& cell_memory();
+Recycled<Version>& version_memory();
+
 std::condition_variable& residency_changed();  // told whenever a cell stops being busy; waits on graph_lock()
 
 // Bytes and other things that must end outside of the lock.
@@ -158,7 +185,7 @@ void grows_in_pool(c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.
 // A new cell begins with so many pins.
 Cell* adopt(c10::StorageImpl* s, uint32_t pins = 0);
-Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks);
+Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, bool known_adoptable = false);
 // The storage has its own pointer again and no cell. The cell is resident and nobody else uses it. The GIL is held.
 void unadopt(Cell* c);
 // Shows the storage where its bytes are, with the trap off; null: nowhere, with the trap on (rule 2). Whoever calls

@@ -78,7 +78,7 @@ void keep_outputs(const torch::jit::Stack& stack, size_t returns) {
 }
 
 // The trap met by somebody inside the op who reads a tensor that no argument shows: it comes back, pinned.
-bool bring_back_trapped(const char* what, std::optional<Frame>* frame) {
+bool bring_back_trapped(const char* what, std::unique_ptr<Frame>* frame) {
   const uint64_t id = trapped_cell(what);
   if (!id) return false;
   Cell* found = nullptr;
@@ -91,7 +91,7 @@ bool bring_back_trapped(const char* what, std::optional<Frame>* frame) {
     if (!found) return false;
     storage = hold(found);
     if (!storage) return false;
-    if (!*frame) frame->emplace();
+    if (!*frame) *frame = std::make_unique<Frame>();
     (*frame)->add_pinned(found);
   }
   bring_back(found);
@@ -100,7 +100,7 @@ bool bring_back_trapped(const char* what, std::optional<Frame>* frame) {
 }
 
 // What an op has touched leaves, whoever holds it: all of it by turns (torture), or what can be made again.
-void send_away(Frame* frame, std::optional<Frame>* extra, bool by_turns) {
+void send_away(Frame* frame, std::unique_ptr<Frame>* extra, bool by_turns) {
   c10::SmallVector<std::pair<Cell*, StoragePtr>, 8> out;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
@@ -126,37 +126,49 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame;
   frame.may_wait(depth.outermost());
-  std::optional<Frame> extra;  // for tensors that no argument shows
+  std::unique_ptr<Frame> extra;  // for tensors that no argument shows
   const size_t n = info->arguments, base = stack->size() - n;
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
+  // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
+  c10::SmallVector<c10::IValue, 10> copy;
+  const auto put_back = [&] {
+    stack->resize(base);
+    stack->insert(stack->end(), copy.begin(), copy.end());
+  };
+  const bool others_run = others_are_running(!depth.outermost());
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
       !(records(info) && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
-    const size_t returns = info->returns;
-    call_below(op, below, stack);
-    c10::SmallVector<Cell*, 4> made;
-    adopt_outputs(info, *stack, returns, &made);
-    if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
-    if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
-    return;
+    const bool again = others_run && depth.outermost() && !frame.declares_writes();
+    if (C10_UNLIKELY(again)) copy.append(args, args + n);
+    try {
+      const size_t returns = info->returns;
+      call_below(op, below, stack);
+      c10::SmallVector<Cell*, 4> made;
+      adopt_outputs(info, *stack, returns, &made);
+      if (C10_UNLIKELY(moment && !made.empty())) moment->ended(info, made.data(), made.size(), 0, 0);
+      if (C10_UNLIKELY(tl_foreign != nullptr)) keep_outputs(*stack, returns);
+      return;
+    } catch (const c10::OutOfMemoryError&) {  // it has made something large after all
+      if (!again) throw;
+      put_back();
+      copy.clear();
+    }
   }
   if (C10_UNLIKELY(moment && !frame.empty())) moment->begins(info, frame);
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
-  // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
-  c10::SmallVector<c10::IValue, 10> copy;
-  const bool may_retry =
-      absent_cells.load(std::memory_order_relaxed) > 0 || others_are_running() || others_have_newborns();
+  const bool may_retry = others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns();
   int pauses = 0;
-  if (may_retry) copy.append(args, args + n);
+  if (may_retry) copy.append(stack->begin() + static_cast<ptrdiff_t>(base), stack->end());
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
     const bool newborns_before = may_retry && others_have_newborns();  // one that ends meanwhile has left room
     try {
       if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
-      call.run(frame);
+      call.run(frame, depth.outermost());
       if (C10_UNLIKELY(moment != nullptr))
         moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
       break;
@@ -177,8 +189,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     frame.release();
     admitted.reset();
     if (pauses > 0) wait_for_others(kPauseSeconds);  // until they have touched what they have made
-    stack->resize(base);
-    stack->insert(stack->end(), copy.begin(), copy.end());
+    put_back();
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);

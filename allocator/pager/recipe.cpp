@@ -182,18 +182,21 @@ struct Describer {
     a.argument = static_cast<uint16_t>(argument);
     a.element = element;
     a.storage_bytes = s->nbytes();
-    for (const int64_t n : t->sizes()) a.sizes.push_back(n);  // few: quicker than a call that copies
-    for (const int64_t n : t->strides()) a.strides.push_back(n);
     a.offset = t->storage_offset();
     a.dtype = t->dtype();
     const bool here = s->device_type() == budget.pool->device.type();
     a.keys = c10::DispatchKeySet(key_of(t->device().type()));
     a.device = t->device();
     a.wrapped_number = t->is_wrapped_number();
-    hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + a.sizes.size() + (written ? 1000 : 0) +
+    const c10::IntArrayRef sizes = t->sizes(), strides = t->strides();
+    hash.mix(static_cast<uint64_t>(a.dtype.toScalarType()) * 37 + sizes.size() + (written ? 1000 : 0) +
              (a.wrapped_number ? 2000 : 0) + (here ? 4000 : 0));
-    for (const int64_t n : a.sizes) hash.mix(static_cast<uint64_t>(n));
-    for (const int64_t n : a.strides) hash.mix(static_cast<uint64_t>(n) + 7);
+    a.sizes.resize_for_overwrite(sizes.size());
+    a.strides.resize_for_overwrite(sizes.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {  // few: quicker than a call that copies
+      hash.mix(static_cast<uint64_t>(a.sizes[i] = sizes[i]));
+      hash.mix(static_cast<uint64_t>(a.strides[i] = strides[i]) + 7);
+    }
     Cell* c = cell_of(s);
     const uint64_t whole = static_cast<uint64_t>(t->numel()) * t->itemsize();
     if (info->kind == OpClass::kMetadata) {

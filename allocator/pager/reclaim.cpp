@@ -343,7 +343,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   }
   // Somebody may have died in the arms of whoever let it go. Bounded: the one who drops may wait for the GIL.
   if (released == 0 && wait_for_dropper(0.05)) released = 1;
-  if (released == 0 && others_are_running()) {
+  if (released == 0 && others_are_running(tl_depth > 0)) {
     // What others have pinned comes free when their ops end (rule 3); bounded, since they may be waiting for us.
     wait_for_others(0.05);
     std::lock_guard<std::mutex> lock(graph_lock());

@@ -66,7 +66,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   c10::OptionalDeviceGuard here;
   if (queues) here.reset_device(budget.pool->device);
   NumericsGuard numerics(r.numerics);
-  const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : tl_fill);
+  const Filling filling(r.kind->clears.load(std::memory_order_relaxed) ? 0 : taking().fill);
   torch::jit::Stack stack(r.args.begin(), r.args.end());
   StoragePtr written;
   std::vector<StoragePtr> inputs;

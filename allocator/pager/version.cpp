@@ -43,7 +43,7 @@ static void end_orphan_locked(Version* v, Trash* trash) {
   if ((before & kPinMask) || (before & kBusy)) return;  // whoever has it ends it
   unregister_locked(c);
   forget_bytes_locked(c, trash);
-  delete c;
+  cell_memory().end_locked(c);
 }
 
 static bool is_orphan(const Version* v) { return v->cell && !v->cell->storage._unsafe_get_target(); }
@@ -56,7 +56,7 @@ void unneed_locked(Version* v, Trash* trash) {
 }
 
 void lend_bytes_locked(Version* v, at::DataPtr bytes) {
-  auto* c = new Cell;
+  Cell* c = cell_memory().make_locked();
   c->nbytes = v->nbytes;
   c->small = c->nbytes < budget.options.small_bytes;
   c->pool = budget.pool;
@@ -104,12 +104,12 @@ void release_version_locked(Version* v, Trash* trash) {
   if (--v->refs > 0) return;
   if (v->cell) end_orphan_locked(v, trash);
   forget_recipe_locked(v, trash);
-  delete v;
+  version_memory().end_locked(v);
 }
 
 Version* new_version_locked(Cell* c, Trash* trash) {
   Version* before = c->version;
-  auto* v = new Version;
+  Version* v = version_memory().make_locked();
   v->cell = c;
   v->nbytes = c->nbytes;
   c->version = v;
@@ -127,14 +127,15 @@ Version* new_version_locked(Cell* c, Trash* trash) {
 }
 
 void settle_before_write(Cell* c) {
+  Cell* copy = nullptr;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     const Version* v = c->version;
     const bool named = c->small && v->refs > 1 && !v->recipe && !v->uninitialized && room_for_kept(c->nbytes);
     if (v->needed == 0 && !named) return;
     if (v->recipe && recipe_available_locked(v->recipe)) return;
+    copy = cell_memory().make_locked();
   }
-  auto* copy = new Cell;
   copy->nbytes = c->nbytes;
   copy->pool = c->pool;
   copy->small = c->small;
@@ -144,7 +145,8 @@ void settle_before_write(Cell* c) {
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
   } catch (...) {
-    delete copy;
+    std::lock_guard<std::mutex> lock(graph_lock());
+    cell_memory().end_locked(copy);
     throw;
   }
   counters.copies_before_write++;

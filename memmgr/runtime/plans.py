@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memmgr._threads import join, let_others_first
+from memmgr._threads import Computation, Stopped, join, let_others_first
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
 from memmgr.policies.plan.knee import Knee, knee
@@ -110,6 +110,7 @@ class Plans:
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
+        self._planning = Computation()
         self.cpu_seconds_per_byte = 0.0
         self.made = 0
         self.seconds = 0.0
@@ -257,7 +258,7 @@ class Plans:
                 self._planner(trace, limit, link, self._policy.recomputes)
                 for limit in budgets(self.limit_bytes, known.margin)
             )
-            made = next((made for made in found if made is not None), None)
+            made = self._planning.run(lambda: next((made for made in found if made is not None), None))
             if made is None:  # one that runs short is better than none
                 known.error = "no schedule fits"
                 known.tries = MOST_TRIES
@@ -265,6 +266,8 @@ class Plans:
                 known.made = made
                 self._pager.add_plan(known.of.hashes, *rows(known.of, made.steps, made.away).packed())
                 self.made += 1
+        except Stopped:
+            return
         except Exception as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
             known.error = f"{type(error).__name__}: {error}"
             known.tries = MOST_TRIES
@@ -317,6 +320,11 @@ class Plans:
         """Why there are no plans, where that is not the budget."""
         return [k.error for k in self._known.values() if k.error]
 
+    def wait(self) -> None:
+        """Until the plan that is being made is there."""
+        join(self._thread)
+
     def close(self) -> None:
-        """Waits for the thread."""
+        """No plan is made from here on, and the one that is being made is given up."""
+        self._planning.stop()
         join(self._thread)

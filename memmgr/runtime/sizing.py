@@ -16,7 +16,7 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import join, let_others_first
+from memmgr._threads import Computation, Stopped, join, let_others_first
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
@@ -74,6 +74,7 @@ class Sizing:
         self._need_bytes = 0
         self._known = False
         self._thread: threading.Thread | None = None
+        self._seeking = Computation()
         self._knee: Knee | None = None
         self._why = ""  # there is no knee
         self._timer = threading.Timer(PATIENCE_SECONDS, self._say_that_it_waits)
@@ -110,7 +111,10 @@ class Sizing:
     def _seek(self, found: Measured) -> None:
         let_others_first()
         try:
-            self._knee = self._plans.knee(found, self._need_bytes, self._native.stats()["floor_bytes"])
+            floor_bytes = self._native.stats()["floor_bytes"]
+            self._knee = self._seeking.run(lambda: self._plans.knee(found, self._need_bytes, floor_bytes))
+        except Stopped:
+            return
         except Exception as error:  # as with a plan: the telemetry and the line say so
             self._why = f"{type(error).__name__}: {error}"
 
@@ -187,6 +191,7 @@ class Sizing:
     def close(self, stats: dict[str, Any]) -> None:
         """The budget closes: says so where there never was a limit."""
         self._timer.cancel()
+        self._seeking.stop()
         join(self._thread)
         if not self.done:
             held = show_size(stats["unmanaged_peak_bytes"])

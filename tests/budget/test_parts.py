@@ -49,7 +49,7 @@ def train(name: str, steps: int = STEPS) -> tuple[list[float], list[bytes]]:
         losses.append(training.step())
         runtime = _budget.current()
         if runtime is not None:
-            runtime.plans.close()  # the plan that is being made is there
+            runtime.plans.wait()  # the plan that is being made is there
     return losses, bits(training)
 
 

@@ -80,7 +80,7 @@ def planned(make: Callable[[], Callable[[], None]], passes: int) -> None:
         for _ in range(MOST_STEPS):
             step()
             runtime: Any = _budget.current()
-            runtime.plans.close()
+            runtime.plans.wait()
             now = mm.stats()["planned_passes"]
             worst = torch.tensor([now - before])
             before = now

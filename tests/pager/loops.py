@@ -56,7 +56,7 @@ def settled() -> None:
         turn = runtime.native.take_loop()
         if turn is not None:
             runtime.plans.loop_turned(turn)
-    runtime.plans.close()
+    runtime.plans.wait()
 
 
 def generated(model: nn.Module, calls: int, each: Callable[[], None] = settled) -> list[Tensor]:

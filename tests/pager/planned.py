@@ -41,7 +41,7 @@ def bits(training: models.Training) -> list[bytes]:
 def settled() -> None:
     """The plan that is being made is there."""
     runtime: Any = _budget.current()
-    runtime.plans.close()
+    runtime.plans.wait()
 
 
 def trained(make: Callable[[], models.Training], steps: int, each: Callable[[int], None] = lambda _: None) -> Any:

@@ -69,7 +69,7 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
 def settled() -> list[str]:
     """The plan that is being made is there; what went wrong with any."""
     runtime: Any = _budget.current()
-    runtime.plans.close()
+    runtime.plans.wait()
     return [text for text in runtime.plans.errors() if text != "no schedule fits"]
 
 

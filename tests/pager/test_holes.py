@@ -411,6 +411,31 @@ for _ in range(2):
 """
 
 
+def test_the_first_op_without_room_waits_for_another_threads(beyond: Callable[[str], int]) -> None:
+    """Nothing is away yet: that another op runs is enough to try again once it has ended."""
+    begun, free = threading.Event(), threading.Event()
+    with torch.library._scoped_library("memmgr_waits", "FRAGMENT") as library:
+        library.define("until_told(Tensor x) -> Tensor")
+
+        def until_told(x: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            assert free.wait(60)
+            return torch.zeros(1)
+
+        library.impl("until_told", until_told, "CPU")
+        with memmgr.budget(beyond("10MB"), quiet=True) as mm:
+            x = torch.arange(1_500_000.0)
+            thread = threading.Thread(target=torch.ops.memmgr_waits.until_told, args=(x,))
+            thread.start()
+            assert begun.wait(60)
+            assert not mm.stats()["offloads"]
+            threading.Timer(0.3, free.set).start()
+            y = torch.arange(1_500_000.0)
+            thread.join(60)
+            assert mm.stats()["offloads"] > 0
+            assert x.sum().item() == y.sum().item()
+
+
 def test_nobody_asks_for_the_gradients_of_another_threads_model(tmp_path: Path) -> None:
     """Torch 2.13 destroys the heap where a thread does."""
     command = [sys.executable, "-c", THREADS, str(tmp_path / "log.jsonl")]

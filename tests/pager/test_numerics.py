@@ -37,6 +37,14 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, C._set_cudnn_benchmark, True),
     "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, C._set_cudnn_deterministic, True),
     "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "efficient attention": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
+    "cuDNN attention": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    "mkldnn deterministic": (lambda: torch.backends.mkldnn.deterministic, C._set_mkldnn_deterministic, True),
+    "memory that is not filled": (
+        C._get_deterministic_fill_uninitialized_memory,
+        C._set_deterministic_fill_uninitialized_memory,
+        False,
+    ),
     "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
     "half precision sums": (
         C._get_cublas_allow_fp16_reduced_precision_reduction,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,73 @@ def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> No
     assert figures[-1]["plans"] == 0
     assert set(nice) == {max(10, os.getpriority(os.PRIO_PROCESS, 0))}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    """A plan takes seconds, and behind busy processes far longer."""
+    from memmgr.runtime import plans
+
+    begun, ended = threading.Event(), threading.Event()
+
+    def makes(*_: Any) -> None:
+        begun.set()
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(plans, "PLANNERS", {"plan": makes})
+    limit = need(States) * 0.5
+    training, before = States(), threading.active_count()
+    with memmgr.budget(int(limit), quiet=True):
+        for _ in range(STEPS):
+            training.step()
+        assert begun.wait(60)
+    assert ended.is_set() and threading.active_count() == before
+    assert not recwarn.list
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns often, so that one is told in any of another's moments."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: None) -> None:
+    """Whenever it is told, also in its last moments: the exception comes before `run` is left, or never."""
+    outcomes: set[str] = set()
+    for k in range(400):
+        computation = _threads.Computation()
+
+        def compute(turns: int = k * 20) -> int:
+            for _ in range(turns):
+                pass
+            if fails:
+                raise ValueError
+            return turns
+
+        def run(computation: _threads.Computation = computation, compute: Callable[[], int] = compute) -> None:
+            try:
+                computation.run(compute)
+                said = "done"
+            except _threads.Stopped:
+                said = "stopped"
+            except ValueError:
+                said = "failed"
+            for _ in range(1000):
+                pass
+            outcomes.add(said)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        computation.stop()
+        thread.join()
+    assert outcomes == {"stopped", "failed" if fails else "done"}
 
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:

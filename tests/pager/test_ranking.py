@@ -35,7 +35,7 @@ def trained(**options: Any) -> tuple[list[float], dict[str, Any], Any]:
         runtime: Any = _budget.current()
         for _ in range(STEPS):
             losses.append(training.step())
-            runtime.plans.close()
+            runtime.plans.wait()
     return losses, mm.stats(), runtime
 
 

@@ -87,7 +87,7 @@ class Run:
         }  # fmt: skip
         self.before = key
         self.plans.period_ended(info)
-        self.plans.close()
+        self.plans.wait()
         return len(self.asked) > made
 
 

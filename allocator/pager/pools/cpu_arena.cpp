@@ -19,9 +19,9 @@ struct ArenaAllocator final : c10::Allocator {
   std::atomic<bool> installed{false};
   mm_arena* arena = nullptr;
 
-  at::DataPtr take(void* block, uint64_t nbytes) const {
-    note_scratch_taken(nbytes);
-    if (C10_UNLIKELY(tl_fill >= 0)) std::memset(block, tl_fill, nbytes);
+  at::DataPtr take(void* block, uint64_t nbytes, Taking& here) const {
+    here.take(nbytes);
+    if (C10_UNLIKELY(here.fill >= 0)) std::memset(block, here.fill, nbytes);
     if (C10_UNLIKELY(c10::memoryProfilingEnabled())) tell_profiler(block, true);
     return {block, block, &free_block, c10::Device(c10::kCPU)};
   }
@@ -36,9 +36,10 @@ struct ArenaAllocator final : c10::Allocator {
     // Storages remember this allocator, and may grow when no budget is open.
     if (!installed.load(std::memory_order_relaxed)) return previous->allocate(n);
     if (n == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
-    void* block = mm_arena_alloc_at(arena, n, tl_side);
+    Taking& here = taking();
+    void* block = mm_arena_alloc_at(arena, n, here.side);
     if (!block) throw_out_of_memory(n);
-    return take(block, n);
+    return take(block, n, here);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
@@ -70,7 +71,7 @@ class CpuPool final : public Pool {
   at::DataPtr allocate(uint64_t nbytes) override { return the_allocator().allocate(nbytes); }
   at::DataPtr try_allocate(uint64_t nbytes, uint64_t keep_free) override {
     void* block = mm_arena_try_alloc(arena, nbytes, keep_free);
-    return block ? the_allocator().take(block, nbytes) : at::DataPtr();
+    return block ? the_allocator().take(block, nbytes, taking()) : at::DataPtr();
   }
 
   void copy(void* to, const void* from, uint64_t nbytes) override { std::memcpy(to, from, nbytes); }

@@ -65,7 +65,7 @@ class DevicePool final : public Pool {
     return block ? at::DataPtr(block, block, deleter(), device) : at::DataPtr();
   }
   void* take(uint64_t nbytes, mm_stream on) {
-    void* block = mm_device_alloc(memory_, nbytes, on, tl_side);
+    void* block = mm_device_alloc(memory_, nbytes, on, taking().side);
     if (block) note_scratch_taken(nbytes);
     return block;
   }

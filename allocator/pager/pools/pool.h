@@ -76,14 +76,24 @@ class Pool {
   Pool(c10::Device where, mm_arena* from) : device(where), arena(from) {}
 };
 
-// On which side this thread's large blocks lie, where sides differ (MM_SIDE_*).
-extern thread_local int tl_side;
+// How this thread's op takes memory, and what it has taken since `begin_scratch`.
+struct Taking {
+  int side = MM_SIDE_LOW;       // where large blocks lie, where sides differ
+  int fill = -1;                // what fills memory of the host's pool; not below 0
+  int64_t scratch = 0;          // bytes taken and not given back
+  int64_t scratch_peak = 0;     // their high-water mark
+  void begin_scratch() { scratch = scratch_peak = 0; }
+  void take(uint64_t nbytes) {
+    scratch += static_cast<int64_t>(nbytes);
+    if (scratch > scratch_peak) scratch_peak = scratch;
+  }
+};
+Taking& taking();  // keep it: to find this thread's costs more than to use it
 
-// What fills memory that this thread takes from the host's pool, meanwhile; not below 0.
-extern thread_local int tl_fill;
+// Fills memory that this thread takes from the host's pool, meanwhile.
 struct Filling {
-  explicit Filling(int byte) : before(tl_fill) { tl_fill = byte; }
-  ~Filling() { tl_fill = before; }
+  explicit Filling(int byte) : before(taking().fill) { taking().fill = byte; }
+  ~Filling() { taking().fill = before; }
   Filling(const Filling&) = delete;
   const int before;
 };
@@ -101,7 +111,6 @@ extern std::atomic<bool> queues;
 bool rule_holds(StreamRule rule);
 void leave_out(uint32_t rules);
 
-// What this thread's allocations came to since `begin_scratch`: their high-water mark.
 void begin_scratch();
 void note_scratch_taken(uint64_t nbytes);
 void note_scratch_given(uint64_t nbytes);
