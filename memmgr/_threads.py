@@ -67,7 +67,7 @@ class Computation:
             pass
 
     def stop(self) -> None:
-        """Ends it at its next bytecode, once and for all. In a finalizer the exception would be lost, and it goes on to its end."""
+        """Ends it at its next bytecode, once and for all; in a finalizer the exception is lost, and it goes on to its end."""
         with self._lock:
             if self._thread and not self._raised:
                 self._raised = True

@@ -64,7 +64,8 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n) {
 
 bool records(const OpInfo* info) { return info->recordable && (c10::GradMode::is_enabled() || info->fills); }
 
-void Call::run(Frame& frame, bool outermost) {
+void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
+  kept_ = outermost ? kept : nullptr;
   const size_t n = info_->arguments;
   const c10::IValue* args = stack_->data() + stack_->size() - n;
   frame.pin_all();
@@ -123,12 +124,37 @@ void Call::note_scratch(uint64_t bytes) {
 
 bool Call::measures() { return mm_arena_budget(budget.arena) >= MM_UNLIMITED && !budget.options.torture; }
 
+bool Call::has_room(uint64_t bytes) {
+  return mm_arena_resident(budget.arena) + bytes <=
+         (measures() ? most_resident.load(std::memory_order_relaxed) : mm_arena_budget(budget.arena));
+}
+
 bool Call::may_try(const Kind* kind, uint64_t bytes) {
   constexpr uint32_t kMostInVain = 8;  // trials for which others had to leave
-  const uint64_t resident = mm_arena_resident(budget.arena);
-  if (measures()) return resident + bytes <= most_resident.load(std::memory_order_relaxed);
-  return kind->trials.load(std::memory_order_relaxed) < kMostInVain ||
-         resident + bytes <= mm_arena_budget(budget.arena);
+  return has_room(bytes) || (!measures() && kind->trials.load(std::memory_order_relaxed) < kMostInVain);
+}
+
+bool Call::may_try_in_place() const {
+  if (!kept_ || !kept_->there || measures() || info_->writes || info_->seeded || !budget.pool->on_host()) return false;
+  if (recipe_->kind->only_beside.load(std::memory_order_relaxed)) return false;
+  for (const Cell* c : made)
+    if (c->outside) return false;
+  return true;
+}
+
+Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
+  try {
+    return pager::run_again_in_place(*recipe_, left, all);
+  } catch (const std::exception& e) {
+    // The op's results are lost, so it runs once more, and its kind is not tried like this again. Nobody may find their
+    // cells without bytes: they end while we have them pinned.
+    recipe_->kind->only_beside.store(true);
+    stack_->resize(stack_->size() - info_->returns);
+    if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
+    recipe_->kind->trust.store(Trust::kNo);
+    counters.refused_kinds++;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
+  }
 }
 
 void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
@@ -137,7 +163,9 @@ void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
   if (drawing_.owns_lock() && !(recipe_ && recipe_->rng.defined())) drawing_.unlock();
   if (!recipe_) return;
   recipe_->filled = info_->fills && !c10::GradMode::is_enabled();
-  if (info_->writes == 0 || recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
+  if (C10_LIKELY(recipe_->kind->trust.load(std::memory_order_relaxed) != Trust::kNew)) return;
+  if (kept_) kept_->keep(args, n);  // its trial may lose what the op has made
+  if (info_->writes == 0) return;
   // The first of its kind that writes in place: what it is going to write to, for the second run.
   for (const TensorArg& a : recipe_->tensors)
     if (a.role == Role::kWritten && a.version->cell) {
@@ -191,9 +219,10 @@ void Call::outputs(Frame& frame) {
     return;
   }
   note_run();
+  const c10::SmallVector<c10::StorageImpl*, 4> all(storages);
   for (size_t i = 0; i < storages.size(); ++i)
     if (!versions[i]) storages[i] = nullptr;
-  try_kind(storages);
+  try_kind(storages, all);
   attach_if_trusted(versions);
 }
 
@@ -246,7 +275,7 @@ void Call::attach_write(const Frame& frame) {
     return;
   }
   note_run();
-  try_kind(s);
+  try_kind(s, {});
   attach_if_trusted(written->version);
 }
 
@@ -257,14 +286,16 @@ void Call::note_run() {
     seconds = std::max(seconds, recipe_->kind->seconds.load(std::memory_order_relaxed));
 }
 
-void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
+void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
   Kind* kind = recipe_->kind;
   if (kind->trust.load(std::memory_order_relaxed) != Trust::kNew) return;
   for (const TensorArg& a : recipe_->tensors)
     if (a.role == Role::kWritten && !before_) return;
-  if (!may_try(kind, scratch_peak())) return;
+  const bool in_place = !has_room(scratch_peak()) && may_try_in_place();
+  if (!in_place && !may_try(kind, scratch_peak())) return;
   try {
-    const Again again = run_again(*recipe_, left, std::move(before_));
+    const Again again =
+        in_place ? run_again_in_place(left, all) : run_again(*recipe_, left, std::move(before_));
     const bool same = again != Again::kOther;
     if (again == Again::kSameWhereWritten) kind->clears.store(true);
     if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {
@@ -275,9 +306,10 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left) {
     kind->trust.store(same ? Trust::kYes : Trust::kNo);
     if (!same) counters.refused_kinds++;
   } catch (const c10::OutOfMemoryError&) {
+    if (in_place) throw;
     kind->trials++;  // no room for a second result: another time
     kind->needs_bytes = refused_bytes() + scratch_peak();
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     kind->trust.store(Trust::kNo);
     counters.refused_kinds++;
   }

@@ -12,6 +12,7 @@
 #include "ops.h"
 #include "recipe.h"
 #include "rng.h"
+#include "trial.h"
 
 namespace memmgr::pager {
 
@@ -25,13 +26,23 @@ bool may_make_large(const OpInfo* info, const c10::IValue* args, size_t n);
 // Without gradient an op's inputs are mostly written before anybody needs its outputs again.
 bool records(const OpInfo* info);
 
+// The arguments as they were, for another try: only where one may be needed.
+struct KeptArguments {
+  c10::SmallVector<c10::IValue, 10> arguments;
+  bool there = false;
+  void keep(const c10::IValue* args, size_t n) {
+    if (!there) arguments.append(args, args + n);
+    there = true;
+  }
+};
+
 // Everything that one try of an op does; what it throws may be mended by the caller.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack)
       : op_(op), info_(info), below_(below), stack_(stack) {}
 
-  void run(Frame& frame, bool outermost);
+  void run(Frame& frame, bool outermost, KeptArguments* kept);
 
   void give_up() { discard(std::move(recipe_)); }
 
@@ -44,7 +55,10 @@ class Call {
   void note_scratch(uint64_t bytes);
   static bool measures();  // without a limit: what a run needs is looked at, and may not be changed by that
   // Is there room for a trial, which takes so much? Of a run that is measured only below what was there before.
+  static bool has_room(uint64_t bytes);
   static bool may_try(const Kind* kind, uint64_t bytes);
+  bool may_try_in_place() const;
+  Again run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
   void record(Frame& frame, const c10::IValue* args, size_t n);
   void outputs(Frame& frame);
   bool is_trusted() const { return recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes; }
@@ -55,7 +69,7 @@ class Call {
   // What is queued has hardly begun: of those the trial says how long they take.
   void note_run();
   // Rule 8: twice at its first use, and compared.
-  void try_kind(c10::ArrayRef<c10::StorageImpl*> left);
+  void try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
   void keep_until_done(Frame& frame, size_t returns);
 
   const c10::OperatorHandle& op_;
@@ -66,6 +80,7 @@ class Call {
   Drawing drawing_;  // from noting the generator's state until the op has drawn
   StoragePtr before_;
   uint64_t ended_ = 0;  // ticks
+  KeptArguments* kept_ = nullptr;  // null: the op is inside of another, which is tried again as a whole
 };
 
 }  // namespace memmgr::pager

@@ -131,18 +131,17 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
   const c10::IValue* args = stack->data() + base;
   if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, args, n);
   if (works_in_flight()) poll_works();
-  // Kept only where a second try may be needed: somebody's bytes are absent, or somebody else runs.
-  c10::SmallVector<c10::IValue, 10> copy;
+  KeptArguments kept;
   const auto put_back = [&] {
     stack->resize(base);
-    stack->insert(stack->end(), copy.begin(), copy.end());
+    stack->insert(stack->end(), kept.arguments.begin(), kept.arguments.end());
   };
   const bool others_run = others_are_running(!depth.outermost());
   if (C10_LIKELY(frame.empty() && !frame.writes() && info->kind != OpClass::kForeign && !info->seeded) &&
       !(records(info) && may_make_large(info, args, n))) {
     // Small tensors only, nothing of ours to change and nothing to note.
     const bool again = others_run && depth.outermost() && !frame.declares_writes();
-    if (C10_UNLIKELY(again)) copy.append(args, args + n);
+    if (C10_UNLIKELY(again)) kept.keep(args, n);
     try {
       const size_t returns = info->returns;
       call_below(op, below, stack);
@@ -154,33 +153,33 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     } catch (const c10::OutOfMemoryError&) {  // it has made something large after all
       if (!again) throw;
       put_back();
-      copy.clear();
     }
   }
   if (C10_UNLIKELY(moment && !frame.empty())) moment->begins(info, frame);
   const uint64_t need = frame.bytes() + info->scratch_bytes.load(std::memory_order_relaxed);
   bool alone = false;
-  const bool may_retry = others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns();
+  // Somebody's bytes are absent, or somebody else runs.
+  if (others_run || absent_cells.load(std::memory_order_relaxed) > 0 || others_have_newborns())
+    kept.keep(stack->data() + base, n);
   int pauses = 0;
-  if (may_retry) copy.append(stack->begin() + static_cast<ptrdiff_t>(base), stack->end());
   for (int attempt = 0;; ++attempt) {
     Call call(op, info, below, stack);
-    const bool newborns_before = may_retry && others_have_newborns();  // one that ends meanwhile has left room
+    const bool newborns_before = kept.there && others_have_newborns();  // one that ends meanwhile has left room
     try {
       if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
-      call.run(frame, depth.outermost());
+      call.run(frame, depth.outermost(), &kept);
       if (C10_UNLIKELY(moment != nullptr))
         moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak());
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!may_retry || !depth.outermost() || call.began_writes || call.drew) throw;
+      if (!kept.there || !depth.outermost() || call.began_writes || call.drew) throw;
       if (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))) throw;
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {
       call.give_up();
-      if (!may_retry || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra)) throw;
+      if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra)) throw;
       counters.trap_retries++;
     } catch (...) {
       call.give_up();

@@ -43,6 +43,7 @@
 #include "timeline.cpp"
 #include "transfer.cpp"
 #include "trap.cpp"
+#include "trial.cpp"
 #include "version.cpp"
 #include "victims.cpp"
 #include "works.cpp"

@@ -22,6 +22,7 @@ struct Kind {
   std::atomic<Trust> trust{Trust::kNew};
   std::atomic<bool> clears{false};       // it leaves bytes of its results alone: the memory for them is cleared first
   std::atomic<uint32_t> trials{0};       // that found no room
+  std::atomic<bool> only_beside{false};  // a trial in the place of the first result has failed
   std::atomic<uint64_t> needs_bytes{0};  // a budget in which the last of these would have found it
   std::atomic<double> seconds{-1};       // of one run; -1: not measured
   std::atomic<uint64_t> bits_bytes{0};   // of a result as a bit for each element; 0: one had more than two values

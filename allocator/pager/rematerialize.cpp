@@ -1,4 +1,3 @@
-// Over 450 lines: plans, their runs and the trials of a kind hold their inputs in the same way, which is nobody else's.
 #include "rematerialize.h"
 
 #include <algorithm>
@@ -383,7 +382,8 @@ uint64_t end_kept_ghosts() {
 
 namespace {
 
-// The recipe's results once more, over the inputs that are there; none where one of them is gone.
+}  // namespace
+
 std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill) {
   std::vector<Source> sources(r.tensors.size());
   std::vector<std::unique_ptr<Input>> inputs;
@@ -404,76 +404,6 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int 
   budget.pool->settle();
   note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   return made;
-}
-
-struct Compared {
-  bool equal = true;
-  bool gaps = false;  // words of the second run that may be as malloc gave them
-  bool other = false;
-};
-
-// `second` was made in memory full of `fill`: a word that holds it still may be a gap.
-void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
-  bool equal = true, written = false;
-  uint64_t filled;
-  std::memset(&filled, fill, sizeof filled);
-  for (uint64_t at = 0; at < nbytes; at += sizeof filled) {
-    uint64_t one = filled, two = filled;
-    const uint64_t n = std::min(sizeof filled, nbytes - at);
-    std::memcpy(&one, first + at, n);
-    std::memcpy(&two, second + at, n);
-    const bool left_alone = two == filled;
-    equal &= one == two;
-    found->gaps |= left_alone;
-    found->other |= one != two && !left_alone;
-    written |= !left_alone;
-  }
-  found->equal &= equal;
-  found->other |= !equal && !written;  // no two results of an op that writes nothing are its own
-}
-
-Compared compare(c10::ArrayRef<c10::StorageImpl*> outputs, const std::vector<StoragePtr>& made, int fill) {
-  Compared found;
-  for (size_t i = 0; i < outputs.size() && !found.other; ++i) {
-    if (!outputs[i]) continue;
-    const uint64_t nbytes = outputs[i]->nbytes();
-    if (i >= made.size() || !made[i] || made[i]->nbytes() != nbytes) {
-      found.equal = false;
-      found.other = true;
-      break;
-    }
-    const auto* first = static_cast<const char*>(pointer_of(outputs[i]).get());
-    const auto* second = static_cast<const char*>(pointer_of(made[i].get()).get());
-    if (budget.pool->on_host())
-      compare(first, second, nbytes, fill, &found);
-    else
-      found.equal &= budget.pool->same(first, second, nbytes);
-  }
-  return found;
-}
-
-}  // namespace
-
-Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before) {
-  constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
-  counters.trials++;
-  const bool on_host = budget.pool->on_host();
-  std::vector<StoragePtr> made = run_over_inputs(r, std::move(before), on_host ? kPattern : -1);
-  const Compared first = compare(outputs, made, kPattern);
-  if (!on_host || r.info->writes) return first.equal ? Again::kSame : Again::kOther;
-  if (first.other) return Again::kOther;
-  if (!first.gaps) return Again::kSame;
-  // Gaps hold any bytes that malloc had there, ones too, as an earlier trial's memory. Results may be ones of their
-  // own.
-  made.clear();
-  made = run_over_inputs(r, nullptr, 0);
-  const Compared second = compare(outputs, made, 0);
-  if (second.other) return Again::kOther;
-  if (first.equal && second.equal) return Again::kSame;
-  // From now on gaps are zeros, in the first result as well.
-  for (size_t i = 0; i < outputs.size(); ++i)
-    if (outputs[i]) std::memcpy(pointer_of(outputs[i]).get(), pointer_of(made[i].get()).get(), outputs[i]->nbytes());
-  return Again::kSameWhereWritten;
 }
 
 }  // namespace memmgr::pager

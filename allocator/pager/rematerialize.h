@@ -1,4 +1,4 @@
-// Running recipes again (rule 10), and whether that gives the same bytes (rule 8).
+// Running recipes again (rule 10).
 #pragma once
 
 #include <unordered_map>
@@ -14,14 +14,9 @@ namespace memmgr::pager {
 // says what went wrong.
 at::DataPtr rematerialize(Cell* c);
 
-enum class Again : uint8_t {
-  kSame,
-  kSameWhereWritten,  // the op leaves some words of its results as malloc gave them; they are zeros in `outputs` now
-  kOther,             // or it failed
-};
-// Does a second run give what the first one left? `outputs` are the storages that it left, null where none is wanted;
-// `before` is what the op wrote to, as it was. The inputs are resident and pinned. On a device words are all compared.
-Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, StoragePtr before);
+// The recipe's results once more, over the inputs that are there, in memory full of `fill` (-1: as it comes); none where
+// one of them is gone. `before`: what the op wrote to, as it was.
+std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill);
 
 // Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the
 // way stays until the last of them that is made of it has been. `keep`: what stays for later groups.

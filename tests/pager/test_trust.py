@@ -38,6 +38,18 @@ class Unsteady:
         return x.copy_(out) if self._in_place else out
 
 
+@contextlib.contextmanager
+def _kernel(op: str, kernel: Step) -> Any:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is a kernel already
+        library.impl(op, kernel, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
 UNSTEADY: dict[str, tuple[str, Step]] = {
     "functional": ("erfinv", lambda h: h.detach().erfinv()),
     "in place": ("erfinv_", lambda h: (h.detach() * 0.5).erfinv_()),
@@ -65,24 +77,95 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
         assert w.grad is not None
         return w.grad, stats
 
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is a kernel already
-        library.impl(op, kernel, "CPU")
-    try:
+    with _kernel(op, kernel):
         want, _ = train(contextlib.nullcontext())
         assert kernel.again == 0, "the same input comes twice unmanaged, so nothing can be told"
         got, stats = train(memmgr.budget(HUGE_BYTES, policy="torture", quiet=True))
-    finally:
-        library._destroy()
     assert torch.equal(got, want)
     assert stats["evictions"] > 0
     assert kernel.again == 1, f"run again {kernel.again} times: once to learn that it does not reproduce"
 
 
+@contextlib.contextmanager
+def _no_room_beside(n: int, results: int = 1) -> Any:
+    """A budget with room for what it yields, of n floats, and so many results of that length, and no further one.
+
+    A kind is tried once in a process: each test has an n of its own.
+    """
+    with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
+        native = pager.load()
+        x = torch.rand(n) * 0.1
+        held = mm.stats()["resident_bytes.current"]
+        native.set_limit(held + results * x.nbytes + x.nbytes // 2)
+        yield x, native, mm
+
+
+def test_a_trial_needs_no_room_for_a_second_result() -> None:
+    with _no_room_beside(262_144) as (x, native, mm):
+        trials = native.stats()["trials"]
+        y = x.exp()
+        assert native.stats()["trials"] == trials + 1
+        want = y.tolist()
+        assert native.take_away(y, 0) == y.nbytes
+        assert y.tolist() == want and mm.stats()["refused_kinds"] == 0
+
+
+def test_a_small_result_beside_a_large_one() -> None:
+    n = 263_000
+    with _no_room_beside(n) as (x, native, _):
+        trials = native.stats()["trials"]
+        normed, mean, rstd = torch.native_layer_norm(x.view(1000, -1), [263], None, None, 1e-5)
+        assert native.stats()["trials"] == trials + 1
+        native.set_limit(1 << 30)
+        want = normed.clone()
+        assert native.take_away(normed, 0) == normed.nbytes
+        assert torch.equal(normed, want)
+        again = torch.native_layer_norm(x.view(1000, -1) + 0, [263], None, None, 1e-5)
+        assert all(torch.equal(a, b) for a, b in zip((normed, mean, rstd), again, strict=True))
+
+
+def test_what_does_not_reproduce_leaves_its_last_result() -> None:
+    runs = 0
+
+    def unsteady(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return x + runs
+
+    with _no_room_beside(264_000) as (x, native, mm), _kernel("erfinv", unsteady):
+        y = x.erfinv()
+        native.set_limit(1 << 30)
+        assert runs == 3  # the last, to see whether it was its memory
+        assert torch.equal(y, x + runs)
+        assert native.take_away(y, 0) == 0 and mm.stats()["refused_kinds"] == 1
+        del y
+        assert torch.equal(x.erfinv(), x + 4) and runs == 4
+
+
+@pytest.mark.parametrize("how", [RuntimeError, torch.OutOfMemoryError])
+def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
+    """The first result has gone for it: the op runs once more, and is not tried in its place again."""
+    runs = 0
+
+    def fails_once(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 2:
+            raise how("no")
+        return x * 2
+
+    with _no_room_beside(265_000 + how.__name__.count("Memory")) as (x, native, _), _kernel("erfinv", fails_once):
+        y = x.erfinv()
+        native.set_limit(1 << 30)
+        assert runs == 3
+        assert torch.equal(y, x * 2)
+        assert native.take_away(y, 0) == 0
+
+
 # Ones are what a trial's memory is full of, and what it leaves behind. Large blocks come back from the system, cleared.
+@pytest.mark.parametrize("room", ["beside", "in its place"])
 @pytest.mark.parametrize(("there", "steps"), [(7, 32), (0xFF, 2)])
-def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps: int) -> None:
+def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps: int, room: str) -> None:
     """oneDNN's LSTM leaves bytes of its workspace as malloc gave them. They are zeros from the trial on, the rest is what it was."""
     batch, width = 16, 64
     weights = [torch.randn(4 * width, width) * 0.1 for _ in range(2)] + [torch.randn(4 * width) for _ in range(2)]
@@ -97,13 +180,18 @@ def test_gaps_in_a_result_do_not_keep_an_op_from_running_again(there: int, steps
         junk = [torch.full((nbytes,), min(there + i, 0xFF), dtype=torch.uint8) for i in range(4)]
         del junk
 
+    x = torch.randn(steps, batch, width)
+    nbytes = layer(x).nbytes
     with memmgr.budget("1GB", policy="evict", disk=False, quiet=True) as mm:
         native = pager.load()
-        x = torch.randn(steps, batch, width)
+        x = x.clone()
         spaces: list[torch.Tensor] = []
         for _ in range(3):
             junk_in_free_memory(spaces[0].nbytes if spaces else 300_000)
+            if room != "beside" and not spaces:
+                native.set_limit(mm.stats()["resident_bytes.current"] + int(1.7 * nbytes))
             spaces.append(layer(x))
+            native.set_limit(1 << 30)
             there = 7
         before = [space.clone() for space in spaces]
         assert all(torch.equal(space, before[0]) for space in before)
