@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "budget.h"
 #include "pools/pool.h"
@@ -75,6 +76,34 @@ std::vector<size_t> cuts(const std::vector<uint64_t>& bytes) {
   if (at.size() == 1) return {};
   at.push_back(bytes.size());
   return at;
+}
+
+bool share_memory(const std::vector<InList>& all) {
+  struct Span {
+    const c10::StorageImpl* storage;
+    int64_t first, end;  // bytes
+    size_t index;
+  };
+  std::vector<Span> spans;
+  spans.reserve(all.size());
+  for (const InList& in : all) {
+    const c10::TensorImpl& t = *in.tensor;
+    if (!t.has_storage() || t.layout() != c10::kStrided || t.numel() == 0) continue;
+    int64_t end = t.storage_offset() + 1;
+    for (int64_t d = 0; d < t.dim(); ++d) end += (t.size(d) - 1) * t.stride(d);
+    const auto bytes = static_cast<int64_t>(t.itemsize());
+    spans.push_back({t.unsafe_storage().unsafeGetStorageImpl(), t.storage_offset() * bytes, end * bytes, in.index});
+  }
+  const auto key = [](const Span& s) { return std::make_tuple(s.storage, s.first); };
+  std::sort(spans.begin(), spans.end(), [&](const Span& a, const Span& b) { return key(a) < key(b); });
+  for (size_t i = 1; i < spans.size(); ++i) {
+    Span& s = spans[i];
+    const Span& before = spans[i - 1];
+    if (s.storage != before.storage || s.first >= before.end) continue;
+    if (s.index != before.index) return true;
+    s.end = std::max(s.end, before.end);
+  }
+  return false;
 }
 
 // Of the call on top of the stack, at each index; empty: its lists do not go together.

@@ -17,6 +17,16 @@ bool is_list_op(const c10::FunctionSchema& schema);
 // Of lists with so many bytes at each index: the first index of each slice, and the end; empty: they stay whole. A
 // slice has a share of the budget at most, unless a single index has more.
 std::vector<size_t> cuts(const std::vector<uint64_t>& bytes);
+
+// One of the lists' tensors, and where it stands in its list.
+struct InList {
+  const c10::TensorImpl* tensor;
+  size_t index;
+};
+
+// Do two that stand at different places lie in the same memory?
+bool share_memory(const std::vector<InList>& all);
+
 // What counts of a tensor: what can leave.
 uint64_t bytes_in_list(const at::Tensor& t);
 // What the call on top of the stack has at its largest index, and at all: with a small budget it is cut at every index.

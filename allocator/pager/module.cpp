@@ -342,20 +342,26 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
 }
 
 // cuts(lists) -> [the first index of each slice, ..., the end], []: they stay whole. Lists of tensors, or None, of one
-// length.
+// length. They stay whole, too, where two indices share memory: each op of a step does both before the next does one.
 PyObject* py_cuts(PyObject*, PyObject* lists) {
   if (!PyList_Check(lists)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
   std::vector<uint64_t> bytes;
+  std::vector<InList> all;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); ++i) {
     PyObject* one = PyList_GET_ITEM(lists, i);
     if (!PyList_Check(one)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
     bytes.resize(std::max(bytes.size(), static_cast<size_t>(PyList_GET_SIZE(one))));
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
-      if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o))
-        bytes[static_cast<size_t>(k)] += bytes_in_list(THPVariable_Unpack(o));
+      if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o)) {
+        const at::Tensor& t = THPVariable_Unpack(o);
+        bytes[static_cast<size_t>(k)] += bytes_in_list(t);
+        all.push_back({t.unsafeGetTensorImpl(), static_cast<size_t>(k)});
+      }
   }
   PyObject* found = PyList_New(0);
-  for (const size_t at : cuts(bytes)) {
+  std::vector<size_t> where = cuts(bytes);
+  if (!where.empty() && share_memory(all)) where.clear();
+  for (const size_t at : where) {
     PyObject* number = found ? PyLong_FromSize_t(at) : nullptr;
     if (!number || PyList_Append(found, number) < 0) Py_CLEAR(found);
     Py_XDECREF(number);

@@ -20,7 +20,8 @@ class Rounds:
 
     def __init__(self) -> None:
         self._times = TIMES  # more once one was none
-        self._met: deque[int] = deque()  # hashes
+        self._met: deque[int] = deque(maxlen=MOST_BACKWARDS)  # hashes
+        self._alike: list[int] = []  # by n, how many in a row came n before, too
         self._about: dict[int, tuple[int, bool]] = {}  # by hash: ops, and whether it was done when it came last
         self._found = 1
         self._known: set[int] = set()
@@ -33,7 +34,7 @@ class Rounds:
         self._since = 0
         self._wait: int | None = None
         self._missed = 0
-        self._same = 0
+        self._alike = [0] * (MOST_BACKWARDS + 1)
         self._met.clear()
         self._about.clear()
 
@@ -59,15 +60,13 @@ class Rounds:
         if self.backwards > 1:
             self._judge(ops_hash)
             return
-        self._same = self._same + 1 if self._met and self._met[-1] == ops_hash else 1
+        for n, met in enumerate(reversed(self._met), 1):
+            self._alike[n] = self._alike[n] + 1 if met == ops_hash else 0
         self._met.append(ops_hash)
         if ops_hash not in self._about and len(self._about) >= MOST_KNOWN:  # hardly any comes again
             still = set(self._met)
             self._about = {met: about for met, about in self._about.items() if met in still}
         self._about[ops_hash] = ops, done
-        most = MOST_BACKWARDS * (1 if self._same >= MOST_BACKWARDS else self._times)  # a round has two that differ
-        while len(self._met) > most:
-            self._met.popleft()
         if self._wait is None:
             self._find()
         else:
@@ -88,13 +87,11 @@ class Rounds:
             self.forget() if self._repeated else self.refuse()
 
     def _find(self) -> None:
-        met = list(self._met)
-        for n in range(2, min(MOST_BACKWARDS, len(met) // self._times) + 1):
-            if met[-1] != met[-1 - n]:
+        # A round has two that differ.
+        for n in range(self._alike[1] + 2, MOST_BACKWARDS + 1):
+            if self._alike[n] < n * (self._times - 1):
                 continue
-            last = met[-n:]
-            if len(set(last)) == 1 or met[-n * self._times :] != last * self._times:
-                continue
+            last = list(self._met)[-n:]
             about = [self._about[ops_hash] for ops_hash in last]
             ops = [ops for ops, _ in about]
             if sum(ops) <= MOST_OPS and not all(done for _, done in about):

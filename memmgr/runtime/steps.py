@@ -2,7 +2,8 @@
 
 A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
 states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that what a slice
-needs comes once and leaves once. What they compute for one index depends on no other.
+needs comes once and leaves once. What they compute for one index depends on no other, unless two share memory: then a step stays
+whole.
 
 A slice waits until somebody needs what it writes: as a rule the next forward, which meets the parameters one after the other
 and computes beside the transfers, where a step on its own has little to compute while all states move.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable
 
 import pytest
@@ -76,6 +77,18 @@ def test_a_round_that_no_plan_fits_is_none_for_longer() -> None:
     rounds.refuse()
     assert set(followed(rounds, "AB" * (2 * TIMES))) == {"A", "B"}
     assert followed(rounds, "AB")[-1] == "AB"
+
+
+def test_looking_for_one_costs_no_more_however_long_the_run() -> None:
+    rounds = Rounds()
+    for _ in range(10_000):
+        if followed(rounds, "AB")[-1] == "AB":
+            rounds.refuse()
+    tracemalloc.start()
+    followed(rounds, "AB" * 10)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 10, "it goes through all that the run has done"
 
 
 def test_a_round_of_too_many_ops_is_none() -> None:

@@ -140,6 +140,28 @@ def test_steps(name: str, way: str, types: int, beyond: Callable[[str], int]) ->
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_parameters_that_share_memory(way: str, beyond: Callable[[str], int]) -> None:
+    """Each op of a step does both before the next op does one; so does a step that waits."""
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(DEPTH)]
+        params.insert(0, nn.Parameter(params[4].data[3]))  # small
+        params.append(nn.Parameter(params[2].data[: WIDTH // 2]))
+        optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, **{way: True})
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
+
+    want = run()
+    with memmgr.budget(beyond("700kB"), quiet=True):
+        got = run()
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
 def test_the_working_set_is_a_slice(way: str, beyond: Callable[[str], int]) -> None:
     """AdamW's lists are 16 bytes a parameter: 1.2 MB here, and a third of it is enough."""
     with memmgr.budget(beyond("400kB"), quiet=True) as mm:
