@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -98,6 +99,19 @@ def test_options(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -
     assert [run["spec"]["budget_bytes"] for run in runs] == [None, 60 * MB, 40 * MB]
     assert {run["spec"]["policy"] for run in runs[1:]} == {"lru+offload"}
     assert {run["spec"]["steps"] for run in runs} == {4}
+
+
+@pytest.mark.parametrize("out", ["/proc/x.png", "file/x.png"])
+def test_a_picture_that_cannot_be_written_is_said_first(
+    out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose folder is another user's, or read-only: the training takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(plot, "available", lambda: True)
+    monkeypatch.setattr(demo, "measured", lambda spec: pytest.fail("it trains"))
+    assert cli.main(["demo", "--out", out]) == 2
+    assert re.fullmatch(f"memmgr demo: cannot write {out}: .+; name another place with --out\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("words", [("--budgets", "0"), ("--budgets", "half"), ("--budgets", ""), ("--steps", "0")])

@@ -93,13 +93,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     base = QUICK if args.quick else FULL
     base = replace(base, steps=args.steps or base.steps)
+    picture = _picture(args.out) if plot.available() else None
     results = _train(base, args.budgets, args.policy)
     verdicts = [_judge(result, results[0]) for result in results]
     good = all(verdict.good for verdict in verdicts)
-    picture: Path | None = None
-    if plot.available():
-        picture = args.out / "memmgr-demo.png" if args.out.is_dir() else args.out
-        picture.parent.mkdir(parents=True, exist_ok=True)
+    if picture is not None:
         claim = "the same bits in less memory" if good else "NOT what was promised: see the table"
         plot.memory_over_time(results, picture, f"GPT, {results[0].parameters / 1e6:.1f} M parameters: {claim}")
     if args.json:
@@ -108,6 +106,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         _report(verdicts, picture)
     return 0 if good else 1
+
+
+def _picture(out: Path) -> Path:
+    """Where it is drawn; what stands in the way is said before minutes of training."""
+    picture = out / "memmgr-demo.png" if out.is_dir() else out
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        new = not picture.exists()
+        picture.open("ab").close()
+        if new:
+            picture.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {picture}: {error.strerror}; name another place with --out") from None
+    return picture
 
 
 def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResult]:
