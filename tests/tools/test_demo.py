@@ -111,7 +111,8 @@ def test_a_picture_that_cannot_be_written_is_said_first(
     monkeypatch.setattr(plot, "available", lambda: True)
     monkeypatch.setattr(demo, "measured", lambda spec: pytest.fail("it trains"))
     assert cli.main(["demo", "--out", out]) == 2
-    assert re.fullmatch(f"memmgr demo: cannot write {out}: .+; name another place with --out\n", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"memmgr demo: cannot write {out}: .+; name another place with --out\n", said)
 
 
 @pytest.mark.parametrize("words", [("--budgets", "0"), ("--budgets", "half"), ("--budgets", ""), ("--steps", "0")])
