@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memmgr._machine import memory_bytes
+from memmgr._sizes import show_size
 from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
@@ -135,6 +137,12 @@ def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResul
         need = measured(base)
         if need.failure:
             return [replace(need, spec=base)]
+        together, there = int((1 + sum(shares)) * need.need_bytes), memory_bytes()
+        if together > there:
+            raise UsageError(
+                f"the runs take turns and hold {show_size(together)} together, more than the {show_size(there)} that there are "
+                "for this process: name fewer or smaller --budgets, or take --quick"
+            )
         bar.say("starting")
         managed = [
             replace(base, label=f"{100 * share:g} %", budget_bytes=int(share * need.need_bytes), policy=policy)
@@ -149,7 +157,7 @@ def _judge(result: RunResult, unmanaged: RunResult) -> Verdict:
     if budget is None or result.failure:
         return Verdict(result, None, None)
     within = result.peak_bytes <= budget and result.rss_bytes <= budget + RSS_SLACK_BYTES
-    return Verdict(result, result.same_bits(unmanaged), within)
+    return Verdict(result, None if unmanaged.failure else result.same_bits(unmanaged), within)
 
 
 _HEAD = tuple("run,budget,peak,process RSS,s/step,ratio,evicted,offloaded,recomputed,same bits".split(","))
@@ -172,12 +180,10 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
                 f"{stats.get('recomputes', 0):,.0f} ({stats.get('recompute_seconds', 0):.1f} s)",
             )
         bits = {None: "", True: "yes", False: "NO"}[verdict.same_bits]
-        ratio = result.seconds_a_step / unmanaged.seconds_a_step
+        ratio = "-" if unmanaged.failure else f"{result.seconds_a_step / unmanaged.seconds_a_step:.2f}x"
         peak = megabytes(result.peak_bytes)
         seconds = f"{result.seconds_a_step:.2f}"
-        rows.append(
-            (result.spec.label, budget, peak, megabytes(result.rss_bytes), seconds, f"{ratio:.2f}x", *moved, bits)
-        )
+        rows.append((result.spec.label, budget, peak, megabytes(result.rss_bytes), seconds, ratio, *moved, bits))
     print(
         f"\n{unmanaged.parameters / 1e6:.1f} M parameters, {unmanaged.spec.steps} steps, batch {unmanaged.spec.batch}"
     )
@@ -191,7 +197,10 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
         elif verdict.within is False:
             print(f"{verdict.result.spec.label}: the budget was passed")
     compared = [verdict.same_bits for verdict in verdicts[1:]]
-    print(f"same bits: {'yes' if compared and all(compared) else 'NO'}")
+    if unmanaged.failure:
+        print("same bits: not compared, because the unmanaged run failed")
+    else:
+        print(f"same bits: {'yes' if compared and all(compared) else 'NO'}")
     print(f"picture: {picture}" if picture else "no picture: pip install 'memmgr[demo]' brings matplotlib and rich")
 
 
