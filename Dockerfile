@@ -2,7 +2,8 @@
 #
 #   docker build -t memmgr . && docker run --rm --user "$(id -u)" -v "$PWD":/out memmgr
 #
-# All else goes after the name: docker run --rm memmgr memmgr doctor --quick, or python /examples/plain.py.
+# All else goes after the name: docker run --rm memmgr memmgr doctor --quick, or python /examples/plain.py. The whole demo holds 3 GB
+# at once, --quick less. Podman without root takes --userns keep-id beside --user.
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make
 # Torch brings CUDA's libraries, gigabytes that nothing here uses. --build-arg PIP_EXTRA_INDEX_URL=... with torch's index of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])
+    try:
+        tempfile.gettempdir()  # a container's disk may be read-only; torch's own optimizers end without one
+    except FileNotFoundError as error:
+        print(f"memmgr {verb}: {error.strerror}: mount one there, or name one in TMPDIR", file=sys.stderr)
+        return 2
     try:
         return int(module.run(args))
     except UsageError as error:

@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points, version
 
 import pytest
@@ -87,6 +88,14 @@ def test_no_help_shows_what_is_private(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit):
             cli.main([verb, "--help"])
     assert not re.findall(r"(?<![\w/.])--?_\w+|_throttle|_placement|_plan\b", capsys.readouterr().out)
+
+
+def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a container with a read-only disk."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert cli.main(["doctor", "--quick"]) == 2
+    assert re.fullmatch("memmgr doctor: No usable temporary directory .* TMPDIR\n", capsys.readouterr().err)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,6 +92,28 @@ def test_a_failed_run_fails_and_says_why(fake: Callable[..., int], capsys: pytes
     assert "BudgetError: 1 GB" in capsys.readouterr().out
 
 
+def test_without_an_unmanaged_run_no_bits_are_called_other(
+    fake: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container: the largest process is the one that the kernel kills."""
+    call = demo._judge
+    monkeypatch.setattr(
+        demo, "_judge", lambda result, first: (setattr(first, "failure", "killed"), call(result, first))[1]
+    )
+    assert fake() == 1
+    shown = capsys.readouterr().out
+    assert "same bits: not compared" in shown and "NO" not in shown and "nan" not in shown and "killed" in shown
+
+
+def test_more_than_the_container_has_is_said_before_it_is_taken(
+    fake: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "memory_bytes", lambda: 200 * MB)
+    assert fake() == 2  # 100 + 75 + 50 + 35 MB
+    assert "hold 260 MB together, more than the 200 MB" in capsys.readouterr().err
+    assert fake("--budgets", "75") == 0
+
+
 def test_options(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert fake("--policy", "evcit") == 2 and "unknown policy" in capsys.readouterr().err  # before anything is started
     assert fake("--budgets", "60%, 40", "--policy", "lru+offload", "--steps", "4", "--json") == 0
@@ -98,6 +121,20 @@ def test_options(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -
     assert [run["spec"]["budget_bytes"] for run in runs] == [None, 60 * MB, 40 * MB]
     assert {run["spec"]["policy"] for run in runs[1:]} == {"lru+offload"}
     assert {run["spec"]["steps"] for run in runs} == {4}
+
+
+@pytest.mark.parametrize("out", ["/proc/x.png", "file/x.png"])
+def test_a_picture_that_cannot_be_written_is_said_first(
+    out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose folder is another user's, or read-only: the training takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(plot, "available", lambda: True)
+    monkeypatch.setattr(demo, "measured", lambda spec: pytest.fail("it trains"))
+    assert cli.main(["demo", "--out", out]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"memmgr demo: cannot write {out}: .+; name another place with --out\n", said)
 
 
 @pytest.mark.parametrize("words", [("--budgets", "0"), ("--budgets", "half"), ("--budgets", ""), ("--steps", "0")])

@@ -93,6 +93,19 @@ def test_a_new_folder_is_installed_anew() -> None:
     assert said is not None and "policies/*/__init__.py" in said[1]
 
 
+def test_what_the_image_is_made_of_reaches_its_builder() -> None:
+    """`.dockerignore` names what is let through; an image is seldom built."""
+    first, *others = re.findall(r"^[^#\n].*", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert first == "*"
+    let_through = {line[1:] for line in others if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in let_through)
+    project, build, wheel = _project()["project"], _project()["build-system"], _project()["tool"]["scikit-build"]
+    needed = {"pyproject.toml", "Makefile", project["readme"], *project["license-files"], *build["backend-path"]}
+    needed |= {wheel["cmake"]["source-dir"], *wheel["wheel"]["packages"].values()}
+    needed |= set(re.findall(r"^COPY (\w+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert {"allocator", "memmgr", "examples"} <= needed <= let_through
+
+
 def test_the_version_is_said_once() -> None:
     import memmgr
 

@@ -105,6 +105,19 @@ def test_a_crash_is_told() -> None:
     assert not result.same_bits(result)
 
 
+def test_a_run_that_is_killed_says_why_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = forkserver.Popen
+
+    def popen(*args: Any, **named: Any) -> Any:
+        started.append(start(*args, **named))
+        return started[-1]
+
+    monkeypatch.setattr(forkserver, "Popen", popen)
+    result = run(replace(TINY, steps=1_000_000), lambda event: started[0].kill())
+    assert "memory" in result.failure and "killed" in result.failure
+
+
 def test_a_run_that_takes_too_long_is_stopped() -> None:
     result = run(replace(TINY, steps=1_000_000), timeout_seconds=1)
     assert result.failure == "stopped after 1 s"

@@ -298,6 +298,8 @@ class _Process:
         if late.is_set():
             where = tail if os.environ.get("PYTHONFAULTHANDLER") else []
             self.result.failure = "\n".join([*where, f"stopped after {self._timeout:.0f} s"])
+        elif code == -signal.SIGKILL:  # it could not say so itself
+            self.result.failure = "killed, as processes are where the memory of the machine or its container is used up"
         elif code != 0 or not self.result.digest:
             self.result.failure = "\n".join(tail) or f"ended with code {code}"
 

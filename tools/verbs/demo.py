@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memmgr._machine import memory_bytes
+from memmgr._sizes import show_size
 from memmgr.policies import parse_policy
 from memmgr.tools.bench.runs import Event, RunResult, RunSpec, in_turns, measured, with_need
 from memmgr.tools.common.console import ProgressBar, megabytes, table
@@ -93,13 +95,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     base = QUICK if args.quick else FULL
     base = replace(base, steps=args.steps or base.steps)
+    picture = _picture(args.out) if plot.available() else None
     results = _train(base, args.budgets, args.policy)
     verdicts = [_judge(result, results[0]) for result in results]
     good = all(verdict.good for verdict in verdicts)
-    picture: Path | None = None
-    if plot.available():
-        picture = args.out / "memmgr-demo.png" if args.out.is_dir() else args.out
-        picture.parent.mkdir(parents=True, exist_ok=True)
+    if picture is not None:
         claim = "the same bits in less memory" if good else "NOT what was promised: see the table"
         plot.memory_over_time(results, picture, f"GPT, {results[0].parameters / 1e6:.1f} M parameters: {claim}")
     if args.json:
@@ -108,6 +108,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         _report(verdicts, picture)
     return 0 if good else 1
+
+
+def _picture(out: Path) -> Path:
+    """Where it is drawn; what stands in the way is said before minutes of training."""
+    picture = out / "memmgr-demo.png" if out.is_dir() else out
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        new = not picture.exists()
+        picture.open("ab").close()
+        if new:
+            picture.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {picture}: {error.strerror}; name another place with --out") from None
+    return picture
 
 
 def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResult]:
@@ -123,6 +137,12 @@ def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResul
         need = measured(base)
         if need.failure:
             return [replace(need, spec=base)]
+        together, there = int((1 + sum(shares)) * need.need_bytes), memory_bytes()
+        if together > there:
+            raise UsageError(
+                f"the runs take turns and hold {show_size(together)} together, more than the {show_size(there)} that there are "
+                "for this process: name fewer or smaller --budgets, or take --quick"
+            )
         bar.say("starting")
         managed = [
             replace(base, label=f"{100 * share:g} %", budget_bytes=int(share * need.need_bytes), policy=policy)
@@ -137,7 +157,7 @@ def _judge(result: RunResult, unmanaged: RunResult) -> Verdict:
     if budget is None or result.failure:
         return Verdict(result, None, None)
     within = result.peak_bytes <= budget and result.rss_bytes <= budget + RSS_SLACK_BYTES
-    return Verdict(result, result.same_bits(unmanaged), within)
+    return Verdict(result, None if unmanaged.failure else result.same_bits(unmanaged), within)
 
 
 _HEAD = tuple("run,budget,peak,process RSS,s/step,ratio,evicted,offloaded,recomputed,same bits".split(","))
@@ -160,12 +180,10 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
                 f"{stats.get('recomputes', 0):,.0f} ({stats.get('recompute_seconds', 0):.1f} s)",
             )
         bits = {None: "", True: "yes", False: "NO"}[verdict.same_bits]
-        ratio = result.seconds_a_step / unmanaged.seconds_a_step
+        ratio = "-" if unmanaged.failure else f"{result.seconds_a_step / unmanaged.seconds_a_step:.2f}x"
         peak = megabytes(result.peak_bytes)
         seconds = f"{result.seconds_a_step:.2f}"
-        rows.append(
-            (result.spec.label, budget, peak, megabytes(result.rss_bytes), seconds, f"{ratio:.2f}x", *moved, bits)
-        )
+        rows.append((result.spec.label, budget, peak, megabytes(result.rss_bytes), seconds, ratio, *moved, bits))
     print(
         f"\n{unmanaged.parameters / 1e6:.1f} M parameters, {unmanaged.spec.steps} steps, batch {unmanaged.spec.batch}"
     )
@@ -179,7 +197,10 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
         elif verdict.within is False:
             print(f"{verdict.result.spec.label}: the budget was passed")
     compared = [verdict.same_bits for verdict in verdicts[1:]]
-    print(f"same bits: {'yes' if compared and all(compared) else 'NO'}")
+    if unmanaged.failure:
+        print("same bits: not compared, because the unmanaged run failed")
+    else:
+        print(f"same bits: {'yes' if compared and all(compared) else 'NO'}")
     print(f"picture: {picture}" if picture else "no picture: pip install 'memmgr[demo]' brings matplotlib and rich")
 
 
