@@ -294,8 +294,7 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::St
   const bool in_place = !has_room(scratch_peak()) && may_try_in_place();
   if (!in_place && !may_try(kind, scratch_peak())) return;
   try {
-    const Again again =
-        in_place ? run_again_in_place(left, all) : run_again(*recipe_, left, std::move(before_));
+    const Again again = in_place ? run_again_in_place(left, all) : run_again(*recipe_, left, std::move(before_));
     const bool same = again != Again::kOther;
     if (again == Again::kSameWhereWritten) kind->clears.store(true);
     if (same && left.size() == 1 && left[0] && budget.pool->on_host()) {

@@ -79,7 +79,7 @@ class Call {
   std::unique_ptr<Recipe> recipe_;
   Drawing drawing_;  // from noting the generator's state until the op has drawn
   StoragePtr before_;
-  uint64_t ended_ = 0;  // ticks
+  uint64_t ended_ = 0;             // ticks
   KeptArguments* kept_ = nullptr;  // null: the op is inside of another, which is tried again as a whole
 };
 

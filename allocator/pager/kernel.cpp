@@ -179,7 +179,8 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       counters.retries++;
     } catch (const c10::Error& e) {
       call.give_up();
-      if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra)) throw;
+      if (!kept.there || attempt >= 16 || call.began_writes || call.drew || !bring_back_trapped(e.what(), &extra))
+        throw;
       counters.trap_retries++;
     } catch (...) {
       call.give_up();

@@ -24,7 +24,6 @@
 #include "gradients.h"
 #include "hold.h"
 #include "kernel.h"
-#include "list_ops.h"
 #include "module_plans.h"
 #include "module_ranking.h"
 #include "observe.h"
@@ -341,34 +340,6 @@ PyObject* py_set_link(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
-// cuts(lists) -> [the first index of each slice, ..., the end], []: they stay whole. Lists of tensors, or None, of one
-// length. They stay whole, too, where two indices share memory: each op of a step does both before the next does one.
-PyObject* py_cuts(PyObject*, PyObject* lists) {
-  if (!PyList_Check(lists)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
-  std::vector<uint64_t> bytes;
-  std::vector<InList> all;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); ++i) {
-    PyObject* one = PyList_GET_ITEM(lists, i);
-    if (!PyList_Check(one)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
-    bytes.resize(std::max(bytes.size(), static_cast<size_t>(PyList_GET_SIZE(one))));
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
-      if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o)) {
-        const at::Tensor& t = THPVariable_Unpack(o);
-        bytes[static_cast<size_t>(k)] += bytes_in_list(t);
-        all.push_back({t.unsafeGetTensorImpl(), static_cast<size_t>(k)});
-      }
-  }
-  PyObject* found = PyList_New(0);
-  std::vector<size_t> where = cuts(bytes);
-  if (!where.empty() && share_memory(all)) where.clear();
-  for (const size_t at : where) {
-    PyObject* number = found ? PyLong_FromSize_t(at) : nullptr;
-    if (!number || PyList_Append(found, number) < 0) Py_CLEAR(found);
-    Py_XDECREF(number);
-  }
-  return found;
-}
-
 PyObject* py_set_slice_bytes(PyObject*, PyObject* o) {
   const uint64_t n = PyLong_AsUnsignedLongLong(o);
   if (PyErr_Occurred()) return nullptr;
@@ -396,7 +367,6 @@ PyMethodDef methods[] = {
      "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
     {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
     {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
-    {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,6 +1,8 @@
-// The Python module's functions for periods and plans: columns go out, rows come in. Nothing here is on the way of an
-// op.
+// The Python module's functions for periods, plans and an optimizer's step: columns go out, rows come in. Nothing here
+// is on the way of an op.
 #include "module_plans.h"
+
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -8,6 +10,7 @@
 
 #include "budget.h"
 #include "follow.h"
+#include "list_ops.h"
 #include "loops.h"
 #include "timeline.h"
 #include "transfer.h"
@@ -216,6 +219,34 @@ PyObject* py_add_plan(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// cuts(lists) -> [the first index of each slice, ..., the end], []: they stay whole. Lists of tensors, or None, of one
+// length. They stay whole, too, where two indices share memory: each op of a step does both before the next does one.
+PyObject* py_cuts(PyObject*, PyObject* lists) {
+  if (!PyList_Check(lists)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
+  std::vector<uint64_t> bytes;
+  std::vector<InList> all;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); ++i) {
+    PyObject* one = PyList_GET_ITEM(lists, i);
+    if (!PyList_Check(one)) return PyErr_Format(PyExc_TypeError, "cuts() takes a list of lists");
+    bytes.resize(std::max(bytes.size(), static_cast<size_t>(PyList_GET_SIZE(one))));
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(one); ++k)
+      if (PyObject* o = PyList_GET_ITEM(one, k); THPVariable_Check(o)) {
+        const at::Tensor& t = THPVariable_Unpack(o);
+        bytes[static_cast<size_t>(k)] += bytes_in_list(t);
+        all.push_back({t.unsafeGetTensorImpl(), static_cast<size_t>(k)});
+      }
+  }
+  PyObject* found = PyList_New(0);
+  std::vector<size_t> where = cuts(bytes);
+  if (!where.empty() && share_memory(all)) where.clear();
+  for (const size_t at : where) {
+    PyObject* number = found ? PyLong_FromSize_t(at) : nullptr;
+    if (!number || PyList_Append(found, number) < 0) Py_CLEAR(found);
+    Py_XDECREF(number);
+  }
+  return found;
+}
+
 PyMethodDef plan_methods[] = {
     {"next_period", py_next_period, METH_O, "next_period(noted) -> figures of the period that ends here"},
     {"seek_loops", py_seek_loops, METH_O, "whether turns of loops without a backward are periods"},
@@ -226,6 +257,7 @@ PyMethodDef plan_methods[] = {
     {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
     {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},
     {"add_plan", py_add_plan, METH_VARARGS, "a plan for periods with these hashes"},
+    {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -380,9 +380,7 @@ uint64_t end_kept_ghosts() {
   return end_kept_locked(&trash, [](const Kept&) { return true; });
 }
 
-namespace {
-
-}  // namespace
+namespace {}  // namespace
 
 std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill) {
   std::vector<Source> sources(r.tensors.size());

@@ -14,8 +14,8 @@ namespace memmgr::pager {
 // says what went wrong.
 at::DataPtr rematerialize(Cell* c);
 
-// The recipe's results once more, over the inputs that are there, in memory full of `fill` (-1: as it comes); none where
-// one of them is gone. `before`: what the op wrote to, as it was.
+// The recipe's results once more, over the inputs that are there, in memory full of `fill` (-1: as it comes); none
+// where one of them is gone. `before`: what the op wrote to, as it was.
 std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int fill);
 
 // Cells that a plan makes again together, before the op at this position. While it lives, what this thread makes on the

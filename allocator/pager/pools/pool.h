@@ -78,10 +78,10 @@ class Pool {
 
 // How this thread's op takes memory, and what it has taken since `begin_scratch`.
 struct Taking {
-  int side = MM_SIDE_LOW;       // where large blocks lie, where sides differ
-  int fill = -1;                // what fills memory of the host's pool; not below 0
-  int64_t scratch = 0;          // bytes taken and not given back
-  int64_t scratch_peak = 0;     // their high-water mark
+  int side = MM_SIDE_LOW;    // where large blocks lie, where sides differ
+  int fill = -1;             // what fills memory of the host's pool; not below 0
+  int64_t scratch = 0;       // bytes taken and not given back
+  int64_t scratch_peak = 0;  // their high-water mark
   void begin_scratch() { scratch = scratch_peak = 0; }
   void take(uint64_t nbytes) {
     scratch += static_cast<int64_t>(nbytes);
