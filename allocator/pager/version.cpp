@@ -128,6 +128,10 @@ Version* new_version_locked(Cell* c, Trash* trash) {
 
 void settle_before_write(Cell* c) {
   Cell* copy = nullptr;
+  const auto end_unused = [](Cell* unused) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    cell_memory().end_locked(unused);
+  };
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     const Version* v = c->version;
@@ -144,9 +148,18 @@ void settle_before_write(Cell* c) {
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
     if (queues) copy->filled_on = copy->pool->stream();
     note_home(copy);
+  } catch (const c10::OutOfMemoryError&) {  // what is pinned for the op leaves no room beside it: below there is some
+    const bool below = may_be_offloaded() && !c->small && c->pool->on_host();
+    if (below) copy->slot = mm_tier_write_now(budget.tier, c->bytes.get(), c->nbytes);
+    if (copy->slot < 0) {
+      if (below) note_tier_error(static_cast<int>(-copy->slot));
+      end_unused(copy);
+      throw;
+    }
+    copy->absence = Absence::kOffloaded;
+    copy->state = kAbsent;
   } catch (...) {
-    std::lock_guard<std::mutex> lock(graph_lock());
-    cell_memory().end_locked(copy);
+    end_unused(copy);
     throw;
   }
   counters.copies_before_write++;
@@ -158,10 +171,15 @@ void settle_before_write(Cell* c) {
   copy->last_touch.store(ticks(), std::memory_order_relaxed);
   register_locked(copy);
   count_root_locked(copy);
-  if (copy->small)
+  if (copy->small) {
     keep(copy);
-  else
+  } else if (copy->slot >= 0) {
+    note_moved_locked(copy, true);
+    mm_arena_note_virtual(copy->pool->arena, static_cast<int64_t>(copy->nbytes));
+    absent_cells++;
+  } else {
     resident_cell_bytes += copy->nbytes;
+  }
   new_version_locked(c, &trash);
 }
 
