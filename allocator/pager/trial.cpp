@@ -84,25 +84,31 @@ Again run_again(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, Stora
 
 namespace {
 
-// Of all their bytes; with `gaps`, words that are full of the pattern count as zeros.
-uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs, bool gaps) {
+uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
   uint64_t sum = 0;
-  for (c10::StorageImpl* s : outputs) {
+  for (const c10::StorageImpl* s : outputs)
+    if (s) sum = (sum ^ budget.pool->sum(pointer_of(s).get(), s->nbytes())) * 0x9E3779B185EBCA87ull;
+  return sum;
+}
+
+// Words that are full of the pattern become zeros. False: there are none.
+bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
+  uint64_t pattern;
+  std::memset(&pattern, kPattern, sizeof pattern);
+  bool any = false;
+  for (const c10::StorageImpl* s : outputs) {
     if (!s) continue;
     char* data = static_cast<char*>(pointer_of(s).get());
-    if (gaps) {
-      uint64_t pattern, word;
-      std::memset(&pattern, kPattern, sizeof pattern);
-      for (uint64_t at = 0; at < s->nbytes(); at += sizeof word) {
-        const uint64_t n = std::min<uint64_t>(sizeof word, s->nbytes() - at);
-        word = pattern;
-        std::memcpy(&word, data + at, n);
-        if (word == pattern) std::memset(data + at, 0, n);
-      }
+    for (uint64_t at = 0; at < s->nbytes(); at += sizeof pattern) {
+      uint64_t word = pattern;
+      const uint64_t n = std::min<uint64_t>(sizeof word, s->nbytes() - at);
+      std::memcpy(&word, data + at, n);
+      if (word != pattern) continue;
+      std::memset(data + at, 0, n);
+      any = true;
     }
-    sum = (sum ^ budget.pool->sum(data, s->nbytes())) * 0x9E3779B185EBCA87ull;
   }
-  return sum;
+  return any;
 }
 
 // The results of one more run take the place of what is in `all`.
@@ -132,12 +138,15 @@ void replace(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs, c10::Arr
 Again run_again_in_place(const Recipe& r, c10::ArrayRef<c10::StorageImpl*> outputs,
                          c10::ArrayRef<c10::StorageImpl*> all) {
   counters.trials++;
-  const uint64_t first = sum_of(outputs, false);
+  const uint64_t first = sum_of(outputs);
   replace(r, outputs, all, kPattern);
-  if (sum_of(outputs, false) == first) return Again::kSame;
-  const uint64_t second = sum_of(outputs, true);
+  const uint64_t second = sum_of(outputs);
+  if (!clear_gaps(outputs)) return first == second ? Again::kSame : Again::kOther;
+  const uint64_t cleared = sum_of(outputs);
   replace(r, outputs, all, 0);
-  return sum_of(outputs, false) == second ? Again::kSameWhereWritten : Again::kOther;
+  const uint64_t third = sum_of(outputs);
+  if (first == second && second == third) return Again::kSame;  // such words are the op's own
+  return third == cleared ? Again::kSameWhereWritten : Again::kOther;
 }
 
 }  // namespace memmgr::pager
