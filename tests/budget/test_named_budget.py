@@ -144,10 +144,10 @@ def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: 
 
 
 @pytest.mark.parametrize("share", [0.6, 0.95])
-@pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy"])
+@pytest.mark.parametrize("model", ["mlp", "convnet", "gpt", "vocabulary", "heavy", "recurrent"])
 def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     """Then model states and what cannot be made again stay, and the floor does not say what is made again beside an op."""
-    make, there = TRAININGS[model], bytes_already_there()
+    make, there = {**TRAININGS, "recurrent": recurrent}[model], bytes_already_there()
     floor = _floor(make, there, disk=False)
     gc.collect()
     tried = tries(make, there + int(share * floor), disk=False)
