@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,16 @@ def begin(module: str, *words: str, world: int, folder: Path, timeout: float) ->
 
 
 def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
-    """What each has printed; an assertion that shows all that failed."""
+    """What each has printed; an assertion that shows all that failed.
+
+    All are read at once: a rank whose pipe is full would wait for its reader, and the others for the rank.
+    """
     failures, outputs = [], []
-    for rank, process in enumerate(ranks):
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        finishing = [pool.submit(children.finish, process, timeout) for process in ranks]
+    for rank, finished in enumerate(finishing):
         try:
-            outputs.append(children.finish(process, timeout))
+            outputs.append(finished.result())
         except AssertionError as error:
             failures.append(f"rank {rank}: {error}")
     assert not failures, "\n".join(failures)
