@@ -12,6 +12,7 @@ namespace memmgr::pager {
 namespace {
 
 constexpr int kPattern = 0xFF;  // not a number: an op that reads such bytes shows it
+using Word = uint32_t;          // no longer than a gap may be: a longer one hides in a word that is half written
 
 struct Compared {
   bool equal = true;
@@ -22,11 +23,11 @@ struct Compared {
 // `second` was made in memory full of `fill`: a word that holds it still may be a gap.
 void compare(const char* first, const char* second, uint64_t nbytes, int fill, Compared* found) {
   bool equal = true, written = false;
-  uint64_t filled;
+  Word filled;
   std::memset(&filled, fill, sizeof filled);
   for (uint64_t at = 0; at < nbytes; at += sizeof filled) {
-    uint64_t one = filled, two = filled;
-    const uint64_t n = std::min(sizeof filled, nbytes - at);
+    Word one = filled, two = filled;
+    const uint64_t n = std::min<uint64_t>(sizeof filled, nbytes - at);
     std::memcpy(&one, first + at, n);
     std::memcpy(&two, second + at, n);
     const bool left_alone = two == filled;
@@ -93,14 +94,14 @@ uint64_t sum_of(c10::ArrayRef<c10::StorageImpl*> outputs) {
 
 // Words that are full of the pattern become zeros. False: there are none.
 bool clear_gaps(c10::ArrayRef<c10::StorageImpl*> outputs) {
-  uint64_t pattern;
+  Word pattern;
   std::memset(&pattern, kPattern, sizeof pattern);
   bool any = false;
   for (const c10::StorageImpl* s : outputs) {
     if (!s) continue;
     char* data = static_cast<char*>(pointer_of(s).get());
     for (uint64_t at = 0; at < s->nbytes(); at += sizeof pattern) {
-      uint64_t word = pattern;
+      Word word = pattern;
       const uint64_t n = std::min<uint64_t>(sizeof word, s->nbytes() - at);
       std::memcpy(&word, data + at, n);
       if (word != pattern) continue;

@@ -104,7 +104,7 @@ def compile_library(source: Path, target: Path, include: list[Path], libraries: 
             "-fPIC",
             "-shared",
             "-fvisibility=hidden",
-            "-fno-plt",  # an op calls torch a hundred times
+            "-fno-plt",  # calls of torch go straight
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
             str(source),
             "-o",
