@@ -24,7 +24,8 @@ constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; 
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
 // it says, or others take all that it frees.
 constexpr int kPatience = 1024;
-constexpr uint64_t kChunks = 1024;  // in the budget, at least
+constexpr uint64_t kChunks = 1024;      // in the budget, before it is known which blocks lack pages
+constexpr uint64_t kMostChunks = 8192;  // in the budget
 constexpr uint64_t kLeastChunk = uint64_t{64} << 10;
 constexpr uint64_t kAddresses = 4;  // times the budget, where blocks are aligned
 // Pages given back so often for one try, each time taken by others before us.
@@ -208,13 +209,18 @@ inline void Arena::ResidentChanged() {
   marked_peak_bytes_ = std::max(marked_peak_bytes_, need);
 }
 
-// What a move costs depends little on its length (4 to 6 us, 20 beside other threads, for up to 1 MiB), and what is cut
-// too short for one costs 205 us a MB. Aligned blocks take up to twice their length of addresses.
+// Aligned blocks take up to twice their length of addresses. Every chunk that has been moved may be a mapping of its
+// own.
 void Arena::ChooseChunk() {
   const bool moved = pages_.moving != nullptr && remap_ == MM_REMAP_FIRST && budget() < kAbsurdBytes;
-  const uint64_t least = std::max<uint64_t>(kLeastChunk, pages_.page_bytes);
-  const uint64_t chunk = moved ? std::clamp<uint64_t>(std::bit_floor(budget() / kChunks), least, kMostChunk) : 0;
-  large_.SetChunk(chunk, moved && large_.bytes() / kAddresses >= budget());
+  if (!moved) return large_.SetChunk(0, false);
+  const uint64_t shortest = std::max<uint64_t>(kLeastChunk, pages_.page_bytes);
+  const uint64_t first = std::clamp<uint64_t>(std::bit_floor(budget() / kChunks), shortest, kMostChunk);
+  const uint64_t least = std::clamp<uint64_t>(budget() / kMostChunks, shortest, kMostChunk);
+  const uint64_t now = large_.chunk_bytes() != 0 ? large_.chunk_bytes() : first;
+  const uint64_t page = pages_.page_bytes;
+  const uint64_t chunk = chunks_.Best(now / page, (least + page - 1) / page, kMostChunk / page) * page;
+  large_.SetChunk(chunk, large_.bytes() / kAddresses >= budget());
 }
 
 void Arena::SetReclaim(mm_reclaim_fn reclaim, void* user) {
@@ -308,6 +314,8 @@ inline Block* Arena::Place(Heap* heap, Request* request) {
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   const uint64_t excess = ExcessPages(block->holes);
+  if (excess > 0 && chunks_.Note((request->bytes + pages_.page_bytes - 1) / pages_.page_bytes, block->holes))
+    ChooseChunk();
   const Moving moving(pages_, excess > 0 ? large_.chunk_bytes() : 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
     const uint64_t committed = committed_pages();

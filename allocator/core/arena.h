@@ -27,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "chunk.h"
 #include "fork.h"
 #include "heap.h"
 #include "lock.h"
@@ -198,6 +199,7 @@ class Arena final : private ForkAware {
   uint64_t marked_peak_bytes_ = 0;
   int remap_ = MM_REMAP_FIRST;
   bool apart_ = false;
+  ChunkChoice chunks_;
   double staleness_exponent_ = 1;
   Chooser chooser_;         // its columns are kept for the next search
   mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include <algorithm>
 #include <system_error>
@@ -23,6 +24,13 @@ uint64_t PieceBytes(uint64_t bytes_per_second) {
   if (bytes_per_second == 0) return kPieceBytes;
   const uint64_t twentieth = bytes_per_second / 20 & ~(ScratchFile::kGrain - 1);
   return std::clamp<uint64_t>(twentieth, 64 * 1024, kPieceBytes);
+}
+
+// That this thread has run for.
+uint64_t CpuNanoseconds() {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(t.tv_nsec);
 }
 
 uint64_t RoundUp(uint64_t bytes) { return (bytes + ScratchFile::kGrain - 1) & ~(ScratchFile::kGrain - 1); }
@@ -179,10 +187,13 @@ void FileTier::RunPiece(Slot* slot, Hold* hold) {
   const uint64_t offset = slot->offset + at;
   hold->unlock();
 
+  const uint64_t ran_before = CpuNanoseconds();
   if (error == 0) error = direction == kWrite ? file_.Write(memory, bytes, offset) : file_.Read(memory, bytes, offset);
+  const uint64_t ran = CpuNanoseconds() - ran_before;
   if (error == 0) std::this_thread::sleep_until(until);
 
   hold->lock();
+  stats_.cpu_nanoseconds += ran;
   --slot->in_flight;
   CountTime();
   --in_flight_[direction];

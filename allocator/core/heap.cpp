@@ -13,9 +13,9 @@
 namespace memmgr {
 namespace {
 
-// To a multiple of `step`, a power of two.
-uint64_t Up(uint64_t page, uint64_t step) { return (page + step - 1) & ~(step - 1); }
-uint64_t Down(uint64_t page, uint64_t step) { return page & ~(step - 1); }
+// To a multiple of `step`.
+uint64_t Up(uint64_t page, uint64_t step) { return (page + step - 1) / step * step; }
+uint64_t Down(uint64_t page, uint64_t step) { return page / step * step; }
 
 }  // namespace
 

@@ -4,7 +4,8 @@
 //   page     the step in which memory can be given and taken back (4 KiB here; 2 MiB for CUDA's virtual memory)
 //   commit   make a page usable; it counts against the budget from then on
 //   hole     a page of the range that is not committed
-//   chunk    so many bytes, at a multiple of them: what is moved from addresses to others as a whole; a power of two
+//   chunk    so many pages, at a multiple of them from where the range begins: what is moved to other addresses as a
+//            whole
 #pragma once
 
 #include <cstddef>

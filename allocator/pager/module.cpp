@@ -333,10 +333,11 @@ PyObject* py_count_ticks(PyObject*, PyObject* o) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_set_link(PyObject*, PyObject* o) {
-  const double seconds = PyFloat_AsDouble(o);
-  if (PyErr_Occurred()) return nullptr;
+PyObject* py_set_link(PyObject*, PyObject* args) {
+  double seconds, cpu = -1;
+  if (!PyArg_ParseTuple(args, "d|d", &seconds, &cpu)) return nullptr;
   set_link(seconds);
+  if (cpu >= 0) set_link_cpu(cpu);
   Py_RETURN_NONE;
 }
 
@@ -366,7 +367,7 @@ PyMethodDef methods[] = {
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
     {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
-    {"set_link", py_set_link, METH_O, "seconds a byte to the tier, one way"},
+    {"set_link", py_set_link, METH_VARARGS, "seconds a byte to the tier, one way; and of a CPU"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},
     {"use_plugin", py_use_plugin, METH_O, "use_plugin(address of the table of CUDA's allocator)"},
     {nullptr, nullptr, 0, nullptr}};

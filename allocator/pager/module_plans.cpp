@@ -163,10 +163,10 @@ PyObject* py_timeline(PyObject*, PyObject*) {
   return d;
 }
 
-// link() -> (write, read) seconds a byte, as they were measured
+// link() -> (write, read, of a CPU either way) seconds a byte, as they were measured
 PyObject* py_link(PyObject*, PyObject*) {
   const Link now = link();
-  return Py_BuildValue("(dd)", now.write_seconds_per_byte, now.read_seconds_per_byte);
+  return Py_BuildValue("(ddd)", now.write_seconds_per_byte, now.read_seconds_per_byte, now.cpu_seconds_per_byte);
 }
 
 struct Columns {  // rows of int64
@@ -255,7 +255,7 @@ PyMethodDef plan_methods[] = {
     {"take_loop", py_take_loop, METH_NOARGS, "take_loop() -> figures of the turn, None: it was taken"},
     {"turn_period", py_turn_period, METH_NOARGS, "an outermost backward begins"},
     {"timeline", py_timeline, METH_NOARGS, "columns of the period that ended last"},
-    {"link", py_link, METH_NOARGS, "seconds a byte to the tier and back, as measured"},
+    {"link", py_link, METH_NOARGS, "seconds a byte to the tier, back and of a CPU, as measured"},
     {"add_plan", py_add_plan, METH_VARARGS, "a plan for periods with these hashes"},
     {"cuts", py_cuts, METH_O, "cuts(lists): where an optimizer's step on these is cut"},
     {nullptr, nullptr, 0, nullptr}};

@@ -79,15 +79,8 @@ PyObject* py_tier_stats(PyObject*, PyObject*) {
                   {"direct", static_cast<uint64_t>(t.direct)}});
 }
 
-double cpu_seconds() {
-  timespec t{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
-}
-
-// tier_probe(bytes) -> (seconds to write them, seconds to read them back, seconds of this thread for a new block of so
-// many), None where there is no room to try. The tier copies without the CPU; what a copy takes of it is the pages
-// that the system gives, zeroed, to whatever comes back.
+// tier_probe(bytes) -> seconds (to write them, to read them back, of a CPU for both), None where there is no room to
+// try
 PyObject* py_tier_probe(PyObject*, PyObject* o) {
   const size_t n = PyLong_AsSize_t(o);
   if (PyErr_Occurred()) return nullptr;
@@ -102,19 +95,10 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
   if (!p) Py_RETURN_NONE;
   uint64_t begun, written = 0, read = 0;
   int64_t slot;
-  double worked = 0;
+  mm_tier_stats before{}, after{};
   Py_BEGIN_ALLOW_THREADS;
-  if (on_host) {  // what a machine's host gives it for the first time takes several times as long
-    std::memset(p, 1, n);
-    madvise(p, n, MADV_DONTNEED);
-  }
-  constexpr size_t kPieces = 4;  // the least of them: the system may have been at something else
-  for (size_t i = 0; i < kPieces && on_host; ++i) {
-    const double before = cpu_seconds();
-    std::memset(static_cast<char*>(p) + i * (n / kPieces), 1, n / kPieces);
-    const double took = (cpu_seconds() - before) * kPieces;
-    worked = i ? std::min(worked, took) : took;
-  }
+  if (on_host) std::memset(p, 1, n);
+  mm_tier_stats_get(budget.tier, &before);
   begun = now_ns();
   slot = mm_tier_write_now(budget.tier, p, n);
   if (slot >= 0) mm_tier_wait(budget.tier, slot);
@@ -123,13 +107,14 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
     if (mm_tier_read_now(budget.tier, slot, p) == 0 && mm_tier_wait(budget.tier, slot) >= 0) read = now_ns();
     mm_tier_free(budget.tier, slot);
   }
+  mm_tier_stats_get(budget.tier, &after);
   if (on_host) free(p);
   block.clear();
   if (!on_host) mm_arena_reset_peak(budget.arena);  // the block was the budget's, but not the run's
   Py_END_ALLOW_THREADS;
   if (!read) Py_RETURN_NONE;
   return Py_BuildValue("(ddd)", static_cast<double>(written - begun) * 1e-9, static_cast<double>(read - written) * 1e-9,
-                       worked);
+                       static_cast<double>(after.cpu_nanoseconds - before.cpu_nanoseconds) * 1e-9);
 }
 
 // tier_inject(write errno, after writes, read errno, after reads): for tests
@@ -148,7 +133,7 @@ PyMethodDef pool_methods[] = {
     {"resident", py_resident, METH_NOARGS, "bytes on the device"},
     {"arena_stats", py_arena_stats, METH_NOARGS, "the pool's figures"},
     {"tier_stats", py_tier_stats, METH_NOARGS, "the tier's figures"},
-    {"tier_probe", py_tier_probe, METH_O, "tier_probe(bytes) -> seconds (to write, to read, for a new block)"},
+    {"tier_probe", py_tier_probe, METH_O, "tier_probe(bytes) -> seconds (to write, to read, of a CPU)"},
     {"tier_inject", py_tier_inject, METH_VARARGS, "lets writes and reads of the tier fail; for tests"},
     {nullptr, nullptr, 0, nullptr}};
 

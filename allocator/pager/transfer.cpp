@@ -33,7 +33,7 @@ Transfers& transfers() {
 }
 
 std::atomic<int> under_way{0};
-std::atomic<double> write_link{1e-9}, read_link{1e-9};
+std::atomic<double> write_link{1e-9}, read_link{1e-9}, cpu_link{1e-10};
 
 void forget_write_locked(Cell* c) {
   auto& writes = transfers().writes;
@@ -77,20 +77,25 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
 
 }  // namespace
 
-Link link() { return {write_link.load(std::memory_order_relaxed), read_link.load(std::memory_order_relaxed)}; }
+Link link() {
+  return {write_link.load(std::memory_order_relaxed), read_link.load(std::memory_order_relaxed),
+          cpu_link.load(std::memory_order_relaxed)};
+}
 
 void set_link(double seconds_per_byte) {
   write_link.store(seconds_per_byte);
   read_link.store(seconds_per_byte);
 }
 
-static void note_link(std::atomic<double>& direction, uint64_t nbytes, uint64_t ns) {
+void set_link_cpu(double seconds_per_byte) { cpu_link.store(seconds_per_byte); }
+
+static void note_link(std::atomic<double>& figure, uint64_t nbytes, uint64_t ns) {
   if (nbytes == 0) return;
-  const double before = direction.load(std::memory_order_relaxed);
+  const double before = figure.load(std::memory_order_relaxed);
   const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(nbytes);
   // One that met the other direction's burst, or a thread that did not run, says little of the next.
   const double likely = std::clamp(now, before / 4, before * 4);
-  direction.store(before + (likely - before) / 32, std::memory_order_relaxed);
+  figure.store(before + (likely - before) / 32, std::memory_order_relaxed);
 }
 
 // By the tier's own clock, so that copies for which nobody waits count as others do.
@@ -102,8 +107,10 @@ static void note_link_locked() {
   if (std::exchange(t.seen_of, budget.tier) != budget.tier || now.written_bytes < seen.written_bytes ||
       now.read_bytes < seen.read_bytes)
     return;  // another tier
-  note_link(write_link, now.written_bytes - seen.written_bytes, now.write_nanoseconds - seen.write_nanoseconds);
-  note_link(read_link, now.read_bytes - seen.read_bytes, now.read_nanoseconds - seen.read_nanoseconds);
+  const uint64_t written = now.written_bytes - seen.written_bytes, read = now.read_bytes - seen.read_bytes;
+  note_link(write_link, written, now.write_nanoseconds - seen.write_nanoseconds);
+  note_link(read_link, read, now.read_nanoseconds - seen.read_nanoseconds);
+  note_link(cpu_link, written + read, now.cpu_nanoseconds - seen.cpu_nanoseconds);
 }
 
 void note_moved_locked(Cell* c, bool write) {

@@ -30,12 +30,13 @@ bool drop_clean_copies();
 void finish_transfers();
 bool transfers_under_way();
 
-// What the tier was measured at: seconds a byte of its latest transfers, by direction.
+// What the tier was measured at: seconds a byte of its latest transfers, by direction, and those of a CPU, either way.
 struct Link {
-  double write_seconds_per_byte, read_seconds_per_byte;
+  double write_seconds_per_byte, read_seconds_per_byte, cpu_seconds_per_byte;
 };
 Link link();
 void set_link(double seconds_per_byte);
+void set_link_cpu(double seconds_per_byte);
 void note_tier_error(int error);
 // The bytes of `c` have gone over the link.
 void note_moved_locked(Cell* c, bool write);

@@ -37,7 +37,7 @@ class Native(Protocol):
     def stats(self) -> dict[str, int]: ...
     def arena_stats(self) -> dict[str, int]: ...
     def tier_stats(self) -> dict[str, int]: ...
-    def link(self) -> tuple[float, float]: ...
+    def link(self) -> tuple[float, float, float]: ...
 
 
 class Planned(Protocol):
@@ -164,7 +164,7 @@ class PagerFigures:
             **{name: now[name] for name in _COUNTED},
             **self._by_kind(now),
             "kept_gradient_bytes": self._purposes.kept_bytes,
-            "link_bytes_per_second": 2 / sum(self._native.link()) if tier else 0.0,
+            "link_bytes_per_second": 2 / sum(self._native.link()[:2]) if tier else 0.0,
             **{f"escapes.{site}": count for site, count in self._escaped().items()},
         }
 

@@ -270,8 +270,7 @@ class PagerRuntime:
                 _links[self._tier] = (write + read) / (2 * size), cpu / (2 * size)
         if self._tier in _links:
             seconds, cpu = _links[self._tier]
-            self.native.set_link(seconds)
-            self.plans.cpu_seconds_per_byte = cpu if self.config.device.type == "cpu" else 0.0
+            self.native.set_link(seconds, cpu)
 
     def summary(self) -> str:
         """One line."""

@@ -83,7 +83,6 @@ class Plans:
 
     Attributes:
         limit_bytes: the budget that the next plans are for.
-        cpu_seconds_per_byte: what a copy takes of a CPU; ops lose it where they have all cores, see `TierLink`.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class Plans:
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._planning = Computation()
-        self.cpu_seconds_per_byte = 0.0
         self.made = 0
         self.seconds = 0.0
         self._cpu_seconds = 0.0
@@ -233,9 +231,11 @@ class Plans:
         """The tier below, as it was measured."""
         if not self._offload:
             return ()
-        write, read = self._pager.link()
-        cores_taken = torch.get_num_threads() >= len(os.sched_getaffinity(0))
-        cpu = self.cpu_seconds_per_byte * (1.0 if cores_taken else BESIDE)
+        write, read, cpu = self._pager.link()
+        if self._device != "cpu":
+            cpu = 0.0  # nothing of the ops' time
+        elif torch.get_num_threads() < len(os.sched_getaffinity(0)):
+            cpu *= BESIDE
         link = TierLink(self._tier, 1 / write, 1 / read, 0.0, self._below_bytes or None, cpu)
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)

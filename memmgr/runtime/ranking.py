@@ -99,5 +99,5 @@ class Ranker:
     def _link(self) -> Link:
         if not self._offload:
             return NO_LINK
-        write, read = self._pager.link()
+        write, read, _ = self._pager.link()
         return Link(1 / write, 1 / read)

@@ -62,8 +62,8 @@ def offloading(
 def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[int] = ()) -> dict[int, float]:
     """What may be read back and what that counts for, where the tier's room lasts: `first`, then the dearest per byte.
 
-    That is what moving costs less than running the op again, a second of the link being worth `price` seconds, and what
-    cannot run again.
+    That is what moving costs less than running the op again, a second of the link being worth `price` seconds and one of the
+    CPU that copies a whole one, and what cannot run again.
     """
     prices: dict[int, float] = {}
     room = link.capacity_bytes
@@ -72,14 +72,15 @@ def prices_of(problem: Problem, link: TierLink, price: float, first: Iterable[in
     for s in dict.fromkeys((*chosen, *rest)):
         size = problem.size[s]
         moving = size / link.read_bytes_per_second + size / link.write_bytes_per_second + 2 * link.latency_seconds
-        wanted = price * moving < problem.cost[problem.maker[s]] or not problem.again[s]
+        copying = 2 * size * link.cpu_seconds_per_byte
+        wanted = price * moving + copying < problem.cost[problem.maker[s]] or not problem.again[s]
         if size and (wanted or s in chosen):
             if room is not None:
                 if size > room:
                     continue
                 room -= size
             # Never nothing: what moves fewer bytes is better even where the link is free.
-            prices[s] = max(price, 0.02) * moving
+            prices[s] = max(price, 0.02) * moving + copying
     return prices
 
 
@@ -101,7 +102,7 @@ def _advised(
         prices = {s: prices[s] for s in read if s in prices}
     for s in read:
         if s in prices:
-            prices[s] = 1e-3 * problem.size[s] / link.read_bytes_per_second
+            prices[s] = problem.size[s] * (1e-3 / link.read_bytes_per_second + 2 * link.cpu_seconds_per_byte)
     bias = {s: 0.1 + k for s, k in advice.kept.items()}
     for sharpness in _SHARPNESS:
         timeline = Timeline(problem, prices)

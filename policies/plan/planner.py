@@ -176,8 +176,7 @@ def _standing(
     made = _plan(replace(trace, cycle=()), budget_bytes, halved, recompute, effort, lets_go=lets_go)
     copied = (step.target for step in made.steps if step.do in (Do.OFFLOAD, Do.RELOAD))
     moved = sum(trace.storages[s].size_bytes for s in copied)
-    seconds = made.seconds + moved * link.cpu_seconds_per_byte
-    return replace(made, seconds=seconds, bound_seconds=bound, moved_bytes=moved)
+    return replace(made, bound_seconds=bound, moved_bytes=moved)
 
 
 def _without_cycle(trace: Trace) -> Trace:

@@ -23,7 +23,7 @@ class Clock:
     """What a timeline takes on a link.
 
     Attributes:
-        seconds: all of it, waits included.
+        seconds: all of it, waits included, and what copies take of the CPU that ops run on.
         begins: per key, when its event begins (reads back: when the read is asked for).
         written: per storage with a copy, when that is complete.
     """
@@ -39,7 +39,8 @@ def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
     Without `waiting` only at ops: when things would happen if transfers hid completely.
     """
     p = t.problem
-    back = {q % t.stride for q in t.keys if q % t.stride < t.first}
+    reads = [q % t.stride for q in t.keys if q % t.stride < t.first]
+    back = set(reads)
     ends: dict[int, list[int]] = {}
     for s, _, end in t.intervals():
         if s in back:
@@ -74,7 +75,8 @@ def clock(t: Timeline, link: TierLink, *, waiting: bool = True) -> Clock:
                         written[s] = write_free
         for s in ends.get(q, ()) if waiting else ():
             now = max(now, written[s])
-    return Clock(now, begins, written)
+    copied = sum(p.size[s] for s in reads) + sum(p.size[s] for s in back)
+    return Clock(now + copied * link.cpu_seconds_per_byte, begins, written)
 
 
 def hide(t: Timeline, link: TierLink, budget_bytes: int, rounds: int = 2) -> Clock:

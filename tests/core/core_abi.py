@@ -50,7 +50,7 @@ class TierStats(c.Structure):
         (name, c.c_uint64)
         for name in (
             "capacity_bytes used_bytes used_peak_bytes file_bytes written_bytes read_bytes write_nanoseconds"
-            " read_nanoseconds queued_write_bytes queued_read_bytes writes reads errors"
+            " read_nanoseconds cpu_nanoseconds queued_write_bytes queued_read_bytes writes reads errors"
         ).split()
     ] + [("direct", c.c_int32)]
 

@@ -514,7 +514,8 @@ def test_moves_do_not_cut_memory_ever_finer(core):
 
 def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
     """The ends of blocks that no whole chunk fills come fresh from the system, page by page: where chunks are long that was most
-    of what a step of the demo's GPT took at 100 % of its need (4,811 faults, 19.7 MB; 13 since)."""
+    of what a step of the demo's GPT took at 100 % of its need (4,811 faults, 19.7 MB; 13 since). Chunks that a third of the
+    blocks are no multiples of are worth it where the others are moved in half the calls."""
     budget = 96 * MIB
     arena = core_abi.Arena(core, budget, 1024 * MIB)
     dice = random.Random(0)
@@ -528,9 +529,46 @@ def test_memory_that_is_moved_is_hardly_ever_fetched_again(core):
     moved = arena.stats.remapped_bytes - moved
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     assert moved > budget
-    assert faults * 4096 < 0.1 * moved, (faults, moved)
+    assert faults * 4096 < 0.15 * moved, (faults, moved)
     for address, _ in live:
         arena.free(address)
+    arena.destroy()
+
+
+GPT_SIZES = [147_456] + 4 * [589_824] + [1_572_864, 2_359_296]  # three quarters of its bytes are 3, 8 or 12 x 192 KiB
+RESNET_SIZES = [524_288, 1_048_576, 2_097_152]
+
+
+def test_chunks_are_as_long_as_the_blocks_have_it(core):
+    """A move costs what it costs, up to a MiB. With chunks of 64 KiB a step of a BERT made 900, and 280 since: 12 ms of 190."""
+    budget = 64 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    start = arena.alloc(64 * KIB)
+    arena.free(start)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+    for _ in range(30):
+        churn(arena, budget - MIB, GPT_SIZES, live, dice)
+    assert arena.stats.remapped_bytes > 20 * budget
+    assert mappings(start, start + 1024 * MIB) < 600  # each chunk that was moved is one: a budget has 1,024 of 64 KiB
+    arena.destroy()
+
+
+def test_chunks_change_with_the_blocks(core):
+    """What lies in pieces of another length is fetched anew once, and what is moved there is whole. With the old length a fifth
+    of what was moved came from the system, time and again."""
+    budget = 64 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+    for sizes, rounds in ((RESNET_SIZES, 30), (GPT_SIZES, 60), (GPT_SIZES, 10)):
+        moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(rounds):
+            churn(arena, budget - MIB, sizes, live, dice)
+    moved = arena.stats.remapped_bytes - moved
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    assert moved > 10 * budget
+    assert 4096 * faults < 0.05 * moved
     arena.destroy()
 
 
@@ -749,4 +787,4 @@ def test_a_forked_child_stops_using_the_arena(core):
 
 
 def test_the_page_size_is_what_the_tests_think(core):
-    assert PAGE == mmap.PAGESIZE and core.mm_abi_version() == 2
+    assert PAGE == mmap.PAGESIZE and core.mm_abi_version() == 3

@@ -281,6 +281,18 @@ def test_the_time_of_copies_is_counted_once(make_tier):
     assert 0.2 < counted <= passed  # 12 MB at 40 MB/s one after the other; 5 x 4 MB in workers' time
 
 
+def test_what_copies_take_of_a_cpu_is_counted(make_tier):
+    """That of the threads that do them, whoever that is; sleeping for the throttle is none."""
+    tier = make_tier(bytes_per_second=40 * MIB, workers=2)
+    source, target = Bytes(4 * MIB, 1), Bytes(4 * MIB)
+    slot = tier.write(source.address, source.size)
+    tier.wait(slot)
+    written = tier.stats.cpu_nanoseconds
+    assert tier.read_now(slot, target.address) == 0
+    read = tier.stats.cpu_nanoseconds - written
+    assert 0 < written < 0.5 * tier.stats.write_nanoseconds and 0 < read < 0.5 * tier.stats.read_nanoseconds
+
+
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ def test_the_link_is_measured_by_copies_that_nobody_waits_for() -> None:
         native = pager.load()
         native.set_link(1.0)  # seconds a byte
         training.step()
-        assert max(native.link()) < 0.9
+        assert max(native.link()[:2]) < 0.9
 
 
 def other_states(training: States, step: int) -> None:

@@ -43,8 +43,8 @@ class FakePager:
     def timeline(self) -> Any:
         return self.noted
 
-    def link(self) -> tuple[float, float]:
-        return 1e-9, 1e-9
+    def link(self) -> tuple[float, float, float]:
+        return 1e-9, 1e-9, 1e-10
 
     def add_plan(self, *_: Any) -> None:
         pass
@@ -53,11 +53,12 @@ class FakePager:
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_copies_take_the_time_of_ops_that_have_all_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     run = Run(monkeypatch)
-    run.plans.cpu_seconds_per_byte = 1e-10
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     (link,) = run.plans.links()
     assert link.cpu_seconds_per_byte == 1e-10 * (plans.BESIDE if cores == 3 else 1)
+    run.plans._device = "cuda"  # its ops run on none of them
+    assert run.plans.links()[0].cpu_seconds_per_byte == 0.0
 
 
 class Run:

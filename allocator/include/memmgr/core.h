@@ -28,7 +28,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define MM_ABI_VERSION 2
+#define MM_ABI_VERSION 3
 #define MM_UNLIMITED UINT64_MAX
 
 int mm_abi_version(void);
@@ -210,6 +210,7 @@ typedef struct {
   // In which copies were under way. A disk's reads and writes share it: what both take is divided between them.
   uint64_t write_nanoseconds;
   uint64_t read_nanoseconds;
+  uint64_t cpu_nanoseconds;     // that the threads took which copied, of a CPU
   uint64_t queued_write_bytes;  // not yet there
   uint64_t queued_read_bytes;
   uint64_t writes;
