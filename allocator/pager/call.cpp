@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <optional>
@@ -142,14 +143,26 @@ bool Call::may_try_in_place() const {
   return true;
 }
 
+namespace {
+
+// A kernel written in Python was told to end (Ctrl-C), which says nothing of its op.
+bool interrupts(const std::exception& e) {
+  const auto* error = dynamic_cast<const pybind11::error_already_set*>(&e);
+  if (!error) return false;
+  const pybind11::gil_scoped_acquire gil;
+  return !error->matches(PyExc_Exception);
+}
+
+}  // namespace
+
 Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all) {
   try {
     return pager::run_again_in_place(*recipe_, left, all);
   } catch (const std::exception& e) {
-    // The op's results are lost, so it runs once more, and its kind is not tried like this again. Nobody may find their
-    // cells without bytes: they end while we have them pinned.
-    recipe_->kind->only_beside.store(true);
+    // The op's results are lost. Nobody may find their cells without bytes: they end while we have them pinned.
     stack_->resize(stack_->size() - info_->returns);
+    if (interrupts(e)) throw;
+    recipe_->kind->only_beside.store(true);  // it runs once more, and its kind is not tried like this again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
     recipe_->kind->trust.store(Trust::kNo);
     counters.refused_kinds++;
@@ -308,7 +321,8 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::St
     if (in_place) throw;
     kind->trials++;  // no room for a second result: another time
     kind->needs_bytes = refused_bytes() + scratch_peak();
-  } catch (const std::exception&) {
+  } catch (const std::exception& e) {
+    if (interrupts(e)) throw;
     kind->trust.store(Trust::kNo);
     counters.refused_kinds++;
   }

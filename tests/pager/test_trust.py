@@ -100,6 +100,34 @@ def _no_room_beside(n: int, results: int = 1) -> Any:
         yield x, native, mm
 
 
+class Interrupted:
+    """A kernel whose second run is interrupted."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            raise KeyboardInterrupt
+        return x * 3
+
+
+@pytest.mark.parametrize("n", [272_001, 272_002], ids=["in its place", "beside it"])
+def test_an_interrupt_in_a_second_run_is_the_users(n: int) -> None:
+    """It was taken for a second run that failed: the program went on, and the kind was never run again."""
+    kernel = Interrupted()
+    with _kernel("erfinv", kernel), _no_room_beside(n, results=n - 272_000) as (x, native, mm):
+        refused = native.stats()["refused_kinds"]
+        with pytest.raises(KeyboardInterrupt):
+            x.erfinv()
+        assert kernel.runs == 2 and native.stats()["refused_kinds"] == refused
+        y = x.erfinv()
+        assert kernel.runs == 4  # tried after all
+        native.set_limit(1 << 30)
+        assert y.equal(x * 3) and mm.stats()["refused_kinds"] == refused
+
+
 def _in_as_little(make: Callable[[], torch.Tensor], native: Any, mm: Any) -> torch.Tensor:
     """Made under the smallest limit that is enough, within 20 kB."""
     limit = mm.stats()["resident_bytes.current"]
