@@ -314,7 +314,8 @@ inline Block* Arena::Place(Heap* heap, Request* request) {
 
 Block* Arena::Back(Heap* heap, Block* block, Request* request) {
   const uint64_t excess = ExcessPages(block->holes);
-  if (excess > 0 && chunks_.Note((request->bytes + pages_.page_bytes - 1) / pages_.page_bytes, block->holes))
+  if (excess > 0 && request->bytes >= kLeastChunk &&
+      chunks_.Note(RoundUp(request->bytes, pages_.page_bytes) / pages_.page_bytes, block->holes))
     ChooseChunk();
   const Moving moving(pages_, excess > 0 ? large_.chunk_bytes() : 0);
   if (excess > 0) {  // the remap, when the run is further up and spare pages are elsewhere
