@@ -5,11 +5,11 @@
 namespace memmgr {
 namespace {
 
-constexpr uint64_t kNotes = 512;   // between two choices
-constexpr uint64_t kParts = 16;    // of a block, at most, that a length is tried for
-constexpr double kBetter = 0.9;    // of what the length in use costs
-constexpr double kMove = 17;       // us, beside a thread that works, up to 1 MiB
-constexpr double kPage = 2;        // us, to give one to the system and to fetch another, cleared
+constexpr uint64_t kNotes = 512;  // between two choices
+constexpr uint64_t kParts = 16;   // of a block, at most, that a length is tried for
+constexpr double kBetter = 0.9;   // of what the length in use costs
+constexpr double kMove = 17;      // us, beside a thread that works, up to 1 MiB
+constexpr double kPage = 2;  // us, to give one to the system and to fetch another: 2.6, and an op's threads share it
 constexpr double kRemainder = 20;  // us, the calls that a block's end takes
 constexpr double kLost = 1;        // chunks a block that come from the system, since what is free is no whole chunk
 

@@ -1,7 +1,7 @@
 // How long the pieces are in which the memory of pages is moved, chosen by the blocks that lacked pages.
 //
 // A short chunk is moved often. What a long one leaves of a block, from the last whole chunk to its end, comes from the
-// system, cleared page by page. Best are lengths that many blocks are multiples of: three quarters of what a GPT asks
+// system, cleared page by page. Best are lengths that many blocks are multiples of: nine tenths of what a GPT asks
 // for is 3, 8 and 12 times 192 KiB, and with 64 KiB every block takes three times the moves.
 #pragma once
 

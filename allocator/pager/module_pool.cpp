@@ -1,11 +1,9 @@
 // The Python module's functions for the pool and the tier: figures, and the probe of how fast a copy is.
 #include <Python.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
 #include "budget.h"
 #include "module.h"
