@@ -32,7 +32,7 @@ namespace {
 
 constexpr size_t kPrecisions = 9;
 constexpr int16_t kDenormals = static_cast<int16_t>(0x8040);  // flush to zero, denormals are zero
-constexpr size_t kOthers = 21;
+constexpr size_t kOthers = 22;
 constexpr size_t kMostOfContext = 256;  // bytes
 using Switches = std::array<int16_t, kOthers + kPrecisions>;
 
@@ -78,7 +78,8 @@ Switches read_switches() {
              static_cast<int16_t>(c.allowBF16ReductionCuBLAS()),
              c.allowFP16AccumulationCuBLAS(),
              static_cast<int16_t>(at::globalContext().blasPreferredBackend()),
-             static_cast<int16_t>(c.linalgPreferredBackend())};
+             static_cast<int16_t>(c.linalgPreferredBackend()),
+             c.userEnabledNNPACK()};
   const auto& float32 = precisions();
   for (size_t i = 0; i < kPrecisions; ++i) s[kOthers + i] = static_cast<int16_t>(*float32[i]);
   return s;
@@ -111,6 +112,7 @@ void write_switches(const Switches& now, const Switches& then) {
   if (differs(18)) c.setAllowFP16AccumulationCuBLAS(then[18]);
   if (differs(19)) c.setBlasPreferredBackend(static_cast<at::BlasBackend>(then[19]));
   if (differs(20)) c.setLinalgPreferredBackend(static_cast<at::LinalgBackend>(then[20]));
+  if (differs(21)) c.setUserEnabledNNPACK(then[21]);
   for (size_t i = 0; i < kPrecisions; ++i)
     if (differs(kOthers + i)) *precisions()[i] = static_cast<at::Float32Precision>(then[kOthers + i]);
 }

@@ -32,6 +32,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         lambda v: C._set_fp32_precision_setter("cuda", "conv", v),
         "ieee",
     ),
+    "nnpack": (C._get_nnpack_enabled, C._set_nnpack_enabled, False),
     "mkldnn": (lambda: torch.backends.mkldnn.enabled, C._set_mkldnn_enabled, False),
     "cudnn": (lambda: torch.backends.cudnn.enabled, C._set_cudnn_enabled, False),
     "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, C._set_cudnn_benchmark, True),
