@@ -290,6 +290,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   for (const auto& r : schema.returns())
     if (holds_tensors(*r.type()) && !(r.alias_info() && !r.alias_info()->isWrite())) all_aliases = false;
   seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
+  pointwise = handle.hasTag(at::Tag::pointwise);
   adds_in_any_order = any_order().count(name) > 0;
   uninitialized = pager::uninitialized().count(name) > 0;
   overwriter = overwriters().count(name) > 0;

@@ -33,6 +33,7 @@ struct OpInfo {
   bool seeded = false;         // draws random numbers
   bool uninitialized = false;  // its outputs are memory that nobody has written
   bool overwriter = false;     // writes its first argument without reading it
+  bool pointwise = false;      // an element of its result is made of the same one of its tensors
   bool fills = false;          // makes one value everywhere, of no bytes
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;

@@ -28,6 +28,7 @@
 #include "observe.cpp"
 #include "ops.cpp"
 #include "order.cpp"
+#include "overlap.cpp"
 #include "pending.cpp"
 #include "pools/cpu_arena.cpp"
 #include "pools/device.cpp"

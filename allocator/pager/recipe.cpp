@@ -11,6 +11,7 @@
 #include "fork.h"
 #include "numerics.h"
 #include "observe.h"
+#include "overlap.h"
 #include "pools/pool.h"
 #include "rng.h"
 
@@ -167,7 +168,8 @@ struct Describer {
   OpInfo* info;
   Recipe* recipe;
   Hash hash;
-  c10::SmallVector<Cell*, 8> cells;  // of `recipe->tensors`, null for values
+  c10::SmallVector<Cell*, 8> cells;                       // of `recipe->tensors`, null for values
+  c10::SmallVector<const c10::StorageImpl*, 8> storages;  // of the same, where the op writes
   bool ok = true;
 
   void tensor(const c10::IValue& v, size_t argument, int32_t element) {
@@ -217,6 +219,7 @@ struct Describer {
       if (!c) ok = false;
     }
     cells.push_back(c);
+    if (info->writes) storages.push_back(s);
   }
 };
 
@@ -228,7 +231,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
   r->info = info;
   r->keys = keys;
-  Describer d{info, r.get(), {}, {}, true};
+  Describer d{info, r.get(), {}, {}, {}, true};
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(r->keys.raw_repr());
   const bool statistics = info->moves_statistics(args);
@@ -265,6 +268,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   size_t written = 0;
   for (const TensorArg& a : r->tensors) written += a.role == Role::kWritten || a.role == Role::kFresh;
   if (!d.ok || written != static_cast<size_t>(info->writes)) return nullptr;  // lists are written one by one
+  if (written > 0 && reads_its_own_writes(*r, d.storages)) return nullptr;
   if (draws(info, args, n)) {
     if (!can_draw_again(info)) return nullptr;
     r->rng = generator_before(info, args);

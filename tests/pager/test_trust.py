@@ -314,3 +314,53 @@ def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) ->
                 memmgr.RecomputeError, match=r"400000 bytes came back other than they left \(read back\)"
             ):
                 x + 1 if how == "an op" else native.pin([x])
+
+
+WRITTEN_AND_READ: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "copied along": lambda x, y: x[:, 1:].copy_(y[:, :-1]),
+    "added along": lambda x, y: x[:, 1:].add_(y[:, :-1]),
+    "shifted by a row of every second": lambda x, y: x[2::2, 1:].copy_(y[:-2:2, :-1]),
+    "summed up": lambda x, y: torch.cumsum(y[:, :-1], 1, out=x[:, 1:]),
+    "as other numbers": lambda x, y: x.view(torch.int32)[:, 1:].copy_(y[:, :-1]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_AND_READ)
+def test_an_op_that_reads_what_it_writes(name: str) -> None:
+    """Torch lets it where strides are not dense: it meets what it has written before, and run again it would not."""
+    op, native = WRITTEN_AND_READ[name], pager.load()
+    values = torch.randn(192, 192)
+
+    def run(shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = values * 2
+        y = x if shared else values * 3
+        op(x, y)
+        return x, y
+
+    want = run(True)[0].view(torch.int32)  # among floats there are some that equal none
+    with memmgr.budget("1GB", quiet=True, disk=False):
+        for shared in (False, False, True, True):  # what is known of it from others says nothing
+            x, y = run(shared)
+            for t in (x, y):
+                native.take_away(t, 0)
+            assert not shared or torch.equal(x.view(torch.int32), want)
+
+
+BESIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "the other half": lambda x, y: x[:, :96].mul_(y[:, 96:]),
+    "every second": lambda x, y: x.view(192, 96, 2)[..., 0].copy_(y.view(192, 96, 2)[..., 1]),
+    "other rows": lambda x, y: x[::2].copy_(y[1::2]),
+    "itself": lambda x, y: x.mul_(y),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_op_that_writes_beside_what_it_reads(name: str) -> None:
+    native = pager.load()
+    with memmgr.budget("1GB", quiet=True, disk=False):
+        for shared in (False, True):
+            x, y = torch.rand(192, 192) * 2, torch.rand(192, 192) * 3
+            BESIDE[name](x, x if shared else y)
+            want = x.clone()
+            assert native.take_away(x, 0) == x.nbytes
+            assert torch.equal(x, want)
