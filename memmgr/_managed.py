@@ -93,13 +93,15 @@ def manage(tensor: torch.Tensor) -> ManagedTensor:
         A `ManagedTensor` of the same shape and dtype.
 
     Raises:
-        TypeError: not a dense tensor.
+        TypeError: not a dense tensor, or one that is to be conjugated or negated when an op reads it (`z.conj()`).
         ValueError: it needs a gradient.
     """
     if isinstance(tensor, ManagedTensor):
         return tensor
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError("memmgr.manage takes a dense tensor")
+    if tensor.is_conj() or tensor.is_neg():  # below a subclass torch does neither
+        raise TypeError("memmgr.manage takes a tensor of its own bytes: call resolve_conj() or resolve_neg() first")
     if tensor.requires_grad:
         raise ValueError("memmgr.manage takes tensors that need no gradient: optimizer state, buffers, data")
     return ManagedTensor(tensor)

@@ -243,6 +243,8 @@ def test_manage_without_a_budget() -> None:
     [
         ([1.0], TypeError),
         (torch.ones(3).to_sparse(), TypeError),
+        (torch.ones(3, dtype=torch.cfloat).conj(), TypeError),
+        (torch.ones(3, dtype=torch.cfloat).conj().imag, TypeError),
         (torch.ones(3, requires_grad=True), ValueError),
     ],
 )
