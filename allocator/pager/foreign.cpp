@@ -199,9 +199,8 @@ void unguard_functions() {
 
 // ---- what runs above the kernel ----
 
-MEMMGR_PRIVATE_MEMBER(SavedOfContext, torch::autograd::AutogradContext, saved_variables_,
-                      std::vector<torch::autograd::SavedVariable>)
-MEMMGR_PRIVATE_MEMBER(DataOfSaved, torch::autograd::SavedVariable, data_, at::Tensor)
+MEMMGR_PRIVATE_MEMBER(SavedOfContext, torch::autograd::AutogradContext, saved_variables_)
+MEMMGR_PRIVATE_MEMBER(DataOfSaved, torch::autograd::SavedVariable, data_)
 
 namespace {
 

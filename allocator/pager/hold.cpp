@@ -11,7 +11,7 @@
 
 namespace memmgr::pager {
 
-MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_, std::atomic<uint64_t>)
+MEMMGR_PRIVATE_MEMBER(CountOfTarget, c10::intrusive_ptr_target, combined_refcount_)
 
 static std::atomic<uint64_t>& counts_of(c10::StorageImpl* s) {
   return static_cast<c10::intrusive_ptr_target*>(s)->*private_member(CountOfTarget());

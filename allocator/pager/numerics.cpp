@@ -22,11 +22,9 @@ namespace memmgr::pager {
 
 // What there is of float32 precisions by backend and op: asking for them one by one, with their inheritance, took a
 // quarter of what a recorded op costs. All keys are there from the beginning, so the addresses of the values stay.
-using Precisions = std::unordered_map<std::pair<at::Float32Backend, at::Float32Op>, at::Float32Precision,
-                                      c10::hash<std::pair<at::Float32Backend, at::Float32Op>>>;
-MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision, Precisions)
+MEMMGR_PRIVATE_MEMBER(PrecisionsOfContext, at::Context, fp32_precision)
 // The first of the context's switches: before it lies what has been initialized.
-MEMMGR_PRIVATE_MEMBER(FirstOfContext, at::Context, enabled_cudnn, bool)
+MEMMGR_PRIVATE_MEMBER(FirstOfContext, at::Context, enabled_cudnn)
 
 namespace {
 

@@ -1,19 +1,13 @@
 // Access to private members of torch's classes that have no accessor. Explicit instantiation may name them
-// ([temp.explicit]); a release that renames one fails to compile, which is what we want.
+// ([temp.explicit]), whatever their type; a release that renames one fails to compile, which is what we want.
 #pragma once
 
-namespace memmgr::pager {
-
-template <class Tag, typename Tag::type member>
-struct PrivateMember {
-  friend constexpr typename Tag::type private_member(Tag) { return member; }
-};
-
-}  // namespace memmgr::pager
-
-#define MEMMGR_PRIVATE_MEMBER(tag, owner, name, kind) \
-  struct tag {                                        \
-    using type = kind owner::*;                       \
-    friend constexpr type private_member(tag);        \
-  };                                                  \
-  template struct PrivateMember<tag, &owner::name>;
+#define MEMMGR_PRIVATE_MEMBER(tag, owner, name)                  \
+  struct tag {                                                   \
+    friend constexpr auto private_member(tag);                   \
+  };                                                             \
+  template <auto member>                                         \
+  struct tag##Is {                                               \
+    friend constexpr auto private_member(tag) { return member; } \
+  };                                                             \
+  template struct tag##Is<&owner::name>;

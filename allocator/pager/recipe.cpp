@@ -13,9 +13,15 @@
 #include "observe.h"
 #include "overlap.h"
 #include "pools/pool.h"
+#include "private_member.h"
 #include "rng.h"
 
 namespace memmgr::pager {
+
+MEMMGR_PRIVATE_MEMBER(DefinitionOfHandle, c10::OperatorHandle, operatorDef_)
+MEMMGR_PRIVATE_MEMBER(BoxedOfKernel, c10::KernelFunction, boxed_kernel_func_)
+MEMMGR_PRIVATE_MEMBER(FunctorOfBoxed, c10::BoxedKernel, functor_)
+MEMMGR_PRIVATE_MEMBER(CodeOfBoxed, c10::BoxedKernel, boxed_kernel_func_)
 
 thread_local int tl_running_recipes = 0;
 
@@ -55,7 +61,7 @@ Kinds& kinds() {
   return *k;
 }
 
-Kind* kind_of(uint64_t hash, OpInfo* info) {
+Kind* kind_of(uint64_t hash, OpInfo* info, const c10::KernelFunction& kernel) {
   struct Entry {
     uint64_t hash = 0;
     Kind* kind = nullptr;
@@ -69,6 +75,7 @@ Kind* kind_of(uint64_t hash, OpInfo* info) {
   if (!kind) {
     kind = new Kind;
     kind->info = info;
+    kind->kernel = kernel;
   }
   e = {hash, kind};
   return kind;
@@ -225,6 +232,22 @@ struct Describer {
 
 }  // namespace
 
+// Libraries replace kernels of torch's, some for as long as one of their contexts is open. Null: there is none.
+static const c10::KernelFunction* registered(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  try {
+    return &(op.*private_member(DefinitionOfHandle()))->op.lookup(keys);
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+// Who has a copy of the kernel keeps this address from being another's.
+static const void* code_of(const c10::KernelFunction& kernel) {
+  const c10::BoxedKernel& boxed = kernel.*private_member(BoxedOfKernel());
+  const void* functor = (boxed.*private_member(FunctorOfBoxed())).get();
+  return functor ? functor : reinterpret_cast<const void*>(boxed.*private_member(CodeOfBoxed()));
+}
+
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
   if (C10_UNLIKELY(info->differs_by_chance(args)) && queues && !at::globalContext().deterministicAlgorithms())
     return nullptr;
@@ -234,6 +257,9 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   Describer d{info, r.get(), {}, {}, {}, true};
   d.hash.mix(reinterpret_cast<uintptr_t>(info));
   d.hash.mix(r->keys.raw_repr());
+  const c10::KernelFunction* const kernel = registered(info->op, r->keys);
+  if (!kernel) return nullptr;
+  d.hash.mix(reinterpret_cast<uintptr_t>(code_of(*kernel)));
   const bool statistics = info->moves_statistics(args);
   r->args.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {
@@ -276,7 +302,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   }
   r->numerics = numerics_now();
   d.hash.mix(static_cast<uint64_t>(r->numerics));
-  r->kind = kind_of(d.hash.value, info);
+  r->kind = kind_of(d.hash.value, info, *kernel);
   if (r->kind->trust.load(std::memory_order_relaxed) == Trust::kNo) return nullptr;
   std::lock_guard<std::mutex> lock(graph_lock());
   uint16_t depth = 0;

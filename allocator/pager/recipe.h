@@ -19,6 +19,7 @@ enum class Trust : uint8_t { kNew, kYes, kNo };
 // An op with its dtypes, shapes, strides, all other arguments and its numerics.
 struct Kind {
   OpInfo* info = nullptr;
+  c10::KernelFunction kernel;  // runs again, whatever is registered by then
   std::atomic<Trust> trust{Trust::kNew};
   std::atomic<bool> clears{false};       // it leaves bytes of its results alone: the memory for them is cleared first
   std::atomic<uint32_t> trials{0};       // that found no room

@@ -106,7 +106,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   if (r.rng.defined())
     draw_again(r.info, r.keys, r.rng, &stack);
   else
-    r.info->op.redispatchBoxed(r.keys, &stack);
+    r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
   std::vector<StoragePtr> outputs;
   if (r.info->writes) {
     outputs.push_back(std::move(written));

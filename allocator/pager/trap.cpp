@@ -10,8 +10,8 @@
 namespace memmgr::pager {
 
 // Private members that have no accessor: the pointer without its context, a count without the GIL.
-MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_, c10::detail::UniqueVoidPtr)
-MEMMGR_PRIVATE_MEMBER(DataOfUniquePtr, c10::detail::UniqueVoidPtr, data_, void*)
+MEMMGR_PRIVATE_MEMBER(PointerOfDataPtr, at::DataPtr, ptr_)
+MEMMGR_PRIVATE_MEMBER(DataOfUniquePtr, c10::detail::UniqueVoidPtr, data_)
 
 static void set_data(at::DataPtr& p, void* data) {
   (p.*private_member(PointerOfDataPtr())).*private_member(DataOfUniquePtr()) = data;
@@ -23,7 +23,7 @@ static constexpr char kTrap[] = "memmgr: the bytes of this tensor are not in mem
 static void clear_trap(c10::StorageImpl* s) { s->clear_data_ptr_access_error_msg_(); }
 #else
 // Only 2.13 takes the trap off again.
-MEMMGR_PRIVATE_MEMBER(TrapOfStorage, c10::StorageImpl, throw_on_immutable_data_ptr_, bool)
+MEMMGR_PRIVATE_MEMBER(TrapOfStorage, c10::StorageImpl, throw_on_immutable_data_ptr_)
 static void clear_trap(c10::StorageImpl* s) {
   s->*private_member(TrapOfStorage()) = false;
   s->set_data_ptr_noswap(std::move(pointer_of(s)));  // to itself: works out anew what has to be checked

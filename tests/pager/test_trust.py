@@ -364,3 +364,28 @@ def test_an_op_that_writes_beside_what_it_reads(name: str) -> None:
             want = x.clone()
             assert native.take_away(x, 0) == x.nbytes
             assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("policy", ["auto", "evict", "torture"])
+def test_what_a_kernel_made_that_is_registered_no_more_is_made_again_by_it(policy: str) -> None:
+    """Libraries replace kernels of torch's for as long as one of their contexts is open."""
+
+    def trained() -> list[bytes]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(263, 1013))
+        found = []
+        for i in range(6):
+            with _kernel("erfc", [torch.tanh, torch.sin][i % 2]) if i % 3 else contextlib.nullcontext():
+                y = (weight * (i + 1)).erfc()
+                z = y.exp()
+            others = [torch.ones(263, 1013) * k for k in range(8)]
+            (y.sum() + z.sum()).backward()
+            found += [t.detach().numpy().tobytes() for t in (y, z, weight.grad)]
+            weight.grad = None
+            del others
+        return found
+
+    plain = trained()
+    with memmgr.budget("14MB", policy=policy, quiet=True) as mm:
+        assert trained() == plain
+    assert mm.stats()["recomputes"] > 0
