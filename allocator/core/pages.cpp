@@ -11,6 +11,7 @@
 #include <bit>
 #include <iterator>
 #include <new>
+#include <utility>
 
 namespace memmgr {
 namespace {
@@ -138,22 +139,56 @@ size_t HostPages::MoveTo(char* to, size_t bytes) {
   while (!loose_.empty()) {
     Piece& piece = loose_.back();
     char* const end = piece.at + piece.bytes;
-    const auto seam = seams_.upper_bound(piece.at);
-    char* const stop = seam != seams_.end() && *seam < end ? *seam : end;  // of the mapping that it begins in
-    char* const from = Up(piece.at);
-    const size_t whole = Down(stop) > from ? static_cast<size_t>(Down(stop) - from) : 0;
-    const size_t moved = std::min(whole, bytes);
-    char* const next = moved > 0 ? from + moved : stop;
+    const auto [from, stop] = Uncut(piece.at, end);
+    const size_t moved = std::min(static_cast<size_t>(stop - from), bytes);
+    char* const next = from + moved;
     const bool done = moved > 0 && Move(from, to, moved);
-    if (!done)
-      GiveToSystem(piece.at, static_cast<size_t>(next - piece.at));
-    else if (from > piece.at)
-      GiveToSystem(piece.at, static_cast<size_t>(from - piece.at));
+    GiveUp(piece.at, done ? from : next);
     piece = {next, static_cast<size_t>(end - next)};
     if (piece.bytes == 0) loose_.pop_back();
     if (done) return moved;
   }
   return 0;
+}
+
+// The first whole chunks that no seam cuts; empty at the end where there are none.
+std::pair<char*, char*> HostPages::Uncut(char* at, char* end) const {
+  for (char* from = Up(at); from < end;) {
+    const auto seam = seams_.upper_bound(from);
+    char* const stop = seam != seams_.end() ? std::min(*seam, end) : end;
+    if (Down(stop) > from) return {from, Down(stop)};
+    from = Up(stop);
+  }
+  return {end, end};
+}
+
+// Where shorter chunks were moved before, seams lie so close that none can be moved from there ever again. A new
+// mapping has none.
+void HostPages::GiveUp(char* at, char* end) {
+  if (at == end) return;
+  char *const low = Up(at), *const high = Down(end);
+  const auto first = seams_.upper_bound(low);
+  if (low >= high || first == seams_.end() || *first >= high || !Renew(low, high)) {
+    GiveToSystem(at, static_cast<size_t>(end - at));
+    return;
+  }
+  if (at < low) GiveToSystem(at, static_cast<size_t>(low - at));
+  if (high < end) GiveToSystem(high, static_cast<size_t>(end - high));
+}
+
+bool HostPages::Renew(char* low, char* high) {
+  try {
+    seams_.insert(low);
+    seams_.insert(high);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  const auto bytes = static_cast<size_t>(high - low);
+  if (mmap(low, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) return false;
+  madvise(low, bytes, MADV_NOHUGEPAGE);
+  seams_.erase(seams_.upper_bound(low), seams_.lower_bound(high));
+  return true;
 }
 
 bool HostPages::Move(char* from, char* to, size_t bytes) {

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "touched.h"
@@ -66,6 +67,9 @@ class HostPages {
   int CommitFresh(char* at, char* end) const;
   size_t MoveTo(char* to, size_t bytes);
   bool Move(char* from, char* to, size_t bytes);
+  std::pair<char*, char*> Uncut(char* at, char* end) const;
+  void GiveUp(char* at, char* end);
+  bool Renew(char* low, char* high);
   // To the beginning of a chunk.
   char* Up(char* at) const;
   char* Down(char* at) const;

@@ -572,6 +572,24 @@ def test_chunks_change_with_the_blocks(core):
     arena.destroy()
 
 
+def test_what_was_cut_for_short_chunks_is_moved_in_long_ones(core):
+    """A move takes from one mapping only, and short chunks leave many: where blocks got longer afterwards, nothing was moved any
+    more, and a step of a U-Net fetched 7,000 pages anew, 18 ms of 160."""
+    budget = 64 * MIB
+    arena = core_abi.Arena(core, budget, 1024 * MIB)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+    for sizes, rounds in (([65_536, 131_072, 327_680], 30), ([2 * MIB, 3 * MIB], 20), ([2 * MIB, 3 * MIB], 5)):
+        moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(rounds):
+            churn(arena, budget - MIB, sizes, live, dice)
+    moved = arena.stats.remapped_bytes - moved
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    assert moved > 10 * budget
+    assert 4096 * faults < 0.05 * moved
+    arena.destroy()
+
+
 def test_a_block_takes_the_place_of_one_of_its_length(core):
     """Blocks that are aligned leave runs with holes behind them. The shortest run may have no pages at all, and the next one may
     have all: 53 % of what was allocated here had been moved to it, and 38 % since."""
