@@ -19,7 +19,7 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kGiB = uint64_t{1} << 30;
 constexpr uint64_t kSmallLimit = 8192;
-constexpr int kLargeUnitShift = 9;
+constexpr int kLargeUnitShift = std::countr_zero(uint64_t{MM_UNIT});
 constexpr uint64_t kAbsurdBytes = uint64_t{1} << 46;  // longer than any range; keeps the sums from overflowing
 // Reclaims in a row after which resident bytes were never lower than before: the callback has nothing to give, whatever
 // it says, or others take all that it frees.

@@ -16,6 +16,7 @@ namespace memmgr::pager {
 namespace {
 
 constexpr size_t kMostPlans = 16;
+constexpr size_t kMostLooks = 256;  // at what may go, under the graph's lock, for one request
 
 struct Going {
   uint32_t ordinal;
@@ -119,6 +120,20 @@ void end_group() {
   f.unread.clear();
 }
 
+// The first of them in whose place the request fits as it is: its pages need not be moved, nor others be fetched. Not
+// what has no copy yet, for which everybody would wait. Else the first.
+std::deque<Going>::iterator place_of_locked(Follower& f, uint64_t request) {
+  const auto end = f.going.begin() + static_cast<std::ptrdiff_t>(std::min(f.going.size(), kMostLooks));
+  if (request < budget.options.small_bytes) return f.going.begin();
+  const auto units = [](uint64_t bytes) { return (bytes + MM_UNIT - 1) / MM_UNIT; };
+  const auto found = std::find_if(f.going.begin(), end, [&](const Going& g) {
+    const Cell* c = turn_of(f, g.ordinal) == g.turn ? cell_locked(f, g.ordinal) : nullptr;
+    return c && units(c->nbytes) == units(request) && c->state.load(std::memory_order_relaxed) == 0 &&
+           (g.way == Way::kEvict || c->slot >= 0);
+  });
+  return found != end ? found : f.going.begin();
+}
+
 // What the plan has away and what is there all the same is to go, too. False: there is none.
 bool go_again_locked(Follower& f) {
   std::vector<Going> gone;
@@ -149,7 +164,7 @@ void read_ahead(std::vector<uint32_t> due) {
     }
     if (!held) continue;
     bool begun = begin_read(c);
-    if (!begun && let_planned_go(c->nbytes, true)) begun = begin_read(c);
+    if (!begun && let_planned_go(c->nbytes, c->nbytes, true)) begun = begin_read(c);
     if (!begun) later.push_back(ordinal);
     drop(std::move(held));
     if (!later.empty()) {  // in order: what comes first is wanted first
@@ -303,7 +318,7 @@ void follow_after(uint32_t position) {
   if (!deferred.empty()) read_ahead(std::move(deferred));
 }
 
-uint64_t let_planned_go(uint64_t want, bool ahead) {
+uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead) {
   if (!plan_leads()) return 0;
   uint64_t released = 0;
   bool again = false;
@@ -315,8 +330,9 @@ uint64_t let_planned_go(uint64_t want, bool ahead) {
       std::lock_guard<std::mutex> lock(graph_lock());
       Follower& f = follower();
       if (f.going.empty() && (std::exchange(again, true) || !go_again_locked(f))) break;  // once: some stay
-      next = f.going.front();
-      f.going.pop_front();
+      const auto place = released == 0 ? place_of_locked(f, request) : f.going.begin();
+      next = *place;
+      f.going.erase(place);
       if (turn_of(f, next.ordinal) != next.turn) continue;
       c = cell_locked(f, next.ordinal);
       if (!c) continue;

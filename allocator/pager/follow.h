@@ -48,8 +48,9 @@ void follow_before(uint32_t position);
 void follow_position_locked(uint32_t position, uint64_t hash, uint64_t before);
 void follow_after(uint32_t position);
 // What the plan lets go, as far as it is needed: from inside malloc, or for a read `ahead`, which waits for no write.
-// Returns the bytes released.
-uint64_t let_planned_go(uint64_t want, bool ahead = false);
+// `request`: the block that is asked for, `want` of whose bytes are short; who leaves a place of that length goes
+// first. Returns the bytes released.
+uint64_t let_planned_go(uint64_t want, uint64_t request, bool ahead = false);
 // Malloc had to choose for itself.
 void note_short();
 

@@ -21,6 +21,7 @@
 #include "recipe.h"
 #include "rematerialize.h"
 #include "streams.h"
+#include "threads.h"
 #include "transfer.h"
 #include "victims.h"
 #include "works.h"
@@ -312,7 +313,7 @@ uint64_t reclaim_callback(void* asking, uint64_t need, uint64_t request, int) {
   note_shortage();
   const uint64_t want = need ? need : request;
   poll_transfers();
-  uint64_t released = let_planned_go(want);
+  uint64_t released = let_planned_go(want, request);
   bool refilled = false;
   if (released < want) note_short();
   if (released < want && budget.options.search >= 0) {

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from memmgr.native import pager
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
 from memmgr.runtime.plans import MOST_TRIES
+from memmgr.runtime.timeline import OFFLOADS
 from memmgr.tools.bench.models import DenseNet, TreeLSTM
 
 from .planned import STEPS, bits, need, plain, settled, sizes, trained, under
@@ -213,6 +215,36 @@ def test_a_step_moves_what_its_plan_says() -> None:
         runtime: Any = _budget.current()
         planned = runtime.plans.latest().moved_bytes
     assert moved(figures) == pytest.approx(planned, rel=0.1)  # in blocks of 3 % of all of it each
+
+
+def test_who_leaves_a_place_of_the_length_that_is_asked_for_goes_first() -> None:
+    """Else pages would have to be moved to make one of two."""
+    native = pager.load()
+    short, long = torch.randn(3 << 18), torch.randn(5 << 18)  # 3 and 5 MiB
+    plain = [t + 1 + 1 for t in (short, long)]
+
+    def begin() -> None:
+        short.add_(1)
+        long.add_(1)
+
+    with memmgr.budget(25 << 19, quiet=True, policy="offload", _plan=False):
+        native.next_period(True)
+        begin()
+        native.next_period(True)
+        timeline = native.timeline()
+        ordinals = np.frombuffer(timeline["ordinal"], dtype=np.uint32)
+        assert len(ordinals) == 2  # the shorter one, then the other
+        rows = [np.array([(1, o, what) for o in ordinals], dtype=np.int64).tobytes() for what in (OFFLOADS, 0)]
+        native.add_plan(timeline["hashes"] + bytes(8), *rows, b"", b"", b"")
+        written = native.tier_stats()["written_bytes"]
+        begin()
+        patience = time.monotonic() + 20
+        while native.tier_stats()["written_bytes"] - written < 8 << 20:
+            assert time.monotonic() < patience, (native.tier_stats(), native.stats())
+            time.sleep(0.01)
+        asked = torch.ones(5 << 18)
+        assert [native.describe(t)["residency"] for t in (short, long, asked)] == ["resident", "offloaded", "resident"]
+    assert [short.equal(plain[0]), long.equal(plain[1])] == [True, True]
 
 
 def test_of_plans_that_begin_alike_the_one_leads_that_has_come_after_this_period_before() -> None:

@@ -30,6 +30,7 @@ extern "C" {
 
 #define MM_ABI_VERSION 3
 #define MM_UNLIMITED UINT64_MAX
+#define MM_UNIT 512  // bytes; blocks of more than 8 KiB are multiples of it
 
 int mm_abi_version(void);
 
