@@ -6,6 +6,7 @@
 #include "reclaim.h"
 #include "registry.h"
 #include "streams.h"
+#include "timeline.h"
 #include "transfer.h"
 
 namespace memmgr::pager {
