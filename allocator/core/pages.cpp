@@ -36,6 +36,15 @@ bool CanMovePages() {
   return can;
 }
 
+// A call that failed may have unmapped what lay here first, and nobody else shall get these addresses: what we would do
+// there later would be done to them.
+void KeepAddresses(char* at, size_t bytes) {
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+  if (mmap(at, bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED || errno == EEXIST) return;
+  fprintf(stderr, "memmgr: lost %zu bytes of addresses at %p: %s\n", bytes, static_cast<void*>(at), strerror(errno));
+  abort();
+}
+
 uint64_t LowBits(uint64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 }  // namespace
@@ -185,7 +194,10 @@ bool HostPages::Renew(char* low, char* high) {
   }
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
   const auto bytes = static_cast<size_t>(high - low);
-  if (mmap(low, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) return false;
+  if (mmap(low, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
+    KeepAddresses(low, bytes);
+    return false;
+  }
   madvise(low, bytes, MADV_NOHUGEPAGE);
   seams_.erase(seams_.upper_bound(low), seams_.lower_bound(high));
   return true;
@@ -202,14 +214,7 @@ bool HostPages::Move(char* from, char* to, size_t bytes) {
     return false;
   }
   if (!MovePages(from, to, bytes)) {
-    // The kernel may have made room there first, and nobody else shall get those addresses: what we would do there
-    // later would be done to them.
-    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-    if (mmap(to, bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED && errno != EEXIST) {
-      fprintf(stderr, "memmgr: lost %zu bytes of addresses at %p: %s\n", bytes, static_cast<void*>(to),
-              strerror(errno));
-      abort();
-    }
+    KeepAddresses(to, bytes);
     return false;
   }
   seams_.erase(seams_.upper_bound(to), seams_.lower_bound(to + bytes));
