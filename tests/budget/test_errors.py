@@ -568,3 +568,22 @@ def test_a_functions_forward_is_known_where_apply_is_c(monkeypatch: pytest.Monke
 
     assert not rehearsal._in_function()
     Asks.apply(torch.ones(1))
+
+
+FEW_ADDRESSES = """
+import os, resource, torch, memmgr
+from memmgr.native import pager
+pager.load()
+taken = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+resource.setrlimit(resource.RLIMIT_AS, (taken + (600 << 20),) * 2)
+try:
+    memmgr.budget("50MB", quiet=True).__enter__()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_too_few_addresses_are_named_with_a_way_out() -> None:
+    done = subprocess.run([sys.executable, "-c", FEW_ADDRESSES], capture_output=True, text=True, timeout=120)
+    assert re.search("cannot reserve [0-9]+ bytes of addresses.*`ulimit -v`", done.stdout), done.stdout + done.stderr

@@ -107,7 +107,7 @@ Pool* cpu_pool() {
   if (made) return made;
   char why[200] = {};
   mm_arena* arena = mm_arena_create(MM_UNLIMITED, 0, why, sizeof why);
-  TORCH_CHECK(arena, "memmgr: no address range for the arena: ", why);
+  TORCH_CHECK(arena, "memmgr: ", why, ". They take no memory, but `ulimit -v` (RLIMIT_AS) has to leave so many.");
   made = new CpuPool(arena);
   mm_arena_set_reclaim(arena, &reclaim_callback, made);
   return made;
