@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,12 @@ from memmgr.native import build, pager
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is compiled at first use is compiled before the workers start, and before any test has a time-out."""
+    """What is compiled at first use is compiled before the workers start, and before any test has a time-out.
+
+    A shell without job control starts what runs in its background deaf to Ctrl-C, and tests press it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(build.NotBuiltError):
             pager.load()
