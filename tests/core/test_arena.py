@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import core_abi
 import pytest
@@ -554,40 +555,37 @@ def test_chunks_are_as_long_as_the_blocks_have_it(core):
     arena.destroy()
 
 
+def changing(core: Any, phases: list[tuple[list[int], int]]) -> tuple[int, int]:
+    """Rounds of blocks of these lengths in a budget of 64 MiB, one phase after the other: what the last one moved and what it
+    fetched, in bytes."""
+    arena = core_abi.Arena(core, 64 * MIB, 1024 * MIB)
+    dice = random.Random(0)
+    live: list[tuple[int, int]] = []
+    for sizes, rounds in phases:
+        moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(rounds):
+            churn(arena, 63 * MIB, sizes, live, dice)
+    moved = arena.stats.remapped_bytes - moved
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    arena.destroy()
+    return moved, 4096 * faults
+
+
 def test_chunks_change_with_the_blocks(core):
     """What lies in pieces of another length is fetched anew once, and what is moved there is whole. With the old length a fifth
     of what was moved came from the system, time and again."""
-    budget = 64 * MIB
-    arena = core_abi.Arena(core, budget, 1024 * MIB)
-    dice = random.Random(0)
-    live: list[tuple[int, int]] = []
-    for sizes, rounds in ((RESNET_SIZES, 30), (GPT_SIZES, 60), (GPT_SIZES, 10)):
-        moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(rounds):
-            churn(arena, budget - MIB, sizes, live, dice)
-    moved = arena.stats.remapped_bytes - moved
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    assert moved > 10 * budget
-    assert 4096 * faults < 0.05 * moved
-    arena.destroy()
+    moved, fetched = changing(core, [(RESNET_SIZES, 30), (GPT_SIZES, 60), (GPT_SIZES, 10)])
+    assert moved > 640 * MIB
+    assert fetched < 0.05 * moved
 
 
 def test_what_was_cut_for_short_chunks_is_moved_in_long_ones(core):
     """A move takes from one mapping only, and short chunks leave many: where blocks got longer afterwards, nothing was moved any
     more, and a step of a U-Net fetched 7,000 pages anew, 18 ms of 160."""
-    budget = 64 * MIB
-    arena = core_abi.Arena(core, budget, 1024 * MIB)
-    dice = random.Random(0)
-    live: list[tuple[int, int]] = []
-    for sizes, rounds in (([65_536, 131_072, 327_680], 30), ([2 * MIB, 3 * MIB], 20), ([2 * MIB, 3 * MIB], 5)):
-        moved, faults = arena.stats.remapped_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(rounds):
-            churn(arena, budget - MIB, sizes, live, dice)
-    moved = arena.stats.remapped_bytes - moved
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    assert moved > 10 * budget
-    assert 4096 * faults < 0.05 * moved
-    arena.destroy()
+    long = [2 * MIB, 3 * MIB]
+    moved, fetched = changing(core, [([65_536, 131_072, 327_680], 30), (long, 20), (long, 5)])
+    assert moved > 640 * MIB
+    assert fetched < 0.05 * moved
 
 
 def test_a_block_takes_the_place_of_one_of_its_length(core):
