@@ -186,12 +186,7 @@ void HostPages::GiveUp(char* at, char* end) {
 }
 
 bool HostPages::Renew(char* low, char* high) {
-  try {
-    seams_.insert(low);
-    seams_.insert(high);
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  if (!Cut(low, high)) return false;
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
   const auto bytes = static_cast<size_t>(high - low);
   if (mmap(low, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
@@ -199,27 +194,35 @@ bool HostPages::Renew(char* low, char* high) {
     return false;
   }
   madvise(low, bytes, MADV_NOHUGEPAGE);
-  seams_.erase(seams_.upper_bound(low), seams_.lower_bound(high));
+  Join(low, high);
   return true;
 }
 
 bool HostPages::Move(char* from, char* to, size_t bytes) {
-  // What lies between the ends of the new mapping goes with those that it replaces.
-  const auto covered = std::distance(seams_.upper_bound(to), seams_.lower_bound(to + bytes));
-  if (seams_.size() - static_cast<size_t>(covered) + 2 > kMostSeams) return false;
-  try {
-    seams_.insert(to);
-    seams_.insert(to + bytes);
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  if (!Cut(to, to + bytes)) return false;
   if (!MovePages(from, to, bytes)) {
     KeepAddresses(to, bytes);
     return false;
   }
-  seams_.erase(seams_.upper_bound(to), seams_.lower_bound(to + bytes));
+  Join(to, to + bytes);
   return true;
 }
+
+// Before a new mapping lies there. What lies between its ends goes with those that it replaces, and is not counted.
+bool HostPages::Cut(char* low, char* high) {
+  const auto covered = std::distance(seams_.upper_bound(low), seams_.lower_bound(high));
+  if (seams_.size() - static_cast<size_t>(covered) + 2 > kMostSeams) return false;
+  try {
+    seams_.insert(low);
+    seams_.insert(high);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+// Afterwards.
+void HostPages::Join(char* low, char* high) { seams_.erase(seams_.upper_bound(low), seams_.lower_bound(high)); }
 
 PageMap::PageMap(uint64_t pages) : words_bytes_((pages + 63) / 64 * 8) {
   void* at = mmap(nullptr, words_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

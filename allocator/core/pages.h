@@ -70,6 +70,8 @@ class HostPages {
   std::pair<char*, char*> Uncut(char* at, char* end) const;
   void GiveUp(char* at, char* end);
   bool Renew(char* low, char* high);
+  bool Cut(char* low, char* high);
+  void Join(char* low, char* high);
   // To the beginning of a chunk.
   char* Up(char* at) const;
   char* Down(char* at) const;

@@ -104,7 +104,7 @@ std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   }
   lists.clear();
   if (r.rng.defined())
-    draw_again(r.info, r.keys, r.rng, &stack);
+    draw_again(r.info, r.kind->kernel, r.keys, r.rng, &stack);
   else
     r.kind->kernel.callBoxed(r.info->op, r.keys, &stack);
   std::vector<StoragePtr> outputs;

@@ -89,12 +89,13 @@ at::Generator generator_before(const OpInfo* info, const c10::IValue* args) {
   return used.clone();
 }
 
-void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generator& state, torch::jit::Stack* stack) {
+void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::DispatchKeySet keys,
+                const at::Generator& state, torch::jit::Stack* stack) {
   at::Generator g = state.clone();
   switch (way_of(info)) {
     case Variant::kArgument:
       (*stack)[static_cast<size_t>(info->generator)] = g;
-      info->op.redispatchBoxed(keys, stack);
+      kernel.callBoxed(info->op, keys, stack);
       return;
     case Variant::kOverload: {
       const auto& name = info->op.operator_name();
@@ -123,7 +124,7 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
       const bool train = (*stack)[2].isNone() || (*stack)[2].toBool();
       at::Tensor mask, output;
       if (input.numel() == 0 || !train || p == 0) {
-        info->op.redispatchBoxed(keys, stack);
+        kernel.callBoxed(info->op, keys, stack);
         return;
       }
       const double p1m = 1. - p;
@@ -148,7 +149,7 @@ void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generato
         at::Generator own;
         const at::Generator before = own.graphsafe_get_state();
       } lent(default_generator(), g);
-      info->op.redispatchBoxed(keys, stack);
+      kernel.callBoxed(info->op, keys, stack);
       return;
     }
     case Variant::kNone:

@@ -35,7 +35,9 @@ Drawing begin_drawing();
 bool can_draw_again(const OpInfo* info);
 // A copy of the generator that the call will use.
 at::Generator generator_before(const OpInfo* info, const c10::IValue* args);
-// Runs the op on the stack with a copy of `state` as its generator; the program's generators are not touched.
-void draw_again(const OpInfo* info, c10::DispatchKeySet keys, const at::Generator& state, torch::jit::Stack* stack);
+// Runs the op on the stack with a copy of `state` as its generator; the program's generators are not touched. By
+// `kernel`, unless it takes another op to give it one.
+void draw_again(const OpInfo* info, const c10::KernelFunction& kernel, c10::DispatchKeySet keys,
+                const at::Generator& state, torch::jit::Stack* stack);
 
 }  // namespace memmgr::pager

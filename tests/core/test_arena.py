@@ -581,7 +581,7 @@ def test_chunks_change_with_the_blocks(core):
 
 def test_what_was_cut_for_short_chunks_is_moved_in_long_ones(core):
     """A move takes from one mapping only, and short chunks leave many: where blocks got longer afterwards, nothing was moved any
-    more, and a step of a U-Net fetched 7,000 pages anew, 18 ms of 160."""
+    more, and a step of a U-Net fetched 7,000 pages anew."""
     long = [2 * MIB, 3 * MIB]
     moved, fetched = changing(core, [([65_536, 131_072, 327_680], 30), (long, 20), (long, 5)])
     assert moved > 640 * MIB
