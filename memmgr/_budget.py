@@ -129,7 +129,8 @@ class budget:
         policy: `"auto"`, `"evict"`, `"offload"`, `"delta"`, a filter such as `"dtr"`, or a pair such as `"lru+offload"`;
             `"torture"` (for tests) makes everything leave at once. `memmgr.policies.POLICIES` has all. Or a `Policy` of
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
-        verify: compare everything that comes back with a checksum of what left (a sample is compared anyway).
+        verify: compare everything that comes back with a checksum of what left (a sample is compared anyway), and run each op
+            twice at first use in every size (else 32 sizes of it vouch for those between).
         quiet: no summary line at the end.
         log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its

@@ -20,17 +20,25 @@ bool sum_agrees(const Cell* c, const void* data) {
 
 void check_sum(const Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
+  bool untried = false;
+  if (c->absence == Absence::kEvicted) {
+    std::lock_guard<std::mutex> lock(graph_lock());
+    const Recipe* r = c->version ? c->version->recipe : nullptr;
+    untried = r && r->checked;
+    if (untried) refuse_families_locked(r);
+  }
   throw WrongBytes({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                    "memmgr: " + std::to_string(c->nbytes) + " bytes came back other than they left (" +
                        (c->absence == Absence::kEvicted ? "rematerialized" : "read back") +
-                       "). The run must not go on with them; please report this.");
+                       "). The run must not go on with them; please report this." +
+                       (untried ? " With verify=True every op is tried in each of its sizes first." : ""));
 }
 
 // What cannot be read back counts as evicted from here on, if it can be made again. The caller has the cell busy.
 static bool make_instead(Cell* c) {
   Trash trash;
   std::lock_guard<std::mutex> lock(graph_lock());
-  if (!may_be_dropped_locked(c)) return false;
+  if (!may_be_dropped_locked(c) || c->version->recipe->checked) return false;  // nobody took its checksum
   set_evicted_locked(c->version, true, &trash);
   c->absence = Absence::kEvicted;
   trash.slots.push_back(std::exchange(c->slot, -1));

@@ -164,8 +164,7 @@ Again Call::run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::Array
     if (interrupts(e)) throw;
     recipe_->kind->only_beside.store(true);  // it runs once more, and its kind is not tried like this again
     if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) throw;
-    recipe_->kind->trust.store(Trust::kNo);
-    counters.refused_kinds++;
+    end_trial(recipe_->kind, false);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memmgr: a second run failed: ", e.what());
   }
 }
@@ -293,7 +292,9 @@ void Call::attach_write(const Frame& frame) {
 }
 
 void Call::note_run() {
-  if (C10_LIKELY(!queues))
+  if (C10_UNLIKELY(recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kFamily))
+    recipe_->seconds = queues ? seconds_by_family(*recipe_) : seconds;
+  else if (C10_LIKELY(!queues))
     note_seconds(recipe_->kind, seconds);
   else
     seconds = std::max(seconds, recipe_->kind->seconds.load(std::memory_order_relaxed));
@@ -315,16 +316,14 @@ void Call::try_kind(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::St
       kind->bits_bytes = mm_bits_pack(pointer_of(left[0]).get(), left[0]->nbytes(), &bits);
       if (kind->bits_bytes) mm_bits_free(&bits);
     }
-    kind->trust.store(same ? Trust::kYes : Trust::kNo);
-    if (!same) counters.refused_kinds++;
+    end_trial(kind, same);
   } catch (const c10::OutOfMemoryError&) {
     if (in_place) throw;
     kind->trials++;  // no room for a second result: another time
     kind->needs_bytes = refused_bytes() + scratch_peak();
   } catch (const std::exception& e) {
     if (interrupts(e)) throw;
-    kind->trust.store(Trust::kNo);
-    counters.refused_kinds++;
+    end_trial(kind, false);
   }
 }
 

@@ -61,7 +61,7 @@ class Call {
   Again run_again_in_place(c10::ArrayRef<c10::StorageImpl*> left, c10::ArrayRef<c10::StorageImpl*> all);
   void record(Frame& frame, const c10::IValue* args, size_t n);
   void outputs(Frame& frame);
-  bool is_trusted() const { return recipe_->kind->trust.load(std::memory_order_relaxed) == Trust::kYes; }
+  bool is_trusted() const { return recipe_->kind->trusted(); }
   void attach_if_trusted(c10::ArrayRef<Version*> versions);
   // An `out=` that was resized leaves what it does not need as it was, and no second run knows that.
   bool wrote_all() const;

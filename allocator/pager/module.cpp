@@ -138,7 +138,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     new (&counters) Counters;  // from zero
     counters.ops_before = ops_counted();
     forget_moved();
-    listeners = at::hasCallbacks() ? kOthers : 0;
+    listeners = at::hasCallbacks() ? uint32_t{kOthers} : 0;
     catch_unseen_threads(true);
     watch_exports(true);
     budget.open.store(true, std::memory_order_release);
@@ -187,13 +187,13 @@ PyObject* py_close(PyObject*, PyObject*) {
     forget_captures();
     forget_others();
     std::optional<Staying> staying(std::in_place);
-    std::string wrong;
+    std::exception_ptr wrong;
     forget_periods();
     Py_BEGIN_ALLOW_THREADS;
     try {
       finish_transfers();
-    } catch (const std::exception& e) {
-      wrong = e.what();
+    } catch (...) {
+      wrong = std::current_exception();
     }
     drop_what_waits();
     Py_END_ALLOW_THREADS;
@@ -204,8 +204,8 @@ PyObject* py_close(PyObject*, PyObject*) {
       pin(c, ticks());
       try {
         bring_back(c);
-      } catch (const std::exception& e) {
-        wrong = e.what();
+      } catch (...) {
+        wrong = std::current_exception();
       }
       unpin(c);
     }
@@ -213,8 +213,8 @@ PyObject* py_close(PyObject*, PyObject*) {
     exhume();
     try {
       if (rule_holds(kRuleClosed)) budget.pool->settle();
-    } catch (const std::exception& e) {
-      wrong = e.what();
+    } catch (...) {
+      wrong = std::current_exception();
     }
     Py_END_ALLOW_THREADS;
     budget.open.store(false, std::memory_order_release);
@@ -223,7 +223,8 @@ PyObject* py_close(PyObject*, PyObject*) {
     watch_exports(false);
     // Ops of other threads that began under the budget have pins on cells that end now, or are about to.
     Py_BEGIN_ALLOW_THREADS;
-    if (!wait_until_kernel_is_left(60)) wrong = "memmgr: an op of another thread has not ended for a minute";
+    if (!wait_until_kernel_is_left(60))
+      wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
     Py_END_ALLOW_THREADS;
     staying.reset();
     cells = all_cells();  // with those that were born meanwhile
@@ -250,7 +251,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       mm_tier_close(budget.tier);
       budget.tier = nullptr;
     }
-    TORCH_CHECK(wrong.empty(), wrong);
+    if (wrong) std::rethrow_exception(wrong);
     Py_RETURN_NONE;
   });
 }

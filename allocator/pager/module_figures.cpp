@@ -58,7 +58,7 @@ struct CellRow {
     holders = c->storage.use_count();
     escaped = c->escape != Escape::kNone;
     recipe = v && v->recipe;
-    trusted = recipe && v->recipe->kind->trust.load() == Trust::kYes;
+    trusted = recipe && v->recipe->kind->trusted();
     if (recipe) op = v->recipe->info->op.operator_name().name;
     clean = c->slot >= 0;
     small = c->small;

@@ -52,21 +52,20 @@ PyObject* py_next_period(PyObject*, PyObject* on) {
   const bool noted = PyObject_IsTrue(on) == 1;
   Followed followed;
   Timeline ended;
-  std::string wrong;
+  std::exception_ptr wrong;
   Py_BEGIN_ALLOW_THREADS;
   try {
     ended = next_period(noted);
     followed = end_following(ended.hash(), ended.before, std::max<uint64_t>(ended.backwards, 1));
     poll_transfers();
-  } catch (const std::exception& e) {
-    wrong = e.what();
+  } catch (...) {
+    wrong = std::current_exception();
   }
   Py_END_ALLOW_THREADS;
-  if (!wrong.empty()) {
-    PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
-    return nullptr;
-  }
-  return period_ended(std::move(ended), followed);
+  return guarded([&] {
+    if (wrong) std::rethrow_exception(wrong);
+    return period_ended(std::move(ended), followed);
+  });
 }
 
 PyObject* py_seek_loops(PyObject*, PyObject* on) {

@@ -208,7 +208,7 @@ PyObject* py_watch_cells(PyObject*, PyObject* o) {
                       : c->absence == Absence::kEvicted ? 1
                                                         : 2,
                       c->slot >= 0, held, r && recipe_available_locked(r) && budget.options.may_evict,
-                      c->storage.use_count(), r ? std::max(0.0, r->kind->seconds.load(std::memory_order_relaxed)) : 0,
+                      c->storage.use_count(), r ? seconds_of(r) : 0,
                       seconds_of_ticks(now > touched ? now - touched : 0), r ? r->info : nullptr, r ? r->module : 0});
     });
   }

@@ -16,6 +16,7 @@
 #include "gradients.cpp"
 #include "hold.cpp"
 #include "kernel.cpp"
+#include "kinds.cpp"
 #include "list_ops.cpp"
 #include "loops.cpp"
 #include "module.cpp"

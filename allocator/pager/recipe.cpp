@@ -47,104 +47,9 @@ static c10::DispatchKey key_of(c10::DeviceType type) {
   return type == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
 }
 
-// ---- kinds ----
+// ---- describing ----
 
 namespace {
-
-struct Kinds {
-  std::mutex& lock = taken_by_forks(new std::mutex);
-  std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
-};
-
-Kinds& kinds() {
-  static auto* k = new Kinds;
-  return *k;
-}
-
-Kind* kind_of(uint64_t hash, OpInfo* info, const c10::KernelFunction& kernel) {
-  struct Entry {
-    uint64_t hash = 0;
-    Kind* kind = nullptr;
-  };
-  static thread_local Entry recent[1024];
-  Entry& e = recent[hash % 1024];
-  if (e.kind && e.hash == hash && e.kind->info == info) return e.kind;
-  Kinds& known = kinds();
-  std::lock_guard<std::mutex> lock(known.lock);
-  Kind*& kind = known.all[hash];
-  if (!kind) {
-    kind = new Kind;
-    kind->info = info;
-    kind->kernel = kernel;
-  }
-  e = {hash, kind};
-  return kind;
-}
-
-}  // namespace
-
-uint64_t untried_bytes() {
-  std::lock_guard<std::mutex> lock(kinds().lock);
-  uint64_t most = 0;
-  for (const auto& [hash, kind] : kinds().all)
-    if (kind->trust.load() == Trust::kNew) most = std::max(most, kind->needs_bytes.load());
-  return most;
-}
-
-void forget_untried() {
-  std::lock_guard<std::mutex> lock(kinds().lock);
-  for (const auto& [hash, kind] : kinds().all) kind->needs_bytes = 0;
-}
-
-namespace {
-
-struct Hash {
-  uint64_t value = 0x243F6A8885A308D3ull;
-  void mix(uint64_t v) {
-    value = (value ^ v) * 0x9E3779B185EBCA87ull;
-    value ^= value >> 32;
-  }
-  void mix(double v) {
-    uint64_t bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    mix(bits);
-  }
-  // False where the value is of a sort that no recipe keeps.
-  bool mix(const c10::IValue& v) {
-    if (v.isNone()) return mix(uint64_t{3}), true;
-    if (v.isInt()) return mix(uint64_t{5}), mix(static_cast<uint64_t>(v.toInt())), true;
-    if (v.isBool()) return mix(v.toBool() ? uint64_t{7} : uint64_t{9}), true;
-    if (v.isDouble()) return mix(uint64_t{11}), mix(v.toDouble()), true;
-    if (v.isComplexDouble()) {
-      const auto z = v.toComplexDouble();
-      return mix(uint64_t{13}), mix(z.real()), mix(z.imag()), true;
-    }
-    if (v.isIntList()) {
-      const auto list = v.toIntList();
-      mix(uint64_t{15 + 64 * list.size()});
-      for (const int64_t i : list) mix(static_cast<uint64_t>(i));
-      return true;
-    }
-    if (v.isString()) {
-      mix(uint64_t{17});
-      for (const char c : v.toStringRef()) mix(static_cast<uint64_t>(c));
-      return true;
-    }
-    if (v.isDevice()) {
-      const auto d = v.toDevice();
-      return mix(static_cast<uint64_t>(19 + 64 * static_cast<int>(d.type()) + d.index())), true;
-    }
-    if (v.isGenerator()) return mix(uint64_t{21}), true;
-    if (v.isList()) {
-      const auto list = v.toListRef();
-      mix(uint64_t{23 + 64 * list.size()});
-      for (const auto& item : list)
-        if (item.isTensor() || !mix(item)) return false;
-      return true;
-    }
-    return false;
-  }
-};
 
 bool is_zero(const c10::IValue& v) { return v.isDouble() && v.toDouble() == 0; }
 
@@ -159,22 +64,12 @@ bool draws(const OpInfo* info, const c10::IValue* args, size_t n) {
 
 }  // namespace
 
-void note_seconds(Kind* kind, double seconds) {
-  const double known = kind->seconds.load(std::memory_order_relaxed);
-  if (known < 0 || seconds < known / 2)
-    kind->seconds.store(seconds, std::memory_order_relaxed);
-  else
-    kind->seconds.store(known * (seconds > known ? 1.05 : 1 / 1.05), std::memory_order_relaxed);
-}
-
-// ---- describing ----
-
 namespace {
 
 struct Describer {
   OpInfo* info;
   Recipe* recipe;
-  Hash hash;
+  HashOf<false> hash;
   c10::SmallVector<Cell*, 8> cells;                       // of `recipe->tensors`, null for values
   c10::SmallVector<const c10::StorageImpl*, 8> storages;  // of the same, where the op writes
   bool ok = true;
@@ -259,7 +154,8 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   d.hash.mix(r->keys.raw_repr());
   const c10::KernelFunction* const kernel = registered(info->op, r->keys);
   if (!kernel) return nullptr;
-  d.hash.mix(reinterpret_cast<uintptr_t>(code_of(*kernel)));
+  const void* const code = code_of(*kernel);
+  d.hash.mix(reinterpret_cast<uintptr_t>(code));
   const bool statistics = info->moves_statistics(args);
   r->args.reserve(n);
   for (size_t i = 0; i < n && d.ok; ++i) {
@@ -276,7 +172,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
       d.hash.mix(uint64_t{31});
     } else if (info->may_hold_tensors[i] && v.isList()) {
       const auto list = v.toListRef();
-      d.hash.mix(uint64_t{33 + 64 * list.size()});
+      d.hash.mix(33 + 64 * list.size());
       for (size_t k = 0; k < list.size(); ++k)
         if (list[k].isTensor() && list[k].toTensor().defined()) {
           d.tensor(list[k], i, static_cast<int32_t>(k));
@@ -287,7 +183,7 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
       r->args.emplace_back(static_cast<int64_t>(list.size()));
     } else {
       if (info->may_hold_tensors[i] && !v.isNone()) d.ok = false;
-      if (!d.hash.mix(v)) d.ok = false;
+      if (!d.hash.mix_value(v)) d.ok = false;
       r->args.push_back(v);
     }
   }
@@ -302,8 +198,10 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
   }
   r->numerics = numerics_now();
   d.hash.mix(static_cast<uint64_t>(r->numerics));
-  r->kind = kind_of(d.hash.value, info, *kernel);
-  if (r->kind->trust.load(std::memory_order_relaxed) == Trust::kNo) return nullptr;
+  r->kind = kind_of(d.hash.value, *r, *kernel, code);
+  const Trust trust = r->kind->trust.load(std::memory_order_relaxed);
+  if (trust == Trust::kNo) return nullptr;
+  r->checked = trust == Trust::kFamily;
   std::lock_guard<std::mutex> lock(graph_lock());
   uint16_t depth = 0;
   for (size_t i = 0; i < r->tensors.size() && d.ok; ++i) {
@@ -314,7 +212,10 @@ std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c
     if (c->escape != Escape::kNone || v->uninitialized) d.ok = false;
     if (r->tensors[i].role == Role::kWritten && !(v->recipe && recipe_available_locked(v->recipe))) d.ok = false;
     if (!d.ok) break;
-    if (v->recipe) depth = std::max(depth, v->depth);
+    if (v->recipe) {
+      depth = std::max(depth, v->depth);
+      r->checked |= v->recipe->checked;
+    }
     v->refs++;
     r->tensors[i].version = v;
   }
@@ -424,7 +325,7 @@ double seconds_to_make_locked(const Version* v) {
     if (!r || std::find(seen.begin(), seen.end(), r) != seen.end()) continue;
     if (seen.size() == kLooks) return seconds * 4;  // long: expensive, however much it is
     seen.push_back(r);
-    seconds += std::max(0.0, r->kind->seconds.load(std::memory_order_relaxed));
+    seconds += seconds_of(r);
     for (const TensorArg& a : r->tensors)
       if (a.version && !has_bytes_locked(a.version)) open.push_back(a.version);
   }

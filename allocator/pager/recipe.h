@@ -1,33 +1,18 @@
-// Recipes: the op and its arguments that make a version's bytes again (rule 5), and the kinds that have earned trust
-// (rule 8).
+// Recipes: the op and its arguments that make a version's bytes again (rule 5).
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/stack.h>
 
-#include <atomic>
+#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "cell.h"
+#include "kinds.h"
 #include "ops.h"
 
 namespace memmgr::pager {
-
-enum class Trust : uint8_t { kNew, kYes, kNo };
-
-// An op with its dtypes, shapes, strides, all other arguments and its numerics.
-struct Kind {
-  OpInfo* info = nullptr;
-  c10::KernelFunction kernel;  // runs again, whatever is registered by then
-  std::atomic<Trust> trust{Trust::kNew};
-  std::atomic<bool> clears{false};       // it leaves bytes of its results alone: the memory for them is cleared first
-  std::atomic<uint32_t> trials{0};       // that found no room
-  std::atomic<bool> only_beside{false};  // a trial in the place of the first result has failed
-  std::atomic<uint64_t> needs_bytes{0};  // a budget in which the last of these would have found it
-  std::atomic<double> seconds{-1};       // of one run; -1: not measured
-  std::atomic<uint64_t> bits_bytes{0};   // of a result as a bit for each element; 0: one had more than two values
-};
 
 enum class Role : uint8_t {
   kRead,
@@ -36,10 +21,6 @@ enum class Role : uint8_t {
   kValue,    // a number: its bytes are in the recipe
   kShape,    // only its geometry is read
 };
-
-// The largest budget that a kind needs that found no room for its trial; what it makes stays until it does.
-uint64_t untried_bytes();
-void forget_untried();
 
 struct TensorArg {
   TensorArg() {}  // else emplace_back() would fill it with zeros first
@@ -70,9 +51,12 @@ struct Recipe {
   c10::SmallVector<Version*, 2> outputs;  // not counted; null: nobody wants it
   at::Generator rng;                      // a copy, in the state before the op drew; undefined: it draws nothing
   int numerics = 0;
+  double seconds = -1;  // of its run, where its kind stands for many sizes
   uint32_t module = 0;  // that was running, while somebody looks (observe.h)
   uint16_t depth = 1;
   bool broken = false;  // something that it reads is lost
+  // Its kind, or that of something in its chain, was not tried: what it makes meets its checksum when it comes back.
+  bool checked = false;
   bool filled = false;  // without gradient, with one value: it will be written, as an optimizer's states are
   uint64_t bytes = 0;   // that it costs by itself, once it counts among recipe_bytes
 };
@@ -108,11 +92,12 @@ struct Source {
 // an output has none of its own.
 std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources);
 
+// Of one run, as far as is known.
+inline double seconds_of(const Recipe* r) {
+  return std::max(0.0, r->seconds < 0 ? r->kind->seconds.load(std::memory_order_relaxed) : r->seconds);
+}
 // Seconds to make the version's bytes, with those of what is gone and must be made first; looks at a bounded number.
 double seconds_to_make_locked(const Version* v);
-// What one run took; a kind believes its faster runs.
-void note_seconds(Kind* kind, double seconds);
-
 // Is this an ordinary strided tensor with memory of its own?
 bool is_plain(const c10::TensorImpl* t);
 

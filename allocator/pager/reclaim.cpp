@@ -195,7 +195,9 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       counters.clean_drops++;
     }
     const uint64_t nth = counters.evictions.load() + counters.offloads.load();
-    if (budget.options.verify || (budget.options.sample && nth % budget.options.sample == 0 && rule_holds(kSampled))) {
+    const bool checked = drop && c->version->recipe->checked;
+    if (checked || budget.options.verify ||
+        (budget.options.sample && nth % budget.options.sample == 0 && rule_holds(kSampled))) {
       const void* from = c->bytes.get();
       lock.unlock();
       const uint64_t sum = pool->sum(from, c->nbytes);
@@ -257,6 +259,7 @@ uint64_t give_up_bits(uint64_t want) {
     for_each_cell_locked([&](Cell* c) {
       uint32_t unpinned = kAbsent;
       if (released >= want || c->absence != Absence::kPacked || !c->bits_bytes || !may_be_dropped_locked(c)) return;
+      if (c->version->recipe->checked && !c->has_checksum) return;
       if (!c->state.compare_exchange_strong(unpinned, kAbsent | kBusy, std::memory_order_acq_rel)) return;
       released += c->bits_bytes;
       counters.evictions++;

@@ -64,7 +64,8 @@ double io_seconds(const Cell* c) {
   return each * static_cast<double>(c->nbytes);
 }
 
-constexpr double kPackSecondsPerByte = 1e-10;  // there and back (benchmarks/bits_speed.py)
+constexpr double kPackSecondsPerByte = 1e-10;   // there and back (benchmarks/bits_speed.py)
+constexpr double kSumSecondsPerByte = 1.5e-10;  // of a processor; a device's bytes are copied for it
 
 // Lower leaves first (the names are those of memmgr.policies.rules.filters).
 double score(double cost, uint64_t nbytes, double age) {
@@ -101,8 +102,8 @@ void push_locked(Cell* c, Way way, uint64_t touched) {
 
 bool may_be_dropped_locked(const Cell* c) {
   const Version* v = c->version;
-  return budget.options.may_evict && v && v->recipe && c->storage._unsafe_get_target() &&
-         v->recipe->kind->trust.load(std::memory_order_relaxed) == Trust::kYes && recipe_available_locked(v->recipe);
+  return budget.options.may_evict && v && v->recipe && c->storage._unsafe_get_target() && v->recipe->kind->trusted() &&
+         recipe_available_locked(v->recipe);
 }
 
 bool may_be_offloaded() { return budget.options.may_offload && budget.tier; }
@@ -130,7 +131,8 @@ double cost_of_leaving_locked(const Cell* c, bool* drop) {
   if (may_be_packed_locked(c)) return kPackSecondsPerByte * static_cast<double>(c->nbytes);
   if (c->slot >= 0 || may_be_offloaded()) cost = io_seconds(c);
   if (may_be_dropped_locked(c)) {
-    const double again = seconds_to_make_locked(c->version);
+    double again = seconds_to_make_locked(c->version);
+    if (c->version->recipe->checked) again += 2 * kSumSecondsPerByte * static_cast<double>(c->nbytes);
     if (cost < 0 || (again <= cost && has_room_again_locked(c))) {
       *drop = true;
       return again;
@@ -238,7 +240,7 @@ std::vector<Candidate> candidates() {
     if (cost_of_leaving_locked(c, &drop) < 0) return;
     const uint64_t touched = c->last_touch.load(std::memory_order_relaxed);
     const bool droppable = may_be_dropped_locked(c);
-    const double own = droppable ? std::max(0.0, c->version->recipe->kind->seconds.load()) : 0;
+    const double own = droppable ? seconds_of(c->version->recipe) : 0;
     found.push_back({touched,
                      {c->serial, c->nbytes, seconds_of_ticks(now > touched ? now - touched : 0), own,
                       droppable ? std::max(0.0, seconds_to_make_locked(c->version) - own) : 0, droppable, c->slot >= 0,

@@ -390,6 +390,37 @@ def programs(mode: str, seed: int) -> dict[str, Any]:
     return out
 
 
+def lengths(mode: str, seed: int) -> dict[str, Any]:
+    """Batches of other lengths in every step, more than kinds of a family are tried."""
+    handles = _start(mode, seed)
+
+    def train() -> str:
+        torch.manual_seed(0)
+        lengths = [300, 600, *(300 + 7 * ((11 * i) % 43) for i in range(43))]
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.LayerNorm(128), torch.nn.Dropout(0.1)),
+            *(torch.nn.Linear(128, 64), torch.nn.GELU(), torch.nn.Linear(64, 10)),
+        ).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for n in lengths:
+            x, y = torch.randn(n, 32).to(DEVICE), torch.randint(10, (n,)).to(DEVICE)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return _digest(list(model.parameters()))
+
+    out: dict[str, Any] = {"plain": train()}
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        train()
+    need = mm.stats()["resident_bytes.peak"]
+    for policy in POLICIES:
+        with memmgr.budget(int(0.7 * need), device=DEVICE, policy=policy, quiet=True) as mm:
+            digest = train()
+        out[policy] = {"digest": digest, **mm.stats()}
+    out["left"] = _left(handles)
+    return out
+
+
 def by_chance(mode: str, seed: int) -> dict[str, Any]:
     """Which results have a recipe, without and with deterministic algorithms."""
     _start(mode, seed)

@@ -32,6 +32,7 @@ CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"mode": "threaded", "seed": 5, "models": ["gpt"], "policies": POLICIES[2:]},
     ),
     "unwound": ("managed", "unwound", LATE),
+    "lengths": ("managed", "lengths", LATE),
     "by chance": ("managed", "by_chance", LATE),
     "two devices": ("managed", "two_devices", LATE),
     "shared cell": ("managed", "shared_cell", {}),
@@ -141,6 +142,16 @@ def test_programs(children: Any, name: str) -> None:
     seen = children("programs")[name]
     assert seen["managed"] == seen["plain"]
     assert seen["left"] > 0 and seen["over"] == 0
+
+
+def test_lengths_that_change(children: Any) -> None:
+    seen = children("lengths")
+    assert seen.pop("left") == NOTHING
+    plain = seen.pop("plain")
+    for how, run in seen.items():
+        assert run["digest"] == plain and run["refused_kinds"] == 0, how
+        assert run["evictions"] + run["offloads"] > 0, how
+    assert seen["evict"]["trials"] < seen["evict"]["recorded_ops"] / 10  # the budgets before it have tried enough
 
 
 def test_what_adds_in_any_order_has_no_recipe(children: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import nn
 
 import memmgr
 from memmgr.native import pager
+
+from .kernels import replaced
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,18 +37,6 @@ class Unsteady:
         out = out + self._met[seen] if self._met[seen] else out
         self._met[seen] += 1
         return x.copy_(out) if self._in_place else out
-
-
-@contextlib.contextmanager
-def _kernel(op: str, kernel: Step) -> Any:
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there is a kernel already
-        library.impl(op, kernel, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 UNSTEADY: dict[str, tuple[str, Step]] = {
@@ -77,7 +66,7 @@ def test_an_op_that_does_not_reproduce_is_run_once_more_and_never_again(name: st
         assert w.grad is not None
         return w.grad, stats
 
-    with _kernel(op, kernel):
+    with replaced(op, kernel):
         want, _ = train(contextlib.nullcontext())
         assert kernel.again == 0, "the same input comes twice unmanaged, so nothing can be told"
         got, stats = train(memmgr.budget(HUGE_BYTES, policy="torture", quiet=True))
@@ -117,7 +106,7 @@ class Interrupted:
 def test_an_interrupt_in_a_second_run_is_the_users(n: int) -> None:
     """It was taken for a second run that failed: the program went on, and the kind was never run again."""
     kernel = Interrupted()
-    with _kernel("erfinv", kernel), _no_room_beside(n, results=n - 272_000) as (x, native, mm):
+    with replaced("erfinv", kernel), _no_room_beside(n, results=n - 272_000) as (x, native, mm):
         refused = native.stats()["refused_kinds"]
         with pytest.raises(KeyboardInterrupt):
             x.erfinv()
@@ -172,7 +161,7 @@ def test_what_does_not_reproduce_leaves_its_last_result() -> None:
         runs += 1
         return x + runs
 
-    with _no_room_beside(264_000) as (x, native, mm), _kernel("erfinv", unsteady):
+    with _no_room_beside(264_000) as (x, native, mm), replaced("erfinv", unsteady):
         y = x.erfinv()
         native.set_limit(1 << 30)
         assert runs == 2
@@ -194,7 +183,7 @@ def test_gaps_are_seen_whatever_was_in_memory_before(there: int) -> None:
     def fill_free_memory(value: int) -> None:
         torch.full((len(x),), value, dtype=torch.int32)
 
-    with _no_room_beside(266_002 if there == 7 else 268_002) as (x, native, mm), _kernel("erfinv", writes_half):
+    with _no_room_beside(266_002 if there == 7 else 268_002) as (x, native, mm), replaced("erfinv", writes_half):
         trials = native.stats()["trials"]
         fill_free_memory(there)
         y = x.erfinv()
@@ -217,7 +206,7 @@ def test_a_second_run_that_fails_is_made_good(how: type[Exception]) -> None:
             raise how("no")
         return x * 2
 
-    with _no_room_beside(265_000 + how.__name__.count("Memory")) as (x, native, _), _kernel("erfinv", fails_once):
+    with _no_room_beside(265_000 + how.__name__.count("Memory")) as (x, native, _), replaced("erfinv", fails_once):
         y = x.erfinv()
         native.set_limit(1 << 30)
         assert runs == 3
@@ -295,7 +284,7 @@ def test_a_disk_that_gives_other_bytes_ends_the_run(tmp_path: Path, how: str) ->
     """Never a wrong value: the error is raised where the bytes are wanted, again when they are asked for again, and at the end."""
     native = pager.load()
     with (
-        pytest.raises(RuntimeError, match="came back other than they left"),
+        pytest.raises(memmgr.RecomputeError, match="came back other than they left"),
         memmgr.budget("1GB", policy="offload", verify=True, quiet=True, disk=tmp_path),
     ):
         x = torch.randn(100_000)
@@ -374,7 +363,7 @@ def test_what_a_kernel_made_that_is_registered_no_more_is_made_again_by_it() -> 
         weight = nn.Parameter(torch.randn(263, 1013))
         found = []
         for i in range(6):
-            with _kernel("erfc", [torch.tanh, torch.sin][i % 2]) if i % 3 else contextlib.nullcontext():
+            with replaced("erfc", [torch.tanh, torch.sin][i % 2]) if i % 3 else contextlib.nullcontext():
                 y = (weight * (i + 1)).erfc()
                 z = y.exp()
             others = [torch.ones(263, 1013) * k for k in range(8)]
