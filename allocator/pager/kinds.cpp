@@ -88,7 +88,7 @@ uint64_t bytes_of(const Recipe& r) {
 
 bool stands_for_locked(const Family& family, uint64_t bytes) {
   const OpInfo* info = family.kind.info;
-  if (info->adds_in_any_order && info->in_order_unless < 0) return false;  // some use atomics on the CPU, in parallel
+  if (info->adds_in_any_order && info->in_order_unless < 0) return false;  // values say how, beside sizes
   return !family.refused && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
          !budget.options.verify;
 }

@@ -184,6 +184,14 @@ const Names& any_order() {
   return *n;
 }
 
+// Of these, what threads of the CPU race for: where indices repeat the last one wins, or what is added comes in any
+// order. That depends on their values, so that no trial can tell.
+const Names& races_on_cpu() {
+  static const auto* n = new Names{"aten::index_put",         "aten::index_put_", "aten::_index_put_impl_",
+                                   "aten::_unsafe_index_put", "aten::put",        "aten::put_"};
+  return *n;
+}
+
 // Their schemas do not say that they write to `running_mean` and `running_var`: in training, or, where there is no such
 // argument, always.
 const Names& writes_statistics() {
@@ -238,6 +246,7 @@ const std::vector<RawReader>& raw_readers() {
                                  {"rnn_tanh.data", RawReads::kIndices},
                                  {"rnn_relu.data", RawReads::kIndices},
                                  {"_pad_packed_sequence", RawReads::kIndices},
+                                 {"_pack_padded_sequence_backward", RawReads::kIndices},
                                  {"tensor_split.tensor_indices_or_sections", RawReads::kIndices},
                                  {"ctc_loss.Tensor", RawReads::kIndices},
                                  {"_sobol_engine_draw", RawReads::kAll},
@@ -292,6 +301,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   seeded = handle.hasTag(at::Tag::nondeterministic_seeded);
   pointwise = handle.hasTag(at::Tag::pointwise);
   adds_in_any_order = any_order().count(name) > 0;
+  races = races_on_cpu().count(name) > 0;
   uninitialized = pager::uninitialized().count(name) > 0;
   overwriter = overwriters().count(name) > 0;
   fills = fillers().count(name) > 0;

@@ -45,6 +45,7 @@ struct OpInfo {
   bool native = false;             // not torch's, with a kernel of C++: it may keep addresses to itself
   bool keeps = false;              // the same, and it may read what it was given earlier
   bool adds_in_any_order = false;  // on accelerators: any_order()
+  bool races = false;              // on the CPU: races_on_cpu()
   int in_order_unless = -1;        // position of the argument that must be true for that
   int generator = -1;              // position of the generator
   int running_mean = -1, running_var = -1, training = -1;  // hidden writes of batch norm
@@ -56,9 +57,9 @@ struct OpInfo {
   std::atomic<uint64_t> scratch_bytes{0};  // what it allocated lately, at most
 
   explicit OpInfo(const c10::OperatorHandle& handle);
-  // May two runs of this call differ on an accelerator, because threads add in the order in which they come?
-  bool differs_by_chance(const c10::IValue* args) const {
-    if (!adds_in_any_order) return false;
+  // May two runs of this call differ, because threads write in the order in which they come?
+  bool differs_by_chance(const c10::IValue* args, bool on_accelerator) const {
+    if (!adds_in_any_order || !on_accelerator) return races;
     return in_order_unless < 0 || !args[in_order_unless].isBool() || args[in_order_unless].toBool();
   }
   // Does this call of it move running statistics?

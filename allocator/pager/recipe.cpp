@@ -144,7 +144,7 @@ static const void* code_of(const c10::KernelFunction& kernel) {
 }
 
 std::unique_ptr<Recipe> describe(OpInfo* info, c10::DispatchKeySet keys, const c10::IValue* args, size_t n) {
-  if (C10_UNLIKELY(info->differs_by_chance(args)) && queues && !at::globalContext().deterministicAlgorithms())
+  if (C10_UNLIKELY(info->differs_by_chance(args, queues)) && !at::globalContext().deterministicAlgorithms())
     return nullptr;
   std::unique_ptr<Recipe> r(new Recipe);  // make_unique would fill it with zeros first
   r->info = info;

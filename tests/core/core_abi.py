@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes as c
 import importlib.resources
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 UNLIMITED = 2**64 - 1
@@ -16,6 +19,24 @@ RECLAIM_FN = c.CFUNCTYPE(c.c_uint64, c.c_void_p, c.c_uint64, c.c_uint64, c.c_int
 BLOCK_FN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_uint64, c.c_uint64, c.c_int)
 
 FREE, LIVE, HOLE = 0, 1, 2  # the states of a walk
+
+SMALL_LIMIT = 8 * KIB
+
+
+def aligned(size: int) -> int:
+    unit = 64 if size <= SMALL_LIMIT else 512
+    return -(-size // unit) * unit
+
+
+def run_child(body: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `body` with an `arena` of 1 MiB in a fresh interpreter."""
+    prelude = f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import core_abi; core = core_abi.load(); arena = core_abi.Arena(core, 2**20)
+    """
+    source = textwrap.dedent(prelude) + textwrap.dedent(body)
+    variables = os.environ | {"MEMMGR_CORE_LIB": str(library_path())} | environment
+    return subprocess.run([sys.executable, "-c", source], env=variables, capture_output=True, text=True, timeout=60)
 
 
 class ArenaStats(c.Structure):

@@ -42,6 +42,27 @@ def test_torchs_own_composites_that_read_an_address(kind: Any, policy: str, beyo
     assert mm.stats()["offloads"] > 3
 
 
+@pytest.mark.parametrize("policy", ["offload", "torture"])
+def test_the_gradient_of_a_packed_sequence(policy: str, beyond: Callable[[str], int]) -> None:
+    """Its loop reads the batch sizes by address, too."""
+
+    def run() -> list[float]:
+        torch.manual_seed(0)
+        x = torch.randn(900, 3, 8, requires_grad=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([900, 600, 300]))
+        squares = packed.data.square()
+        held = [torch.randn(256, 64) for _ in range(4)]
+        squares.sum().backward()
+        assert x.grad is not None
+        return [*x.grad[::50].flatten().tolist(), *(h.sum().item() for h in held)]
+
+    want = run()
+    limit = beyond("430kB") if policy == "offload" else "1GB"
+    with memmgr.budget(limit, policy=policy, quiet=True) as mm:
+        assert run() == want
+    assert mm.stats()["offloads"] > 3
+
+
 def test_indices_and_lengths_that_are_away() -> None:
     x, logits = torch.randn(300, 4), torch.randn(12, 2, 5).log_softmax(-1)
     targets, lengths = torch.tensor([[1, 2, 3], [2, 3, 1]]), (torch.tensor([12, 12]), torch.tensor([3, 3]))

@@ -377,3 +377,30 @@ def test_what_a_kernel_made_that_is_registered_no_more_is_made_again_by_it() -> 
     with memmgr.budget("14MB", policy="torture", quiet=True) as mm:
         assert trained() == plain
     assert mm.stats()["recomputes"] > 0
+
+
+@pytest.mark.parametrize("name", ["index_put", "put", "index_put_"])
+def test_what_threads_race_for_is_not_made_again(name: str) -> None:
+    """A trial whose indices do not repeat says nothing of the next call, whose indices do."""
+    n = 50_000
+
+    def act(x: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if name == "put":
+            return x.put(where, values, accumulate=True)
+        x = x * 1 if name.endswith("_") else x
+        return getattr(x, name)((where,), values, accumulate=True)
+
+    native = pager.load()
+    with memmgr.budget("1GB", policy="evict", disk=False, quiet=True):
+        x, values = torch.randn(n), torch.randn(n)
+        act(x, torch.arange(n), values)
+        y = act(x, torch.randint(0, 50, (n,)), values)
+        want = y.tolist()
+        assert native.take_away(y, 0) == 0 and y.tolist() == want
+        torch.use_deterministic_algorithms(True)
+        try:
+            y = act(x, torch.randint(0, 50, (n,)), values)
+            want = y.tolist()
+            assert native.take_away(y, 0) == y.nbytes and y.tolist() == want
+        finally:
+            torch.use_deterministic_algorithms(False)
