@@ -1,7 +1,6 @@
 #include "kinds.h"
 
 #include <algorithm>
-#include <array>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -19,25 +18,18 @@ struct Family {
   double seconds = 0, read_bytes = 0;     // of all that were tried
   uint32_t tried = 0;                     // kinds of it that gave the same bytes again
   uint64_t least = UINT64_MAX, most = 0;  // bytes that these were given
-  bool refused = false;                   // one did not, or leaves bytes of its results alone
-  Kind kind;                              // stands for those that are not tried
+  // Stands for those that are not tried; refused once one did not, or leaves bytes of its results alone.
+  Kind kind;
 };
 
 namespace {
 
 constexpr uint32_t kTriedEnough = 32;  // of one program that does not change hardly a family has as many
-constexpr uint32_t kSeenOften = 16;    // a kind that comes back is tried itself
-
-struct Sighting {
-  uint64_t hash = 0;
-  uint32_t times = 0;
-};
 
 struct Kinds {
   std::mutex& lock = taken_by_forks(new std::mutex);
   std::unordered_map<uint64_t, Kind*> all;  // they live as long as the process: recipes point at them
   std::unordered_map<uint64_t, Family*> families;
-  std::array<Sighting, 4096> sightings;  // of kinds that a family stands for
 };
 
 Kinds& kinds() {
@@ -89,14 +81,8 @@ uint64_t bytes_of(const Recipe& r) {
 bool stands_for_locked(const Family& family, uint64_t bytes) {
   const OpInfo* info = family.kind.info;
   if (info->adds_in_any_order && info->in_order_unless < 0) return false;  // values say how, beside sizes
-  return !family.refused && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
+  return family.kind.trusted() && family.tried >= kTriedEnough && family.least <= bytes && bytes <= family.most &&
          !budget.options.verify;
-}
-
-bool is_seen_often_locked(Kinds& known, uint64_t hash) {
-  Sighting& s = known.sightings[hash % known.sightings.size()];
-  if (s.hash != hash) s = {hash, 0};
-  return ++s.times > kSeenOften;
 }
 
 }  // namespace
@@ -108,7 +94,9 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
   };
   static thread_local Entry recent[1024];
   Entry& e = recent[hash % 1024];
-  if (e.kind && e.hash == hash && e.kind->info == recipe.info) return e.kind;
+  // A family's kind that is none any more is looked up again.
+  const auto holds = [](const Kind* k) { return !k->of_family || (k->trusted() && !budget.options.verify); };
+  if (e.kind && e.hash == hash && e.kind->info == recipe.info && C10_LIKELY(holds(e.kind))) return e.kind;
   Kinds& known = kinds();
   std::lock_guard<std::mutex> lock(known.lock);
   const auto found = known.all.find(hash);
@@ -125,10 +113,14 @@ Kind* kind_of(uint64_t hash, const Recipe& recipe, const c10::KernelFunction& ke
     family = new Family;
     begin(&family->kind);
     family->kind.trust = Trust::kFamily;
+    family->kind.of_family = true;
     family->kind.family = family;
   }
   const uint64_t bytes = bytes_of(recipe);
-  if (stands_for_locked(*family, bytes) && !is_seen_often_locked(known, hash)) return &family->kind;
+  if (stands_for_locked(*family, bytes)) {
+    e = {hash, &family->kind};
+    return e.kind;
+  }
   Kind* kind = known.all[hash] = new Kind;
   begin(kind);
   kind->family = family;
@@ -142,7 +134,7 @@ void end_trial(Kind* kind, bool same) {
   kind->trust.store(same ? Trust::kYes : Trust::kNo);
   if (!same) counters.refused_kinds++;
   Family& family = *kind->family;
-  family.refused |= !same || kind->clears.load();
+  if (!same || kind->clears.load()) family.kind.trust = Trust::kNo;
   if (!same) return;
   family.tried++;
   family.seconds += std::max(0.0, kind->seconds.load(std::memory_order_relaxed));
@@ -159,7 +151,7 @@ void refuse_families_locked(const Recipe* recipe) {
     const Recipe* r = open.back();
     open.pop_back();
     if (!r || !r->checked || !seen.insert(r).second) continue;
-    if (r->kind->trust.load() == Trust::kFamily) r->kind->family->refused = true;
+    if (r->kind->of_family) r->kind->trust = Trust::kNo;
     for (const TensorArg& a : r->tensors)
       if (a.version) open.push_back(a.version->recipe);
   }

@@ -34,6 +34,7 @@ struct Kind {
   std::atomic<double> seconds{-1};       // of one run; -1: not measured
   std::atomic<uint64_t> bits_bytes{0};   // of a result as a bit for each element; 0: one had more than two values
   Family* family = nullptr;
+  bool of_family = false;   // all of it that is not tried
   uint64_t read_bytes = 0;  // of all tensors that it is given
 
   bool trusted() const {

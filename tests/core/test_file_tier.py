@@ -13,8 +13,7 @@ import time
 
 import core_abi
 import pytest
-from core_abi import KIB, MIB
-from test_arena import run_child
+from core_abi import KIB, MIB, run_child
 
 
 class Bytes:

@@ -89,7 +89,7 @@ def test_what_the_system_refuses_in_part_leaves_nothing_in_memory(core):
     """Some pages had been moved there when the rest was refused: nobody counts those, so they must go."""
     done = run_child("""
         import ctypes, resource
-        from test_arena import KIB, MIB, fragment, resident_bytes
+        from test_pages import KIB, MIB, fragment, resident_bytes
         budget = 16 * MIB
         arena = core_abi.Arena(core, budget)
         start = arena.alloc(64 * KIB)
@@ -304,7 +304,7 @@ def test_a_refused_move_leaves_no_hole_in_the_range(core):
     done = run_child("""
         import resource
         from pathlib import Path
-        from test_arena import KIB, MIB, fragment
+        from test_pages import KIB, MIB, fragment
         arena = core_abi.Arena(core, 16 * MIB)
         start = fragment(arena, 12 * MIB)[0] - 64 * KIB
         data = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))

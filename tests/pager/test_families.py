@@ -17,7 +17,6 @@ from memmgr.native import pager
 from .kernels import replaced
 
 ENOUGH = 32  # kinds of a family that are tried (kinds.cpp: kTriedEnough)
-OFTEN = 16  # times that one is seen before it is tried itself (kinds.cpp: kSeenOften)
 LENGTHS = range(20_000, 22_000)
 
 
@@ -81,13 +80,6 @@ def test_what_they_do_not_vouch_for_is_tried(missing: str) -> None:
         assert _runs_of(run, made) == 2
         if missing == "a longer one":
             assert _runs_of(run, lambda: torch.ones(LENGTHS[-1] + 1).erfinv()) == 1
-
-
-def test_a_kind_that_comes_back_is_tried_itself() -> None:
-    run = Counted()
-    with _family(run):
-        runs = [_runs_of(run, lambda: torch.ones(LENGTHS[600]).erfinv()) for _ in range(OFTEN + 3)]
-        assert runs == [1] * OFTEN + [2, 1, 1]
 
 
 def test_a_number_that_changes_in_every_step() -> None:

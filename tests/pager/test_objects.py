@@ -116,7 +116,7 @@ def test_what_is_found_is_of_the_types_asked_for() -> None:
 def test_a_trial_holds_nothing_when_it_is_over() -> None:
     """What it read is the program's alone again when the op returns, not when some thread gets to it: else the bytes of what
     ends then stay, and the budget is spent for nothing."""
-    with memmgr.budget("1GB", quiet=True):
+    with memmgr.budget("1GB", quiet=True, verify=True):  # each is tried, whoever vouches for it
         native = pager.load()
         holders = set()
         for i in range(300):  # each a kind of its own
