@@ -259,6 +259,11 @@ const std::vector<RawReader>& raw_readers() {
   return *readers;
 }
 
+static bool is_torchs(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name.starts_with("aten::") || name.starts_with("prims::");
+}
+
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!handle.hasSchema()) {
     kind = OpClass::kForeign;
@@ -267,7 +272,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   const auto& schema = handle.schema();
   const std::string& name = schema.name();
   const std::string space = name.substr(0, name.find("::"));
-  const bool replayable_space = space == "aten" || space == "prims";
+  torchs = is_torchs(handle);
   arguments = schema.arguments().size();
   returns = schema.returns().size();
   bool all_aliases = true, any_tensor = false;
@@ -332,7 +337,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
     kind = OpClass::kComposite;
     return;
   }
-  if (!replayable_space) {
+  if (!torchs) {
     // torch's own, but not an op of tensors alone: what it calls is paged, what it declares is believed.
     kind = OpClass::kForeign;
     return;
@@ -366,22 +371,42 @@ bool runs_above_the_kernel(const c10::OperatorHandle& op) {
   return false;
 }
 
+namespace {
+
+// Ops that have ended so far. A handle is an address, and another op may begin where one has ended: a library of
+// Python's, a function of a notebook's that is defined again.
+std::atomic<uint32_t> ended_ops{0};
+
+struct CountsEnds : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { ended_ops++; }  // under the dispatcher's lock
+};
+
+}  // namespace
+
 OpInfo* info_of(const c10::OperatorHandle& op) {
   // A few hundred ops are in use: two levels, the first without a lock.
   struct Entry {
     size_t hash = 0;
     OpInfo* info = nullptr;
+    uint32_t ended = 0;
   };
   static thread_local Entry recent[1024];
   const size_t hash = std::hash<c10::OperatorHandle>()(op);
   Entry& e = recent[(hash >> 6) % 1024];
-  if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op)) return e.info;
+  const uint32_t ended = ended_ops.load(std::memory_order_relaxed);
+  if (C10_LIKELY(e.info && e.hash == hash && e.info->op == op && e.ended == ended)) return e.info;
   static auto& lock = taken_by_forks(new std::mutex);
-  static auto* all = new std::unordered_map<c10::OperatorHandle, OpInfo*>;
+  static auto* all = new std::unordered_map<c10::OperatorHandle, std::pair<OpInfo*, uint32_t>>;
+  static auto* listening = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountsEnds>()));
+  (void)listening;
   std::lock_guard<std::mutex> held(lock);
-  OpInfo*& info = (*all)[op];
-  if (!info) info = new OpInfo(op);
-  e = {hash, info};
+  auto& [info, then] = (*all)[op];
+  // Torch's own stay; their kinds have earned trust.
+  if (!info || (then != ended && !(info->torchs && is_torchs(op)))) info = new OpInfo(op);
+  then = ended;
+  e = {hash, info, ended};
   return info;
 }
 

@@ -29,6 +29,7 @@ const std::vector<RawReader>& raw_readers();
 struct OpInfo {
   c10::OperatorHandle op;
   OpClass kind = OpClass::kOrdinary;
+  bool torchs = false;         // aten or prims
   bool recordable = false;     // aten or prims, functional or with one declared write, nothing hidden
   bool seeded = false;         // draws random numbers
   bool uninitialized = false;  // its outputs are memory that nobody has written

@@ -145,6 +145,41 @@ def test_an_op_reads_what_it_has_kept_after_a_step_that_waits(extension: Any, pa
         del region
 
 
+ENDED = """
+import gc, importlib.util, sys, torch, memmgr
+from memmgr.native import pager
+
+with memmgr.budget("1GB", quiet=True):
+    libraries = [torch.library.Library(f"ended{i}", "DEF") for i in range(40)]
+    for i, library in enumerate(libraries):
+        library.define("op(Tensor t, bool keep) -> Tensor")
+        library.impl("op", lambda t, keep: t.clone(), "CPU")
+        getattr(torch.ops, f"ended{i}").op(torch.randn(50_000), True)
+    for library in libraries:
+        library._destroy()
+    del library
+    libraries.clear()
+    gc.collect()
+spec = importlib.util.spec_from_file_location("memmgr_test_extension", sys.argv[1])
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+op = torch.ops.memmgr_test.sum_of_kept
+with memmgr.budget("1GB", quiet=True):
+    t, x = torch.zeros(1000), torch.zeros(4)
+    op(t, True)
+    assert pager.load().add_pending(lambda data=t.data: data.fill_(1), [t.data])
+    assert op(x, False).item() == 1000
+"""
+
+
+def test_an_op_is_not_taken_for_one_that_has_ended(library: Path, tmp_path: Path) -> None:
+    """Its handle may have the other's address, and was then believed to be Python's, which keeps no addresses. Where torch
+    puts a new op is malloc's choice: of a script in a file it was where one had ended."""
+    script = tmp_path / "ended.py"
+    script.write_text(ENDED)
+    done = subprocess.run([sys.executable, str(script), str(library)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_pin_outside_of_a_budget_is_nothing() -> None:
     with memmgr.pin(torch.ones(N)):
         pass
