@@ -261,7 +261,7 @@ const std::vector<RawReader>& raw_readers() {
 
 static bool is_torchs(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
-  return name.starts_with("aten::") || name.starts_with("prims::");
+  return name.rfind("aten::", 0) == 0 || name.rfind("prims::", 0) == 0;
 }
 
 OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
