@@ -69,7 +69,7 @@ def _held() -> int:
     return sum(sizes.values())
 
 
-_before: tuple[str, int] = ("", 0)  # the last file, and what was held when it began
+_before: tuple[str, int, int] = ("", 0, 0)  # the last file, what was held and how many tests had failed when it began
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,9 +77,10 @@ def _nothing_stays(request: pytest.FixtureRequest) -> None:
     """What a file leaves behind, the budgets of later files count, and their floors do not. Seen when the next file begins:
     until then pytest itself holds the last test's arguments."""
     global _before
-    (file, before), held = _before, _held()
-    _before = (request.node.nodeid, held)
-    assert held - before < 64 << 10, f"{held - before:,} bytes of tensors outlive the tests of {file}"
+    (file, before, failed), held = _before, _held()
+    _before = (request.node.nodeid, held, request.session.testsfailed)
+    if failed == request.session.testsfailed:  # a failed test's traceback holds its tensors
+        assert held - before < 64 << 10, f"{held - before:,} bytes of tensors outlive the tests of {file}"
     # What is imported by now lives for good. Half a million objects that no collection looks at any more.
     gc.freeze()
 
