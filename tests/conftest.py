@@ -38,6 +38,14 @@ def _nobody_trains_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_threads, "_BEHIND", 0)
 
 
+@pytest.fixture(autouse=True)
+def _stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other files have imported is frozen (`_nothing_stays`), and each budget would look through it again."""
+    from memmgr.runtime import pager
+
+    monkeypatch.setattr(pager, "_thaw", lambda: None)
+
+
 @pytest.fixture
 def large_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold that users have."""

@@ -2,10 +2,13 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <dlfcn.h>
 #include <link.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
@@ -68,12 +71,24 @@ void ForeignScope::keep(const c10::IValue& view) {
   unpin(c);
 }
 
+ForeignCall::ForeignCall() {
+  finish_all_pending(true);
+  ++tl_readers;
+}
+
+ForeignCall::~ForeignCall() { --tl_readers; }
+
+void ForeignCall::begin() {
+  frame.pin_all();
+  frame.begin_writes();
+}
+
 // ---- functions of extension modules ----
 
 namespace {
 
 struct Guarded {
-  PyObject* function;  // counted
+  PyObject* function;  // a weak reference: some are made while a program runs
   PyCFunction original;
 };
 
@@ -83,16 +98,35 @@ std::unordered_map<PyObject*, Guarded>& guarded_functions() {
   return *g;
 }
 
-void collect(PyObject* o, int depth, std::vector<StoragePtr>* found) {
-  if (StoragePtr s = THPVariable_Check(o) ? storage_of(o) : StoragePtr()) {
-    found->push_back(std::move(s));
-  } else if (depth < 8 && (PyTuple_Check(o) || PyList_Check(o))) {
+THPObjectPtr alive(const Guarded& g) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* function = nullptr;
+  PyWeakref_GetRef(g.function, &function);
+  return THPObjectPtr(function);
+#else
+  PyObject* function = PyWeakref_GetObject(g.function);
+  return THPObjectPtr(function == Py_None ? nullptr : Py_NewRef(function));
+#endif
+}
+
+// Each object in these containers.
+template <class Visit>
+void for_each_in(PyObject* o, const Visit& visit, int depth = 0) {
+  if (depth < 8 && (PyTuple_Check(o) || PyList_Check(o))) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(o); ++i)
-      collect(PySequence_Fast_GET_ITEM(o, i), depth + 1, found);
+      for_each_in(PySequence_Fast_GET_ITEM(o, i), visit, depth + 1);
   } else if (depth < 8 && PyDict_Check(o)) {
     PyObject *key, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(o, &at, &key, &value);) collect(value, depth + 1, found);
+    for (Py_ssize_t at = 0; PyDict_Next(o, &at, &key, &value);) for_each_in(value, visit, depth + 1);
+  } else {
+    visit(o);
   }
+}
+
+void collect(PyObject* in, std::vector<StoragePtr>* found) {
+  for_each_in(in, [&](PyObject* o) {
+    if (StoragePtr s = THPVariable_Check(o) ? storage_of(o) : StoragePtr()) found->push_back(std::move(s));
+  });
 }
 
 // Calls `call` with these in memory, pinned and counted as written.
@@ -108,6 +142,7 @@ PyObject* call_with(std::vector<StoragePtr> storages, Call&& call) {
     ForeignScope scope;
     result = call();
   }
+  if (result) for_each_in(result, [](PyObject* o) { guard_function(o); });
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   Py_DECREF(pin);
@@ -135,8 +170,8 @@ PyObject* call_with_tuple(PyObject* self, PyObject* args, PyObject* kwargs) {
   return call_guarded(
       self,
       [&](auto* found) {
-        collect(args, 0, found);
-        if (kwargs) collect(kwargs, 0, found);
+        collect(args, found);
+        if (kwargs) collect(kwargs, found);
       },
       [&](void* original) { return reinterpret_cast<PyCFunctionWithKeywords>(original)(self, args, kwargs); });
 }
@@ -146,12 +181,28 @@ PyObject* call_with_array(PyObject* self, PyObject* const* args, Py_ssize_t n, P
       self,
       [&](auto* found) {
         const Py_ssize_t all = n + (names ? PyTuple_GET_SIZE(names) : 0);
-        for (Py_ssize_t i = 0; i < all; ++i) collect(args[i], 0, found);
+        for (Py_ssize_t i = 0; i < all; ++i) collect(args[i], found);
       },
       [&](void* original) {
         using Function = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
         return reinterpret_cast<Function>(original)(self, args, n, names);
       });
+}
+
+// Whoever makes functions all the time does not fill the memory with what they were.
+void forget_ended() {
+  static size_t enough = 1024;
+  auto& all = guarded_functions();
+  if (all.size() < enough) return;
+  for (auto it = all.begin(); it != all.end();) {
+    if (alive(it->second)) {
+      ++it;
+    } else {
+      Py_DECREF(it->second.function);
+      it = all.erase(it);
+    }
+  }
+  enough = 2 * std::max<size_t>(all.size(), 512);
 }
 
 template <class F>
@@ -161,7 +212,7 @@ PyCFunction erased(F* f) {
 
 }  // namespace
 
-bool guard_function(PyObject* function) {
+bool guard_function(PyObject* function, const std::unordered_set<std::string>* libraries) {
   if (!PyCFunction_CheckExact(function)) return false;
   PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
   PyObject* self = PyCFunction_GET_SELF(function);
@@ -175,17 +226,27 @@ bool guard_function(PyObject* function) {
   else
     return false;
   if (def->ml_meth == guarded) return false;
-  Py_INCREF(function);
-  guarded_functions()[self] = {function, def->ml_meth};
+  Dl_info where;  // pybind11 is a part of each library that uses it
+  if (libraries && !(dladdr(reinterpret_cast<void*>(def->ml_meth), &where) && libraries->count(where.dli_fname)))
+    return false;
+  PyObject* weak = PyWeakref_NewRef(function, nullptr);
+  if (!weak) {
+    PyErr_Clear();
+    return false;
+  }
+  Guarded& g = guarded_functions()[self];
+  Py_XDECREF(g.function);  // of one that has ended, and whose address this one has
+  g = {weak, def->ml_meth};
   def->ml_meth = guarded;
+  forget_ended();
   return true;
 }
 
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs) {
   std::vector<StoragePtr> storages;
   if (budget.open.load()) {
-    collect(args, 0, &storages);
-    collect(kwargs, 0, &storages);
+    collect(args, &storages);
+    collect(kwargs, &storages);
   }
   return call_with(std::move(storages), [&] { return PyObject_Call(function, args, kwargs); });
 }
@@ -193,8 +254,11 @@ PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs) {
 void unguard_functions() {
   std::unordered_map<PyObject*, Guarded> all;
   all.swap(guarded_functions());
-  for (auto& [self, g] : all) reinterpret_cast<PyCFunctionObject*>(g.function)->m_ml->ml_meth = g.original;
-  for (auto& [self, g] : all) Py_DECREF(g.function);
+  for (auto& [self, g] : all) {
+    if (THPObjectPtr function = alive(g))
+      reinterpret_cast<PyCFunctionObject*>(function.get())->m_ml->ml_meth = g.original;
+    Py_DECREF(g.function);
+  }
 }
 
 // ---- what runs above the kernel ----
@@ -207,13 +271,6 @@ namespace {
 // How every CppNode<T> begins.
 struct CustomNode : torch::autograd::Node {
   torch::autograd::AutogradContext context;
-};
-
-struct ForeignCall final : at::ObserverContext {
-  ForeignCall() { ++tl_readers; }
-  ~ForeignCall() override { --tl_readers; }
-  Frame frame;
-  ForeignScope scope;
 };
 
 std::unordered_set<c10::OperatorName>& shown_ops() {
@@ -232,7 +289,6 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
     const auto name = fn.operator_name();
     if (!name || !shown_ops().count(*name)) return nullptr;
   }
-  finish_all_pending(true);
   auto call = std::make_unique<ForeignCall>();
   for (const c10::IValue& v : fn.inputs()) call->frame.value(v, true);
   if (saved)
@@ -240,8 +296,7 @@ std::unique_ptr<at::ObserverContext> foreign_call_begins(const at::RecordFunctio
       const at::Tensor& t = v.*private_member(DataOfSaved());
       if (t.defined()) call->frame.tensor(t.unsafeGetTensorImpl(), true);
     }
-  call->frame.pin_all();
-  call->frame.begin_writes();
+  call->begin();
   return call;
 }
 

@@ -1,6 +1,7 @@
 // C++ that is not torch's: it takes addresses and then allocates, or writes, without an op (rules 3, 4 and 9).
 #pragma once
 
+#include <ATen/record_function.h>
 #include <Python.h>
 
 #include <string>
@@ -31,9 +32,21 @@ class ForeignScope {
 
 extern thread_local ForeignScope* tl_foreign;
 
-// A function of an extension module that was bound by pybind11: from here on its tensors are resident and pinned while
-// it runs, and count as written. True: it is one, and was not guarded yet. The GIL is held.
-bool guard_function(PyObject* function);
+// Foreign code runs while one lives. What is put into its frame before it begins is in memory, pinned, and counts as
+// written.
+struct ForeignCall final : at::ObserverContext {
+  ForeignCall();
+  ~ForeignCall() override;
+  void begin();
+
+  Frame frame;
+  ForeignScope scope;
+};
+
+// A function that was bound by pybind11, in one of these libraries if any is named: from here on its tensors are
+// resident and pinned while it runs, and count as written; what functions it returns are guarded, too. True: it is one,
+// and was not guarded yet. The GIL is held.
+bool guard_function(PyObject* function, const std::unordered_set<std::string>* libraries = nullptr);
 void unguard_functions();
 // Calls it with the same care; the GIL is held.
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);

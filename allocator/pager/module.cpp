@@ -23,6 +23,7 @@
 #include "frame.h"
 #include "gradients.h"
 #include "hold.h"
+#include "hooks.h"
 #include "kernel.h"
 #include "module_plans.h"
 #include "module_ranking.h"
@@ -286,6 +287,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
     const at::Tensor& t = THPVariable_Unpack(o);
     add(t);
     if (gradients && t.defined() && t.is_leaf()) add(t.grad());
+    if (gradients && t.defined()) guard_hooks_of(t);
   }
   for (WeakStorage& w : former_cells())
     if (StoragePtr s = w.lock())
@@ -424,5 +426,6 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__pager() {
        PyModule_AddFunctions(module, figure_methods) < 0 || PyModule_AddFunctions(module, gradient_methods) < 0 ||
        PyModule_AddFunctions(module, observe_methods) < 0 || PyModule_AddFunctions(module, pool_methods) < 0))
     Py_CLEAR(module);
+  if (module) guard_new_hooks();
   return module;
 }

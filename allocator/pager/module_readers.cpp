@@ -272,7 +272,21 @@ PyObject* py_note_profiler(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_guard(PyObject*, PyObject* function) { return PyBool_FromLong(guard_function(function)); }
+PyObject* py_guard(PyObject*, PyObject* args) {
+  PyObject *functions, *libraries;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &functions, &PyList_Type, &libraries)) return nullptr;
+  std::unordered_set<std::string> names;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(libraries); ++i) {
+    PyObject* name = PyUnicode_EncodeFSDefault(PyList_GET_ITEM(libraries, i));
+    if (!name) return nullptr;
+    names.insert(PyBytes_AS_STRING(name));
+    Py_DECREF(name);
+  }
+  long found = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(functions); ++i)
+    found += guard_function(PyList_GET_ITEM(functions, i), &names);
+  return PyLong_FromLong(found);
+}
 
 PyObject* py_unguard_all(PyObject*, PyObject*) {
   unguard_functions();
@@ -344,7 +358,8 @@ PyMethodDef reader_methods[] = {
     {"moves_gradients", py_moves_gradients, METH_O, "will it make its buckets anew and copy gradients into them?"},
     {"call_foreign", py_call_foreign, METH_VARARGS, "call_foreign(function, args, kwargs): C++ that is not torch's"},
     {"note_profiler", py_note_profiler, METH_O, "a profiler asks for addresses from here on (True), or not any more"},
-    {"guard", py_guard, METH_O, "guard(function) -> is it one that pybind11 bound, and not guarded yet?"},
+    {"guard", py_guard, METH_VARARGS,
+     "guard(functions, libraries) -> how many of them pybind11 has bound in these, and nobody guarded yet"},
     {"unguard_all", py_unguard_all, METH_NOARGS, "functions of extensions are as they were, and nobody watches"},
     {"watch_foreign_calls", py_watch_foreign, METH_NOARGS, "ops and autograd functions of extensions are watched"},
     {"libraries_that_use_torch", py_libraries, METH_NOARGS, "paths of the loaded libraries that name c10's symbols"},

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
 #include <array>
@@ -290,23 +291,41 @@ PyObject* py_memory_map(PyObject*, PyObject* o) {
   return list ? Py_BuildValue("(KN)", static_cast<unsigned long long>(span), list) : nullptr;
 }
 
-// objects_of(types) -> the objects of these types, or of subtypes, that the garbage collector knows. The list of all of
-// them comes and goes without a bytecode in between: another thread would find references that are not its own.
+struct Search {
+  PyObject* types;
+  std::vector<THPObjectPtr> found;
+
+  void look_at(PyObject* o) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i)
+      if (PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(types, i)))) {
+        found.emplace_back(Py_NewRef(o));
+        return;
+      }
+  }
+};
+
+// objects_of(types) -> the objects of these types, or of subtypes, that the garbage collector knows. All that it knows
+// comes and goes without a bytecode in between: another thread would find references that are not its own.
 PyObject* py_objects_of(PyObject*, PyObject* types) {
   if (!PyTuple_Check(types)) return PyErr_Format(PyExc_TypeError, "objects_of() takes a tuple of types");
-  PyObject* gc = PyImport_ImportModule("gc");
-  PyObject* all = gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr;
-  Py_XDECREF(gc);
-  PyObject* found = all ? PyList_New(0) : nullptr;
-  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(all); ++i) {
-    PyObject* o = PyList_GET_ITEM(all, i);
-    bool wanted = false;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(types); ++k)
-      wanted |= PyType_IsSubtype(Py_TYPE(o), reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(types, k))) != 0;
-    if (wanted && PyList_Append(found, o) < 0) Py_CLEAR(found);
-  }
-  Py_XDECREF(all);
-  return found;
+  Search search{types, {}};
+#if PY_VERSION_HEX >= 0x030C0000
+  PyUnstable_GC_VisitObjects(
+      [](PyObject* o, void* found) {
+        static_cast<Search*>(found)->look_at(o);
+        return 1;  // go on
+      },
+      &search);
+#else
+  THPObjectPtr gc(PyImport_ImportModule("gc"));
+  THPObjectPtr all(gc ? PyObject_CallMethod(gc, "get_objects", nullptr) : nullptr);
+  if (!all) return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all.get()); ++i) search.look_at(PyList_GET_ITEM(all.get(), i));
+#endif
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
+  for (size_t i = 0; list && i < search.found.size(); ++i)
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
+  return list;
 }
 
 PyObject* py_storage_info(PyObject*, PyObject* o) {

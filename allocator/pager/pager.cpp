@@ -15,6 +15,7 @@
 #include "frame.cpp"
 #include "gradients.cpp"
 #include "hold.cpp"
+#include "hooks.cpp"
 #include "kernel.cpp"
 #include "kinds.cpp"
 #include "list_ops.cpp"

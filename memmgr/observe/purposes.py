@@ -16,6 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memmgr._stock import model_states, size_of
 
+from .states import STATES
+
+OWNERS = (torch.nn.Module, torch.optim.Optimizer)
+
 
 class Purpose(enum.IntEnum):
     """The values are those of `allocator/pager/cell.h`."""
@@ -32,6 +36,7 @@ class Native(Protocol):
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
     def set_purpose(self, tensors: list[torch.Tensor], purpose: int) -> None: ...
     def arena_stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, int]: ...
 
 
 class Backwards(Protocol):
@@ -47,8 +52,9 @@ class Purposes:
         kept_bytes: the most of gradients that one backward found as an earlier one had left them but for what was written
             in between: they were set to zero, and not to None.
 
-    Known limitations: models and optimizers are looked for at passes 1, 2, 4, 8 ... once memory has been short, when the
-    budget closes, and when a reader of the telemetry asks: what is made in between counts as other until then. Gradients are
+    Known limitations: models and optimizers are looked for when the budget opens, at passes 1, 2, 4, 8 ... once memory has
+    been short, when it closes and holds a hundredth more than they explain, and when a reader of the telemetry asks: what is
+    made in between counts as other until then. Gradients are
     known where their backward ends, and where one thread trains; one that an earlier end has found no parameter for is other.
     """
 
@@ -59,6 +65,7 @@ class Purposes:
         self._owners: list[weakref.ref[Any]] = []
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
+        self._unknown = 0
         self.kept_bytes = 0
 
     def ended_pass(self, count: int) -> None:
@@ -92,12 +99,29 @@ class Purposes:
     def look(self) -> None:
         """Finds models and optimizers. In any thread."""
         # One look for both: the garbage collector hands out all that it knows, half a million objects in some processes.
-        owners = self._native.objects_of((torch.nn.Module, torch.optim.Optimizer))
+        self.know(self._native.objects_of(OWNERS))
+
+    def look_for_new(self) -> None:
+        """Finds them where more has come to stay since than they explain: a loop that opens a budget for every batch does not
+        pay for a look at each end, too."""
+        unknown, known = self._held()
+        if unknown - self._unknown > known // 100:
+            self.look()
+
+    def know(self, owners: list[Any]) -> None:
+        """These are the process's models and optimizers."""
         optimizers = [owner for owner in owners if issubclass(type(owner), torch.optim.Optimizer)]
         states = [tensor for _, _, tensor in model_states((), optimizers)]
         self._owners = [weakref.ref(owner) for owner in owners]
         self._native.set_purpose([part for tensor in states for part in plain(tensor)], Purpose.OPTIMIZER_STATE)
         self._native.set_purpose([part for p in parameters_of(owners) for part in plain(p)], Purpose.PARAMETER)
+        self._unknown, _ = self._held()
+
+    def _held(self) -> tuple[int, int]:
+        """Bytes, in memory or below, that nobody is known to hold, and of all."""
+        now = self._native.stats()
+        held = now["resident_bytes.current"] + now["offloaded_now_bytes"]
+        return held - sum(now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATES), held
 
 
 def parameters_of(owners: Iterable[Any]) -> list[torch.Tensor]:

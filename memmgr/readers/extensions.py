@@ -6,7 +6,7 @@ import functools
 import importlib.machinery
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ class Extensions:
     is called from; methods of TorchBind classes; ops and autograd functions that run above the pager's kernel. What
     `torch._inductor.aoti_load_package` loads is as foreign, though torch itself has bound it.
 
-    Known limitations: functions that were bound otherwise (the C API, Cython, nanobind) are not found. Tensors that C++ has
-    kept from an earlier call are not among the arguments: `memmgr.pin` keeps them in memory.
+    Known limitations: functions that were bound otherwise (the C API, Cython, nanobind) are not found, nor is one that a
+    pybind11 function hands out inside of an object, until the next budget opens. Tensors that C++ has kept from an earlier
+    call are not among the arguments: `memmgr.pin` keeps them in memory.
     """
 
     def __init__(self, pager: Pager, patches: Patches) -> None:
@@ -38,13 +39,12 @@ class Extensions:
         self._patches.wrap(torch._ops._Ops, "load_library", self._loaded)
         for owner in ("ScriptMethod", "ScriptClass"):
             self._patches.wrap(getattr(torch._C, owner), "__call__", self._torchbind)
-        # Not those of sys.modules alone: torch's own loader of extensions puts nothing there.
-        self._guard([module for module in self._pager.objects_of((types.ModuleType,)) if _file(module)])
-        if any(not path.startswith(_TORCH) for path in self._users()):
-            self._pager.watch_foreign_calls()  # libraries of ops have no module
-        for kind in [kind for kind in vars(torch._C._aoti).values() if isinstance(kind, type)]:
-            for function in _functions(kind, kind.__module__, set()):
-                self._pager.guard(function)
+        libraries = self._pager.libraries_that_use_torch()
+        if users := self._users_among(libraries):
+            self._guard(users)
+        kinds = [kind for kind in vars(torch._C._aoti).values() if isinstance(kind, type)]
+        functions = [getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()]
+        self._pager.guard(functions, libraries)
 
     def remove(self) -> None:
         self._pager.unguard_all()
@@ -53,7 +53,11 @@ class Extensions:
         @functools.wraps(original)
         def exec_module(loader: Any, module: types.ModuleType) -> None:
             original(loader, module)
-            self._guard([module])
+            file = vars(module).get("__file__")
+            if isinstance(file, str) and file.endswith(_SUFFIXES):
+                users = self._users_among(self._pager.libraries_that_use_torch())
+                if _real(file) in map(_real, users):
+                    self._guard(users)
 
         return exec_module
 
@@ -79,41 +83,15 @@ class Extensions:
 
         return call
 
-    def _users(self) -> set[str]:
-        """The files of the loaded libraries that use torch's, but for the pager's."""
-        ours = getattr(self._pager, "__file__", "")
-        return {_real(path) for path in self._pager.libraries_that_use_torch()} - {_real(ours)}
+    def _users_among(self, libraries: list[str]) -> list[str]:
+        """Those that are not torch's own nor the pager's."""
+        ours = _real(getattr(self._pager, "__file__", ""))
+        return [path for path in libraries if not (real := _real(path)).startswith(_TORCH) and real != ours]
 
-    def _guard(self, modules: list[types.ModuleType]) -> None:
-        theirs = [module for module in modules if (file := _file(module)) and not file.startswith(_TORCH)]
-        if not theirs:
-            return
-        users = self._users()
-        found = [module for module in theirs if _file(module) in users]
-        for module in found:
-            for function in _functions(module, module.__name__, set()):
-                self._pager.guard(function)
-        if found:
-            self._pager.watch_foreign_calls()
+    def _guard(self, libraries: list[str]) -> None:
+        # All functions that there are: those of modules, and those that a program has had made.
+        self._pager.guard(self._pager.objects_of((types.BuiltinFunctionType,)), libraries)
+        self._pager.watch_foreign_calls()  # libraries of ops have no functions
 
 
-def _file(module: types.ModuleType) -> str | None:
-    file = vars(module).get("__file__")
-    return _real(file) if isinstance(file, str) and file.endswith(_SUFFIXES) else None
-
-
-_real = functools.cache(os.path.realpath)  # every budget asks for hundreds of them
-
-
-def _functions(owner: Any, name: str, met: set[int]) -> Iterator[Any]:
-    """What a module and its classes bind to C functions."""
-    if id(owner) in met:
-        return
-    met.add(id(owner))
-    for value in list(vars(owner).values()):
-        for function in (value, *(getattr(value, part, None) for part in ("__func__", "fget", "fset"))):
-            if isinstance(function, types.BuiltinFunctionType):
-                yield function
-        inner = isinstance(value, types.ModuleType) and value.__name__.startswith(name + ".")
-        if inner or (isinstance(value, type) and value.__module__ == name):
-            yield from _functions(value, name, met)
+_real = functools.cache(os.path.realpath)  # every budget asks

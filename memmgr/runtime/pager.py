@@ -21,7 +21,7 @@ from memmgr.native.pager import Order, Pager
 from memmgr.observe.errors import Explainer
 from memmgr.observe.pager import PagerFigures
 from memmgr.observe.passes import Pass, Passes
-from memmgr.observe.purposes import Purposes
+from memmgr.observe.purposes import OWNERS, Purposes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
 from memmgr.policies.trace import Trace
@@ -166,7 +166,9 @@ class PagerRuntime:
     def _take_stock(self) -> None:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's. What a backward of another
         thread has, or might have before we have looked, is met as ops touch it."""
-        known = self.native.objects_of((torch.Tensor,))
+        _thaw()
+        found = self.native.objects_of((torch.Tensor, *OWNERS))
+        known = [thing for thing in found if issubclass(type(thing), torch.Tensor)]
         saved: list[torch.Tensor] = []
         if self.native.others_wait():
             known += self.native.gradients_of(known)
@@ -176,6 +178,7 @@ class PagerRuntime:
             self.native.adopt(tensor)
         self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])
         self.native.add_outside(self._stock.bytes)
+        self._purposes.know([thing for thing in found if not issubclass(type(thing), torch.Tensor)])
 
     def _ended_pass(self, ended: Pass) -> None:
         self.telemetry.ended_pass(
@@ -224,7 +227,7 @@ class PagerRuntime:
             then.callback(self._periods.close)
             try:
                 if self._open and not failed:
-                    self._purposes.look()
+                    self._purposes.look_for_new()
             finally:
                 self._final = self.figures.freeze()
             if self._sizing is not None:
@@ -275,3 +278,9 @@ class PagerRuntime:
     def summary(self) -> str:
         """One line."""
         return summary(self.stats(), binary=self.config.binary)
+
+
+def _thaw() -> None:
+    """What `gc.freeze` has put aside no search finds, and tensors of which nobody knows would not count."""
+    if gc.get_freeze_count():
+        gc.unfreeze()

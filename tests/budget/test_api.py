@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import forkserver
@@ -15,6 +16,7 @@ import torch
 
 import memmgr
 from memmgr import _conf, _variables
+from memmgr.native import pager
 
 from .outside import watch
 
@@ -321,3 +323,40 @@ def test_what_keeps_the_first_budget_of_a_process_from_opening_is_said() -> None
     done = subprocess.run([sys.executable, "-c", BEFORE_IT_IS_OPEN], capture_output=True, text=True, timeout=120)
     assert done.stderr.splitlines()[-1] == "RuntimeError: memmgr: a budget cannot be opened while a graph is captured"
     assert "KeyError" not in done.stderr
+
+
+FROZEN = """
+import gc, torch, memmgr
+
+held = [torch.randn(1 << 20) for _ in range(4)]
+want = [t.sum().item() for t in held]
+gc.freeze()
+with memmgr.budget("8MB", quiet=True) as mm:
+    assert mm.stats()["adopted_bytes"] == 4 << 22
+    assert [t.sum().item() for t in held] == want
+    assert mm.stats()["resident_bytes.peak"] <= 8_000_000
+"""
+
+
+def test_what_gc_has_frozen_counts() -> None:
+    """No search of Python's finds it then, and twice the budget was in memory."""
+    done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some process there are half a million. Where the model is new to it, it looks again at its end."""
+    native = pager.load()
+    looks: list[tuple[type, ...]] = []
+    objects_of = native.objects_of
+    monkeypatch.setattr(native, "objects_of", lambda types: looks.append(types) or objects_of(types))
+    x = torch.randn(64, 512)
+    models = []
+    for _ in range(3):
+        with memmgr.budget("1GB", quiet=True) as mm:
+            models = models or [torch.nn.Linear(512, 512)]
+            models[0](x).sum().backward()
+            models[0].zero_grad()
+        assert mm.stats()["resident_bytes.parameters"] == 512 * 513 * 4
+    extensions = looks.count((types.BuiltinFunctionType,))  # where another file has loaded one
+    assert len(looks) - extensions == 2 + 1 + 1 and extensions in (0, 3)

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
@@ -124,6 +126,17 @@ struct Square : torch::autograd::Function<Square> {
 
 at::Tensor square(const at::Tensor& x) { return Square::apply(x); }
 
+// Reads it by address before and after `between`, which is Python's.
+void hook(const at::Tensor& t, const std::function<void(at::Tensor)>& between) {
+  t.register_hook([between](const at::Tensor& gradient) {
+    const float* p = gradient.const_data_ptr<float>();
+    const double before = sum(p, gradient.numel());
+    between(gradient);
+    TORCH_CHECK(before == sum(p, gradient.numel()), "the gradient has left");
+    return gradient;
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY(memmgr_test, m) {
@@ -153,6 +166,9 @@ PYBIND11_MODULE(memmgr_test_extension, m) {
   m.def("fill", &fill, py::arg("t"), py::arg("value"));
   m.def("write_between", &write_between);
   m.def("own_zeros", &own_zeros);
+  m.def("makes_sum", [] { return std::function<double(at::Tensor)>(&sum_const); });
+  m.def("makes_sums", [] { return std::vector<std::function<double(at::Tensor)>>(2, &sum_const); });
+  m.def("hook", &hook);
   m.def("fails", [](const at::Tensor& t) { TORCH_CHECK(false, "as it should"); });
   py::class_<Holder>(m, "Holder").def(py::init<at::Tensor>()).def("total", &Holder::total);
 }

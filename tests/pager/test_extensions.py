@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,12 @@ def extension(library: Path) -> Any:
     return module
 
 
+made_before: list[Callable[[torch.Tensor], float]] = []
+
+
 @pytest.fixture
 def pager(extension: Any, large_only: None, beyond: Callable[[str], int]) -> Iterator[native.Pager]:
+    made_before[:] = [extension.makes_sum()]
     with memmgr.budget(beyond(LIMIT), quiet=True, verify=True):
         yield native.load()
 
@@ -91,6 +96,9 @@ READS: dict[str, Callable[[Any, torch.Tensor], float]] = {
     "in containers": lambda e, t: e.sum_list([], named={"t": t}),
     "in a thread": lambda e, t: _in_thread(lambda: e.sum_const(t)),
     "held by an object": lambda e, t: e.Holder(t).total(),
+    "by what a function has made": lambda e, t: e.makes_sum()(t),
+    "by one of several that it has made": lambda e, t: e.makes_sums()[1](t),
+    "by what was made before the budget": lambda e, t: made_before[0](t),
     "custom op": lambda e, t: torch.ops.memmgr_test.sum(t).item(),
     "composite custom op": lambda e, t: torch.ops.memmgr_test.composite(t).item(),
     "autograd function": lambda e, t: torch.ops.memmgr_test.square(t).sum().item(),
@@ -274,6 +282,37 @@ def _backward(pager: native.Pager) -> None:
     assert torch.equal(x.grad, torch.full((N,), 3.0))
 
 
+@pytest.mark.parametrize("of", ["a parameter", "a parameter, before the budget", "what an op has made"])
+def test_a_hook_that_cpp_has_registered(extension: Any, large_only: None, of: str) -> None:
+    pager = native.load()
+    tried: list[int] = []
+
+    def let_go(gradient: torch.Tensor) -> None:
+        tried.append(pager.take_away(gradient, 1))
+        torch.full((N,), -1.0)  # where it was, if it has left
+
+    x = torch.rand(N, requires_grad=True)
+    if "before" in of:
+        extension.hook(x, let_go)
+    for _ in range(2):
+        with memmgr.budget("1GB", quiet=True):
+            y = x * 2
+            if "before" not in of:
+                extension.hook(x if of == "a parameter" else y, let_go)
+            (y * y).sum().backward()
+    assert set(tried) == {0} and len(tried) == (3 if of == "a parameter" else 2)
+
+
+def test_functions_that_are_made_all_the_time_end(extension: Any, pager: native.Pager) -> None:
+    t = torch.ones(8)
+    for _ in range(2000):
+        made = extension.makes_sum()
+        assert made(t) == 8
+    ended = weakref.ref(made)
+    del made
+    assert ended() is None
+
+
 def test_its_errors_are_its_own(extension: Any, pager: native.Pager) -> None:
     t = _number()
     with pytest.raises(RuntimeError, match="as it should"):
@@ -295,7 +334,10 @@ def test_an_extension_that_is_imported_later(library: Path, pager: native.Pager)
 def test_a_package_of_inductor_is_foreign(pager: native.Pager) -> None:
     """Compiling one takes half a minute, so only this is asked: are its calls guarded already?"""
     loader = vars(torch._C._aoti.AOTIModelPackageLoader)
-    assert not any(pager.guard(loader[name].__func__) for name in ("run", "boxed_run"))
+    functions = [loader[name].__func__ for name in ("run", "boxed_run")]
+    assert pager.guard(functions, pager.libraries_that_use_torch()) == 0
+    pager.unguard_all()
+    assert pager.guard(functions, pager.libraries_that_use_torch()) == 2
 
 
 def test_functions_are_as_they_were(extension: Any) -> None:
