@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 
 #include "budget.h"
 #include "module.h"
@@ -212,7 +211,14 @@ PyCFunction erased(F* f) {
 
 }  // namespace
 
-bool guard_function(PyObject* function, const std::unordered_set<std::string>* libraries) {
+bool Libraries::hold(const void* code) {
+  const auto [found, is_new] = known_.emplace(code, false);
+  Dl_info where;
+  if (is_new) found->second = dladdr(code, &where) && paths_.count(where.dli_fname);
+  return found->second;
+}
+
+bool guard_function(PyObject* function, Libraries* libraries) {
   if (!PyCFunction_CheckExact(function)) return false;
   PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
   PyObject* self = PyCFunction_GET_SELF(function);
@@ -226,9 +232,8 @@ bool guard_function(PyObject* function, const std::unordered_set<std::string>* l
   else
     return false;
   if (def->ml_meth == guarded) return false;
-  Dl_info where;  // pybind11 is a part of each library that uses it
-  if (libraries && !(dladdr(reinterpret_cast<void*>(def->ml_meth), &where) && libraries->count(where.dli_fname)))
-    return false;
+  // Each library has pybind11's function of its own, through which all of its functions are called.
+  if (libraries && !libraries->hold(reinterpret_cast<const void*>(def->ml_meth))) return false;
   PyObject* weak = PyWeakref_NewRef(function, nullptr);
   if (!weak) {
     PyErr_Clear();

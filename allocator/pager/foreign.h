@@ -5,7 +5,9 @@
 #include <Python.h>
 
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "frame.h"
 
@@ -43,10 +45,21 @@ struct ForeignCall final : at::ObserverContext {
   ForeignScope scope;
 };
 
-// A function that was bound by pybind11, in one of these libraries if any is named: from here on its tensors are
+// Libraries by their paths, and what lies in them.
+class Libraries {
+ public:
+  explicit Libraries(std::unordered_set<std::string> paths) : paths_(std::move(paths)) {}
+  bool hold(const void* code);
+
+ private:
+  std::unordered_set<std::string> paths_;
+  std::unordered_map<const void*, bool> known_;
+};
+
+// A function that was bound by pybind11, in one of these libraries if any are named: from here on its tensors are
 // resident and pinned while it runs, and count as written; what functions it returns are guarded, too. True: it is one,
 // and was not guarded yet. The GIL is held.
-bool guard_function(PyObject* function, const std::unordered_set<std::string>* libraries = nullptr);
+bool guard_function(PyObject* function, Libraries* libraries = nullptr);
 void unguard_functions();
 // Calls it with the same care; the GIL is held.
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);

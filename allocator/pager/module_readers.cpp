@@ -282,9 +282,10 @@ PyObject* py_guard(PyObject*, PyObject* args) {
     names.insert(PyBytes_AS_STRING(name));
     Py_DECREF(name);
   }
+  Libraries theirs(std::move(names));
   long found = 0;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(functions); ++i)
-    found += guard_function(PyList_GET_ITEM(functions, i), &names);
+    found += guard_function(PyList_GET_ITEM(functions, i), &theirs);
   return PyLong_FromLong(found);
 }
 
