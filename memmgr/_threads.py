@@ -61,13 +61,14 @@ class Computation:
 
     def _end(self) -> None:
         with self._lock:
-            self._thread = 0
+            thread, self._thread = self._thread, 0
             raised = self._raised
-        while raised:  # it is on its way, and shall not come after this
-            pass
+        if raised:  # it is on its way, and shall not come after this; or it was lost in a finalizer
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            raise Stopped
 
     def stop(self) -> None:
-        """Ends it at its next bytecode, once and for all; in a finalizer the exception is lost, and it goes on to its end."""
+        """Ends it at its next bytecode, once and for all; in a finalizer the exception is lost, and it ends with what it does."""
         with self._lock:
             if self._thread and not self._raised:
                 self._raised = True

@@ -460,6 +460,33 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
     assert outcomes == {"stopped", "failed" if fails else "done"}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_stopped_in_a_finalizer_ends_too() -> None:
+    """Python throws the exception away there, and whoever closed the budget waited for good."""
+    computation = _threads.Computation()
+    inside = threading.Event()
+    outcomes: list[str] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            inside.set()
+            while True:
+                pass
+
+    def run() -> None:
+        try:
+            computation.run(lambda: Slow() and None)
+        except _threads.Stopped:
+            outcomes.append("stopped")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert inside.wait(10)
+    computation.stop()
+    thread.join(10)
+    assert outcomes == ["stopped"]
+
+
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads whose ops are mixed up: the program is not told by an exception out of its backward."""
     from memmgr.runtime import plans
