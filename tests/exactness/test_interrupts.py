@@ -231,7 +231,7 @@ def test_an_interrupt_that_comes_while_c_runs_leaves_no_budget_open(part: str, m
             assert runtime is not None
             kept.append(torch.randn(256, 256) + 1)
             assert runtime.native.take_away(kept[0]) > 0
-            parts = {"look": (runtime._purposes, "look"), "job": (runtime.job, "close")}
+            parts = {"look": (runtime._purposes, "look_for_new"), "job": (runtime.job, "close")}
             parts |= {name: (getattr(runtime, f"_{name}"), "remove") for name in ("steps", "graphs", "readers")}
             parts |= {name: (getattr(runtime, f"_{name}"), "close") for name in ("periods", "ranker")}
             parts |= {"plans": (runtime.plans, "close"), "native": (runtime.native, "close")}

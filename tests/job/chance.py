@@ -6,9 +6,7 @@ delays of its own between the steps; the bits are the unmanaged job's, and after
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from exactness import children
 from exactness.harness import HUGE_BYTES, assert_same, managed, need, reference, unmanaged
 from pager.test_distributed import no_pins
 
@@ -155,12 +152,12 @@ NO_FUTURE = {"reduce-scatter", "send and receive"}
 """Of gloo: their Works say that they are done in wait() alone."""
 
 
-def main(rank: int, world: int, folder: Path, seconds: float, seed: int) -> None:
+def main(rank: int, world: int, folder: Path, seconds: str, seed: str) -> None:
     warnings.simplefilter("ignore")
     ranks.join(rank, world, folder, 60)
-    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    shared, own = random.Random(int(seed)), random.Random(1000 * int(seed) + rank)
     matrix._rows = _delayed(own, matrix._rows)
-    end, rounds = time.monotonic() + seconds, 0
+    end, rounds = time.monotonic() + float(seconds), 0
     while True:
         go = torch.tensor([int(time.monotonic() < end)])
         dist.broadcast(go, src=0)
@@ -176,7 +173,4 @@ def main(rank: int, world: int, folder: Path, seconds: float, seed: int) -> None
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+    ranks.run(main)

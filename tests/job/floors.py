@@ -6,14 +6,11 @@ A twentieth more runs, a twentieth less raises and says so, for each rank in tur
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exactness import children
 from exactness.harness import HUGE_BYTES, assert_same, managed, need, reference
 
 import memmgr
@@ -54,7 +51,7 @@ def check(name: str, folder: Path) -> None:
     print(f"{name}: floor {floor:,}", flush=True)
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
+def main(rank: int, world: int, folder: Path, *names: str) -> None:
     warnings.simplefilter("ignore")
     ranks.join(rank, world, folder, 30)
     for name in names:
@@ -64,7 +61,4 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+    ranks.run(main)

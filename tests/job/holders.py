@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from exactness import children
 
 import memmgr
 from memmgr._stock import holders
@@ -48,7 +45,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+    ranks.run(main)

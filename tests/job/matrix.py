@@ -7,8 +7,6 @@ pin is left.
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import children
 from exactness.harness import CaseFunction, Managed, Record, Scope, assert_same, managed, need, reference
 from pager.test_distributed import no_pins
 from torch import nn
@@ -531,7 +528,7 @@ def check(name: str, folder: Path) -> list[str]:
     return [*said, f"floor {floor / 1e6:.2f} MB"]
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
+def main(rank: int, world: int, folder: Path, *names: str) -> None:
     warnings.simplefilter("ignore")
     ranks.join(rank, world, folder, 30)
     for name in names:
@@ -544,7 +541,4 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+    ranks.run(main)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import children
 from torch import nn
 
 import memmgr
@@ -101,7 +98,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    sys.stdout.flush()
-    os._exit(0)  # as in matrix.py
+    ranks.run(main)

@@ -8,9 +8,10 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def finish_all(ranks: list[subprocess.Popen[str]], timeout: float) -> list[str]:
             failures.append(f"rank {rank}: {error}")
     assert not failures, "\n".join(failures)
     return outputs
+
+
+def run(main: Callable[..., None]) -> None:
+    """In a rank: `main(rank, world, folder, *words)`, and nothing after it: gloo's own threads now and then crash in the
+    interpreter's last moments, with or without us."""
+    children.arm()
+    rank, world, folder, *words = sys.argv[1:]
+    main(int(rank), int(world), Path(folder), *words)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def join(rank: int, world: int, folder: Path, seconds: float) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from exactness import children
 
 from . import ranks
 
@@ -23,7 +20,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    sys.stdout.flush()
-    os._exit(0)  # as in chance.py
+    ranks.run(main)

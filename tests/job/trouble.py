@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exactness import children
 from torch import nn
 
 import memmgr
@@ -174,10 +173,12 @@ def main(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
                 time.sleep(0.05)
 
 
-if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5])
-    sys.stdout.flush()
-    if sys.argv[5] in WITH_STORE:
+def to_its_end(rank: int, world: int, folder: Path, kind: str, trouble: str) -> None:
+    main(rank, world, folder, kind, trouble)
+    if trouble in WITH_STORE:
+        sys.stdout.flush()
         atexit._run_exitfuncs()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+
+
+if __name__ == "__main__":
+    ranks.run(to_its_end)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from exactness import children
 from exactness.harness import Record, assert_same
 from torch import nn
 
@@ -106,7 +105,4 @@ def main(rank: int, world: int, folder: Path, trouble: str) -> None:
 
 
 if __name__ == "__main__":
-    children.arm()
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
-    sys.stdout.flush()
-    os._exit(0)  # gloo's own threads now and then crash in the interpreter's last moments, with or without us
+    ranks.run(main)
