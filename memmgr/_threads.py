@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -66,6 +66,22 @@ class Computation:
         if raised:  # it is on its way, and shall not come after this; or it was lost in a finalizer
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
             raise Stopped
+
+    def end(self, thread: threading.Thread | None) -> None:
+        """Stops it, and waits for its thread."""
+        said = sys.unraisablehook
+
+        def say(what: Any) -> None:
+            if what.exc_type is not Stopped:  # which Python throws away in a finalizer, and would print
+                said(what)
+
+        sys.unraisablehook = say
+        try:
+            self.stop()
+            join(thread)
+        finally:
+            if sys.unraisablehook is say:
+                sys.unraisablehook = said
 
     def stop(self) -> None:
         """Ends it at its next bytecode, once and for all; in a finalizer the exception is lost, and it ends with what it does."""

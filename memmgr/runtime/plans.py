@@ -326,5 +326,4 @@ class Plans:
 
     def close(self) -> None:
         """No plan is made from here on, and the one that is being made is given up."""
-        self._planning.stop()
-        join(self._thread)
+        self._planning.end(self._thread)

@@ -16,7 +16,7 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import Computation, Stopped, join, let_others_first
+from memmgr._threads import Computation, Stopped, let_others_first
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
@@ -191,8 +191,7 @@ class Sizing:
     def close(self, stats: dict[str, Any]) -> None:
         """The budget closes: says so where there never was a limit."""
         self._timer.cancel()
-        self._seeking.stop()
-        join(self._thread)
+        self._seeking.end(self._thread)
         if not self.done:
             held = show_size(stats["unmanaged_peak_bytes"])
             if self._known:

@@ -344,6 +344,39 @@ def test_what_gc_has_frozen_counts() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+GARBAGE = """
+import gc, torch, memmgr
+
+gc.disable()
+whole = []
+gc.callbacks.append(lambda phase, info: whole.append(phase) if phase == "start" and info["generation"] == 2 else None)
+held = [torch.randn(1 << 20) for _ in range(3)]
+for _ in range(5):
+    cycle = [torch.randn(1 << 20)]
+    cycle.append(cycle)
+    del cycle
+    with memmgr.budget("16MB", quiet=True) as mm:
+        assert mm.stats()["resident_bytes.current"] < 13 << 20
+assert len(whole) == 1, whole
+
+old = [torch.randn(1 << 18) for _ in range(24)]
+old.append(old)
+gc.collect()
+del old, held
+try:
+    with memmgr.budget("16MB", quiet=True, policy="evict", disk=False) as mm:
+        assert mm.stats()["resident_bytes.current"] < 1 << 20
+except memmgr.BudgetError:
+    raise SystemExit("garbage was in the way")
+"""
+
+
+def test_garbage_does_not_count_and_a_whole_collection_is_rare() -> None:
+    """It takes a tenth of a second: too much for a loop that opens a budget for each batch."""
+    done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some process there are half a million. Where the model is new to it, it looks again at its end."""
     native = pager.load()

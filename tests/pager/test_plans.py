@@ -460,9 +460,10 @@ def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: Non
     assert outcomes == {"stopped", "failed" if fails else "done"}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_is_stopped_in_a_finalizer_ends_too() -> None:
+def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python throws the exception away there, and whoever closed the budget waited for good."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
     computation = _threads.Computation()
     inside = threading.Event()
     outcomes: list[str] = []
@@ -482,9 +483,8 @@ def test_what_is_stopped_in_a_finalizer_ends_too() -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert inside.wait(10)
-    computation.stop()
-    thread.join(10)
-    assert outcomes == ["stopped"]
+    computation.end(thread)
+    assert outcomes == ["stopped"] and not printed
 
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
