@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -30,10 +30,23 @@ class Stopped(BaseException):
     """What is computed here is nobody's any more."""
 
 
-class Computation:
-    """What a thread computes in Python, seconds long, until another ends it. The planner has no clock and asks nobody."""
+class Raiser(Protocol):
+    """What is used of the pager."""
 
-    def __init__(self) -> None:
+    def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
+
+
+class Computation:
+    """What a thread computes in Python, seconds long, until another ends it. The planner has no clock and asks nobody.
+
+    Args:
+        native: raises an exception in another thread.
+        package: whose functions compute. What else Python runs in that thread, finalizers of the user's, is never cut short.
+    """
+
+    def __init__(self, native: Raiser, package: str = "memmgr.policies") -> None:
+        self._native = native
+        self._package = package
         self._lock = threading.Lock()
         self._thread = 0  # that computes; 0: none
         self._stopped = False
@@ -43,7 +56,7 @@ class Computation:
         """What `compute` returns.
 
         Raises:
-            Stopped: by `stop`, before or meanwhile.
+            Stopped: by `end`, before or meanwhile.
         """
         with self._lock:
             if self._stopped:
@@ -68,28 +81,18 @@ class Computation:
             raise Stopped
 
     def end(self, thread: threading.Thread | None) -> None:
-        """Stops it, and waits for its thread."""
-        said = sys.unraisablehook
+        """Ends it where it computes, once and for all, and waits for its thread."""
+        while not self._told() and thread is not None and thread.is_alive() and not sys.is_finalizing():
+            join(thread, 0.001)
+        join(thread)
 
-        def say(what: Any) -> None:
-            if what.exc_type is not Stopped:  # which Python throws away in a finalizer, and would print
-                said(what)
-
-        sys.unraisablehook = say
-        try:
-            self.stop()
-            join(thread)
-        finally:
-            if sys.unraisablehook is say:
-                sys.unraisablehook = said
-
-    def stop(self) -> None:
-        """Ends it at its next bytecode, once and for all; in a finalizer the exception is lost, and it ends with what it does."""
+    def _told(self) -> bool:
+        """It will end, or has ended."""
         with self._lock:
-            if self._thread and not self._raised:
-                self._raised = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(Stopped))
             self._stopped = True
+            if self._thread and not self._raised:
+                self._raised = self._native.raise_in(self._thread, Stopped, self._package)
+            return self._raised or not self._thread
 
 
 def let_others_first() -> None:

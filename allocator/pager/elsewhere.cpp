@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <unordered_map>
@@ -39,6 +40,13 @@ std::string_view text_of(PyObject* o) {
   return text ? text : "";
 }
 
+// The module of the function that runs in it.
+std::string module_of(PyObject* frame) {
+  const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
+  const bool known = globals.object && PyDict_Check(globals.object);
+  return std::string(text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr));
+}
+
 // Where a thread sleeps until another one, or a peer, has something for it.
 bool waits_in(PyObject* frame, std::string_view function) {
   static constexpr std::pair<std::string_view, std::string_view> kWaiting[] = {{"threading", "wait"},
@@ -48,10 +56,9 @@ bool waits_in(PyObject* frame, std::string_view function) {
                                                                                {"socket", "accept"},
                                                                                {"socket", "readinto"},
                                                                                {"multiprocessing.connection", "_recv"}};
-  const Owned globals(PyObject_GetAttrString(frame, "f_globals"));
-  const bool known = globals.object && PyDict_Check(globals.object);
-  const std::string_view module = text_of(known ? PyDict_GetItemString(globals.object, "__name__") : nullptr);
-  return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{module, function}) != std::end(kWaiting);
+  const std::string module = module_of(frame);
+  return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{std::string_view(module), function}) !=
+         std::end(kWaiting);
 }
 
 // `p.grad = None` is an instruction of a function that names "grad"; setattr(p, name, None) one that names setattr.
@@ -213,6 +220,17 @@ bool others_are_in_their_ops() {
 void forget_others() {
   std::lock_guard<std::mutex> lock(others().lock);
   remove_locked(others().all.begin());
+}
+
+bool raise_in(unsigned long thread, PyObject* exception, std::string_view package) {
+  bool raised = false;
+  each_other_thread([&](unsigned long id, PyFrameObject* top) {
+    if (id != thread) return;
+    const std::string module = module_of(reinterpret_cast<PyObject*>(top)) + ".";
+    raised = module.compare(0, package.size() + 1, std::string(package) + ".") == 0 &&
+             PyThreadState_SetAsyncExc(thread, exception) > 0;
+  });
+  return raised;
 }
 
 }  // namespace memmgr::pager

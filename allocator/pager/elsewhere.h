@@ -3,6 +3,8 @@
 
 #include <Python.h>
 
+#include <string_view>
+
 namespace memmgr::pager {
 
 enum class Elsewhere {
@@ -24,6 +26,10 @@ struct NoCollection {
 
 // With the GIL, which is not let go of: the answer holds until the caller lets go.
 Elsewhere elsewhere();
+
+// Raises it in that thread if what runs there is a function of this package's. What Python's collector runs there in
+// between, finalizers of the user's, is none: they would be cut short. Has it been raised? With the GIL.
+bool raise_in(unsigned long thread, PyObject* exception, std::string_view package);
 
 // Where a budget opens, an op of another thread may have begun before it: nobody has pinned what it reads. From here on
 // nothing leaves until each thread has begun another op, or another call, or sleeps, or has ended. With the GIL.

@@ -20,6 +20,14 @@ const at::Tensor& gradient_of(PyObject* o) {
 
 PyObject* py_others_wait(PyObject*, PyObject*) { return PyBool_FromLong(elsewhere() == Elsewhere::kWaits); }
 
+PyObject* py_raise_in(PyObject*, PyObject* args) {
+  unsigned long thread;
+  PyObject* exception;
+  const char* package;
+  if (!PyArg_ParseTuple(args, "kOs", &thread, &exception, &package)) return nullptr;
+  return PyBool_FromLong(raise_in(thread, exception, package));
+}
+
 // Torch 2.13 destroys the heap where another thread begins a backward while objects of Python's are made of its
 // gradients.
 PyObject* py_gradients_of(PyObject*, PyObject* tensors) {
@@ -50,6 +58,8 @@ PyObject* py_gradient_bytes(PyObject*, PyObject* o) {
 
 PyMethodDef gradient_methods[] = {
     {"others_wait", py_others_wait, METH_NOARGS, "does every other thread wait for somebody?"},
+    {"raise_in", py_raise_in, METH_VARARGS,
+     "raise_in(thread, exception, package) -> was it raised there? Only where a function of the package's runs"},
     {"gradients_of", py_gradients_of, METH_O, "gradients_of(tensors): of the leaves, where others_wait()"},
     {"gradient_info", py_gradient_info, METH_O, "gradient_info(tensor): storage_info of its gradient"},
     {"gradient_bytes", py_gradient_bytes, METH_O, "gradient_bytes(tensor): 0 while nobody may look, too"},

@@ -109,7 +109,7 @@ class Plans:
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
-        self._planning = Computation()
+        self._planning = Computation(pager)
         self.made = 0
         self.seconds = 0.0
         self._cpu_seconds = 0.0

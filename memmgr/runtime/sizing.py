@@ -16,7 +16,7 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import Computation, Stopped, let_others_first
+from memmgr._threads import Computation, Raiser, Stopped, let_others_first
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
@@ -41,7 +41,7 @@ class Asked(Protocol):
     def quiet(self) -> bool: ...
 
 
-class Native(Inventory, Protocol):
+class Native(Inventory, Raiser, Protocol):
     """What is used of the pager."""
 
     def set_limit(self, limit_bytes: int) -> None: ...
@@ -74,7 +74,7 @@ class Sizing:
         self._need_bytes = 0
         self._known = False
         self._thread: threading.Thread | None = None
-        self._seeking = Computation()
+        self._seeking = Computation(native)
         self._knee: Knee | None = None
         self._why = ""  # there is no knee
         self._timer = threading.Timer(PATIENCE_SECONDS, self._say_that_it_waits)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -416,75 +415,6 @@ def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch,
         assert begun.wait(60)
     assert ended.is_set() and threading.active_count() == before
     assert not recwarn.list
-
-
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Threads take turns often, so that one is told in any of another's moments."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: None) -> None:
-    """Whenever it is told, also in its last moments: the exception comes before `run` is left, or never."""
-    outcomes: set[str] = set()
-    for k in range(400):
-        computation = _threads.Computation()
-
-        def compute(turns: int = k * 20) -> int:
-            for _ in range(turns):
-                pass
-            if fails:
-                raise ValueError
-            return turns
-
-        def run(computation: _threads.Computation = computation, compute: Callable[[], int] = compute) -> None:
-            try:
-                computation.run(compute)
-                said = "done"
-            except _threads.Stopped:
-                said = "stopped"
-            except ValueError:
-                said = "failed"
-            for _ in range(1000):
-                pass
-            outcomes.add(said)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        computation.stop()
-        thread.join()
-    assert outcomes == {"stopped", "failed" if fails else "done"}
-
-
-def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python throws the exception away there, and whoever closed the budget waited for good."""
-    printed: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    computation = _threads.Computation()
-    inside = threading.Event()
-    outcomes: list[str] = []
-
-    class Slow:
-        def __del__(self) -> None:
-            inside.set()
-            while True:
-                pass
-
-    def run() -> None:
-        try:
-            computation.run(lambda: Slow() and None)
-        except _threads.Stopped:
-            outcomes.append("stopped")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert inside.wait(10)
-    computation.end(thread)
-    assert outcomes == ["stopped"] and not printed
 
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:

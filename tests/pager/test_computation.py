@@ -1,0 +1,130 @@
+"""What a thread of ours computes ends where another says so: at once, in its own frames, and in nobody else's."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from memmgr import _threads
+from memmgr.native import pager
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns often, so that one is told in any of another's moments."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_stopped_ends_in_its_own_frames(fails: bool, quick_switches: None) -> None:
+    """Whenever it is told, also in its last moments: the exception comes before `run` is left, or never."""
+    outcomes: set[str] = set()
+    for k in range(400):
+        computation = _threads.Computation(pager.load(), __name__)
+
+        def compute(turns: int = k * 20) -> int:
+            for _ in range(turns):
+                pass
+            if fails:
+                raise ValueError
+            return turns
+
+        def run(computation: _threads.Computation = computation, compute: Callable[[], int] = compute) -> None:
+            try:
+                computation.run(compute)
+                said = "done"
+            except _threads.Stopped:
+                said = "stopped"
+            except ValueError:
+                said = "failed"
+            for _ in range(1000):
+                pass
+            outcomes.add(said)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        computation.end(thread)
+    assert outcomes == {"stopped", "failed" if fails else "done"}
+
+
+def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python throws the exception away there, and whoever closed the budget waited for good."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    computation = _threads.Computation(pager.load(), __name__)
+    inside = threading.Event()
+    outcomes: list[str] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            inside.set()
+            while True:
+                pass
+
+    def run() -> None:
+        try:
+            computation.run(lambda: Slow() and None)
+        except _threads.Stopped:
+            outcomes.append("stopped")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert inside.wait(10)
+    computation.end(thread)
+    assert outcomes == ["stopped"] and printed
+
+
+OF_A_USER = """
+class Holder:
+    begun = ended = 0
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        Holder.begun += 1
+        for _ in range(2_000):
+            pass
+        Holder.ended += 1
+"""
+
+
+def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
+    """The collector runs them in whatever thread it likes, also in one whose computation is told to end."""
+    user: dict[str, Any] = {"__name__": "user"}
+    exec(OF_A_USER, user)
+
+    def compute() -> None:
+        while True:
+            user["Holder"]()
+            gc.collect(0)
+            for _ in range(2000):
+                pass
+
+    for _ in range(100):
+        computation = _threads.Computation(pager.load(), __name__)
+        told: list[type[BaseException]] = []
+
+        def run(computation: _threads.Computation = computation, told: list[type[BaseException]] = told) -> None:
+            try:
+                computation.run(compute)
+            except _threads.Stopped as stopped:
+                told.append(type(stopped))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.002)
+        computation.end(thread)
+        assert told == [_threads.Stopped]
+    holder = user["Holder"]
+    gc.collect()
+    assert holder.begun == holder.ended > 100
