@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -407,6 +408,7 @@ def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch,
             ended.set()
 
     monkeypatch.setattr(plans, "PLANNERS", {"plan": makes})
+    monkeypatch.setattr(plans, "Computation", functools.partial(_threads.Computation, package=__name__))
     limit = need(States) * 0.5
     training, before = States(), threading.active_count()
     with memmgr.budget(int(limit), quiet=True):
