@@ -42,7 +42,7 @@ class Guarding : public Interface {
 
   TensorBase tensor_data(const TensorBase& t) const { return torch_->tensor_data(t); }
   TensorBase variable_data(const TensorBase& t) const { return torch_->variable_data(t); }
-  // A shared_ptr until 2.12, an intrusive_ptr from then on.
+  // A shared_ptr up to torch 2.12, an intrusive_ptr from 2.13 on.
   decltype(std::declval<const Interface&>().grad_fn(std::declval<const TensorBase&>())) grad_fn(
       const TensorBase& t) const {
     return torch_->grad_fn(t);

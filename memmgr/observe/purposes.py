@@ -54,8 +54,8 @@ class Purposes:
 
     Known limitations: models and optimizers are looked for when the budget opens, at passes 1, 2, 4, 8 ... once memory has
     been short, when it closes and holds a hundredth more than they explain, and when a reader of the telemetry asks: what is
-    made in between counts as other until then. Gradients are
-    known where their backward ends, and where one thread trains; one that an earlier end has found no parameter for is other.
+    made in between counts as other until then. Gradients are known where their backward ends, and where one thread trains; one
+    that an earlier end has found no parameter for is other.
     """
 
     def __init__(self, native: Native, backwards: Backwards) -> None:

@@ -14,6 +14,8 @@ import pytest
 from memmgr import _threads
 from memmgr.native import pager
 
+pytestmark = pytest.mark.timeout(60)  # what does not end waits for good
+
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:

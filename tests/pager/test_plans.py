@@ -393,6 +393,7 @@ def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
+@pytest.mark.timeout(120)  # without the rule it waits for good
 def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
     """A plan takes seconds, and behind busy processes far longer."""
     from memmgr.runtime import plans
