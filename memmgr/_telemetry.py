@@ -126,7 +126,6 @@ class Telemetry:
         # first seconds shall cost nothing.
         self._not_before["holders"] = self._begun + 0.02 / SHARES["holders"]
         self._thread = threading.Thread(target=self._loop, name="memmgr-telemetry", daemon=True)
-        self._thread.memmgr_own = True  # type: ignore[attr-defined]
         self._thread.start()
 
     def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:

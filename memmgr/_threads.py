@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -93,6 +94,29 @@ class Computation:
             if self._thread and not self._raised:
                 self._raised = self._native.raise_in(self._thread, Stopped, self._package)
             return self._raised or not self._thread
+
+
+class Rationed:
+    """Work that gets a share of the time: once done, it is due again when as much has passed as makes it no more than that.
+
+    Args:
+        share: above 0.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._began = self._due = 0.0
+
+    def is_due(self) -> bool:
+        """There is time for it."""
+        return time.perf_counter() >= self._due
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *failed: object) -> None:
+        now = time.perf_counter()
+        self._due = now + (now - self._began) / self._share
 
 
 def let_others_first() -> None:

@@ -55,7 +55,10 @@ bool waits_in(PyObject* frame, std::string_view function) {
                                                                                {"selectors", "select"},
                                                                                {"socket", "accept"},
                                                                                {"socket", "readinto"},
-                                                                               {"multiprocessing.connection", "_recv"}};
+                                                                               {"multiprocessing.connection", "_recv"},
+                                                                               {"memmgr._telemetry", "_round"},
+                                                                               {"memmgr.runtime.periods", "_loop"},
+                                                                               {"memmgr.runtime.ranking", "_loop"}};
   const std::string module = module_of(frame);
   return std::find(std::begin(kWaiting), std::end(kWaiting), std::pair{std::string_view(module), function}) !=
          std::end(kWaiting);

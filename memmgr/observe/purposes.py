@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memmgr._stock import model_states, size_of
+from memmgr._threads import Rationed
 
 from .states import STATES
 
@@ -34,6 +35,7 @@ class Native(Protocol):
     """What is used of the pager."""
 
     def objects_of(self, types: tuple[type, ...]) -> list[Any]: ...
+    def gradients_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]: ...
     def set_purpose(self, tensors: list[torch.Tensor], purpose: int) -> None: ...
     def arena_stats(self) -> dict[str, int]: ...
     def stats(self) -> dict[str, int]: ...
@@ -53,9 +55,10 @@ class Purposes:
             in between: they were set to zero, and not to None.
 
     Known limitations: models and optimizers are looked for when the budget opens, at passes 1, 2, 4, 8 ... once memory has
-    been short, when it closes and holds a hundredth more than they explain, and when a reader of the telemetry asks: what is
-    made in between counts as other until then. Gradients are known where their backward ends, and where one thread trains; one
-    that an earlier end has found no parameter for is other.
+    been short, when somebody asks or the budget closes and a hundredth more is held than they explain, and when a reader of
+    the telemetry asks: what is made in between counts as other until then. Who asks often has a hundredth of the time spent
+    on it. Gradients are known where their backward ends once memory has been short, and when somebody asks; where other
+    threads train then they are other, as are those whose parameters nobody knows yet.
     """
 
     def __init__(self, native: Native, backwards: Backwards) -> None:
@@ -66,6 +69,7 @@ class Purposes:
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
         self._unknown = 0
+        self._looks, self._asks = Rationed(0.01), Rationed(0.01)
         self.kept_bytes = 0
 
     def ended_pass(self, count: int) -> None:
@@ -95,6 +99,17 @@ class Purposes:
             kept += size_of(gradient) if which == before and version >= then + 2 else 0
         self._gradients, self.kept_bytes = found, max(self.kept_bytes, kept)
         self._native.set_purpose(gradients, Purpose.GRADIENT)
+
+    def ask(self) -> None:
+        """Somebody wants to know who holds what, as a loop may for every batch."""
+        if self._looks.is_due():
+            with self._looks:
+                self.look_for_new()
+        if self._asks.is_due():
+            with self._asks:
+                gradients = self._native.gradients_of(parameters_of(ref() for ref in self._owners))
+                self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENT)
+                self._unknown = min(self._unknown, self._held()[0])
 
     def look(self) -> None:
         """Finds models and optimizers. In any thread."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
 import warnings
 from typing import Any
 
@@ -17,6 +16,7 @@ from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
 from memmgr._stock import Stock, live_tensors, saved_without_hooks
 from memmgr._telemetry import Telemetry
+from memmgr._threads import Rationed
 from memmgr.native import pager as native
 from memmgr.native.pager import Order, Pager
 from memmgr.observe.errors import Explainer
@@ -137,7 +137,7 @@ class PagerRuntime:
             elif pager.resident() > config.limit_bytes // 2:
                 # What is garbage already shall not count against the budget, nor leave for the tier. Where there is room
                 # enough Python may collect it when it likes.
-                _garbage.collect()
+                _collect()
             self._readers.install()
             self._graphs.install()
             self._steps.install()
@@ -262,7 +262,10 @@ class PagerRuntime:
 
     def stats(self) -> dict[str, Any]:
         """The flat dict that `memmgr.stats()` returns."""
-        return dict(self._final) if self._final is not None else self.figures.stats()
+        if self._final is not None:
+            return dict(self._final)
+        self._purposes.ask()
+        return self.figures.stats()
 
     def put_below(self, tensor: torch.Tensor) -> None:
         """The bytes leave now, and come back at the next use (`memmgr.manage`)."""
@@ -287,24 +290,17 @@ class PagerRuntime:
         return summary(self.stats(), binary=self.config.binary)
 
 
-class _Garbage:
-    """A whole collection takes a tenth of a second where torch is imported: a loop that opens a budget for each batch gives a
-    hundredth of its time to them, and else has what is young collected."""
+_garbage = Rationed(0.01)
 
-    def __init__(self) -> None:
-        self._again = 0.0
 
-    def collect(self) -> None:
-        began = time.perf_counter()
-        if began < self._again:
-            gc.collect(1)
-            return
+def _collect() -> None:
+    """A whole collection takes a tenth of a second where torch is imported. A loop that opens a budget for each batch has what
+    is young collected else."""
+    if not _garbage.is_due():
+        gc.collect(1)
+        return
+    with _garbage:
         gc.collect()
-        ended = time.perf_counter()
-        self._again = ended + 100 * (ended - began)
-
-
-_garbage = _Garbage()
 
 
 def _thaw() -> None:

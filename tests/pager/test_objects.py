@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,43 @@ def test_what_is_found_is_of_the_types_asked_for() -> None:
     assert all(any(x is y for y in both) for x in there[1:]) and not any(x is there[0] for x in both)
     assert len({id(x) for x in both}) == len(both)
     assert all(issubclass(type(x), torch.Tensor) for x in tensors)
+
+
+def test_what_the_collector_knows_is_found_once_wherever_it_lies() -> None:
+    """In lists of any length, of each generation; also while a collection ends what others had made."""
+
+    class Mark:
+        pass
+
+    class Ends:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            found.append(sorted(map(id, native.objects_of((Mark,)))))
+
+    found: list[list[int]] = []
+    native = pager.load()
+    gc.collect()
+    gc.disable()
+    try:
+        for generation in (0, 1, 2):
+            for count in (*range(6), 1000):
+                marks = [Mark() for _ in range(count)]
+                if generation:
+                    gc.collect(generation - 1)
+                known = sorted(id(o) for o in gc.get_objects() if type(o) is Mark)
+                assert known == sorted(map(id, marks)) == sorted(map(id, native.objects_of((Mark,))))
+                Ends()
+                gc.collect(generation)
+                assert found.pop() == known
+                lists = gc.get_objects()
+                assert len(native.objects_of((object,))) - len(lists) in range(-8, 8), (
+                    "one of these lists, and what holds it"
+                )
+                del marks, lists
+    finally:
+        gc.enable()
 
 
 def test_a_trial_holds_nothing_when_it_is_over() -> None:

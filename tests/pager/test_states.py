@@ -86,6 +86,46 @@ def test_gradients_that_accumulate_are_not_kept() -> None:
     assert trained(share=0.5, accumulate=3)["stats"]["kept_gradient_bytes"] == 0
 
 
+ASKS = """
+import torch, memmgr
+from torch import nn
+from memmgr.native import pager
+
+native, looks = pager.load(), []
+objects_of = native.objects_of
+native.objects_of = lambda types: looks.append(types) or objects_of(types)
+
+def in_a_while():  # a hundred times as much as the last look took has passed
+    mm._runtime._purposes._looks._due = mm._runtime._purposes._asks._due = 0.0
+
+def told():
+    stats = mm.stats()
+    return [stats[f"resident_bytes.{kind}"] for kind in ("parameters", "gradients", "optimizer_states")]
+
+with memmgr.budget("100MB", quiet=True) as mm:
+    assert told() == [0, 0, 0]
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    in_a_while()
+    assert told() == [1 << 20, 1 << 20, 2 << 20], told()
+    looks.clear()
+    more = nn.Linear(512, 512, bias=False)
+    for _ in range(20):
+        told()
+    assert not looks
+    in_a_while()
+    assert told() == [2 << 20, 1 << 20, 2 << 20], told()
+"""
+
+
+def test_who_asks_in_the_middle_of_a_run_is_told_the_kinds() -> None:
+    """Also where memory has never been short; and a loop that asks for every batch does not pay a look each time."""
+    done = forkserver.run([sys.executable, "-c", ASKS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_log_shows_the_kinds_and_never_more_than_the_budget(tmp_path: Path) -> None:
     """When a budget closes everything comes back, whatever the limit was: that is no part of the run."""
     log = tmp_path / "run.jsonl"

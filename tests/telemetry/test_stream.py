@@ -48,7 +48,6 @@ def test_a_reader_gets_hello_samples_events_and_the_end() -> None:
                 end_seen.extend(line for line in watching.lines() if line["type"] == "end")
 
             reader = threading.Thread(target=read_on)
-            reader.memmgr_own = True  # type: ignore[attr-defined]
             reader.start()
             mm.__exit__(None, None, None)
             reader.join(10)
