@@ -132,7 +132,7 @@ def _in_as_little(make: Callable[[], torch.Tensor], native: Any, mm: Any) -> tor
 def test_a_trial_needs_no_room_for_a_second_result() -> None:
     with _no_room_beside(262_144) as (x, native, mm):
         trials = native.stats()["trials"]
-        y = x.exp()
+        y = torch.special.erfcx(x)  # no other test's: what they run may vouch for this length, too
         assert native.stats()["trials"] == trials + 1
         want = y.tolist()
         assert native.take_away(y, 0) == y.nbytes
