@@ -36,7 +36,7 @@ struct TensorArg {
   c10::Device device{c10::DeviceType::CPU};
   c10::DispatchKeySet keys;
   bool wrapped_number = false;
-  char value[16] = {};
+  alignas(16) char value[16] = {};  // as malloc has it: kernels of complex numbers rely on that
 };
 
 constexpr uint16_t kLongestChain = 512;

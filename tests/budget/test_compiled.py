@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import memmgr
 
@@ -78,3 +79,21 @@ def test_a_backend_that_runs_op_by_op_is_paged_and_not_named(backend: str) -> No
         for _ in range(2):
             step()
     assert caught.value.enough_bytes < 8_000_000, "as much as if it were not compiled"
+
+
+def test_a_graph_with_sizes_that_are_symbols() -> None:
+    """Ops that only look at sizes are asked for fake tensors', too, and those have none yet."""
+    dropped = torch.compile(lambda x: F.dropout(x.sin(), 0.1, True), backend="aot_eager", dynamic=True)
+
+    def both() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        found = []
+        for batch in (5, 9):
+            x = torch.randn(batch, 64, requires_grad=True)
+            dropped(x).sum().backward()
+            found.append(x.grad)
+        return found
+
+    with memmgr.budget("100MB", quiet=True):
+        managed = both()
+    assert all(torch.equal(x, y) for x, y in zip(managed, both(), strict=True))

@@ -129,6 +129,17 @@ def _in_as_little(make: Callable[[], torch.Tensor], native: Any, mm: Any) -> tor
             return made
 
 
+def test_a_number_lies_where_its_kernel_may_read_it() -> None:
+    """Two doubles are read at once, from a multiple of their size."""
+    with memmgr.budget("1GB", quiet=True):
+        native = pager.load()
+        x = torch.zeros(307, dtype=torch.complex128)
+        for i in range(40):
+            x[i] = 2e-6 + i
+        assert native.take_away(x, 0) == x.nbytes
+        assert x[:40].tolist() == [2e-6 + i for i in range(40)]
+
+
 def test_a_trial_needs_no_room_for_a_second_result() -> None:
     with _no_room_beside(262_144) as (x, native, mm):
         trials = native.stats()["trials"]
