@@ -31,6 +31,7 @@ from memmgr.readers.captures import is_capturing
 
 from .compiled import CompiledGraphs
 from .config import Config
+from .dynamo import leave_ours
 from .job import Job
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -138,6 +139,7 @@ class PagerRuntime:
                 # What is garbage already shall not count against the budget, nor leave for the tier. Where there is room
                 # enough Python may collect it when it likes.
                 _collect()
+            leave_ours()
             self._readers.install()
             self._graphs.install()
             self._steps.install()

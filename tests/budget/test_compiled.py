@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import memmgr
 
@@ -97,3 +98,32 @@ def test_a_graph_with_sizes_that_are_symbols() -> None:
     with memmgr.budget("100MB", quiet=True):
         managed = both()
     assert all(torch.equal(x, y) for x, y in zip(managed, both(), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_a_step_that_is_compiled_as_a_whole(policy: str, beyond: Callable[[str], int]) -> None:
+    """What we do at the end of its backward is in a frame that Dynamo compiles, too, and it changed the graph of the update."""
+
+    def train() -> tuple[list[torch.Tensor], dict[str, int]]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+        net = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+        compiled = torch.compile(step, backend="eager")
+        for _ in range(6):
+            compiled(torch.randn(64, 64), torch.randint(8, (64,)))
+        return list(net.parameters()), dict(counters["graph_break"])
+
+    want, breaks = train()
+    with memmgr.budget(beyond("160kB"), policy=policy, quiet=True) as mm:
+        managed, broke = train()
+    assert mm.stats()["reclaims"] and broke == breaks
+    assert all(torch.equal(x, y) for x, y in zip(managed, want, strict=True))

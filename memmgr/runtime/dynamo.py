@@ -1,0 +1,54 @@
+"""Dynamo and our own Python. What of ours runs between two graphs of a compiled function is in a frame that Dynamo would compile,
+and what it learns of tensors there changes the graphs of the program: other bits than without a budget."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+_left: set[str] = set()
+
+
+def leave_ours() -> None:
+    """From now on Dynamo compiles no function of the modules of ours that are imported; what they call it does.
+
+    A wrapper of ours that it meets in the middle of a graph becomes part of that still.
+    """
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    package = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and name not in _left:
+            _left.add(name)
+            for code in _codes_in(module):
+                eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def _codes_in(module: ModuleType) -> Iterator[CodeType]:
+    """Of its functions, its classes' methods, and what is defined in these."""
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            for member in list(vars(value).values()) if isinstance(value, type) else [value]:
+                yield from _codes_of(member)
+
+
+def _codes_of(member: Any) -> Iterator[CodeType]:
+    if isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    if isinstance(member, property):
+        for function in (member.fget, member.fset, member.fdel):
+            yield from _codes_of(function)
+    elif isinstance(member, functools.cached_property):
+        yield from _codes_of(member.func)
+    elif isinstance(member, CodeType):
+        yield member
+        for constant in member.co_consts:
+            yield from _codes_of(constant)
+    elif isinstance(member, FunctionType | functools._lru_cache_wrapper):
+        yield from _codes_of(getattr(member, "__code__", None))
+        yield from _codes_of(getattr(member, "__wrapped__", None))  # what is cached, or a context manager's generator
