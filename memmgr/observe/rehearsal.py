@@ -63,6 +63,9 @@ def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | N
         return None
     here = found.f_locals
     module = here["self"]
+    # AOTAutograd's graphs take a list and empty it, so what they were called with is not known any more.
+    if type(getattr(getattr(module, "_graph", None), "_codegen", None)).__name__ == "_BoxedCodeGen":
+        return None
     return getattr(module, "_orig_mod", module), here["args"], here["kwargs"]  # of a compiled one, what it was made of
 
 

@@ -127,3 +127,19 @@ def test_a_step_that_is_compiled_as_a_whole(policy: str, beyond: Callable[[str],
         managed, broke = train()
     assert mm.stats()["reclaims"] and broke == breaks
     assert all(torch.equal(x, y) for x, y in zip(managed, want, strict=True))
+
+
+def test_an_error_in_a_compiled_update_is_all_that_is_said(
+    beyond: Callable[[str], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its graph was called once more for the error's text, with a list that it had emptied, and torch printed where it failed."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
+    update = torch.compile(torch.optim.Adam(net.parameters(), lr=torch.tensor(1e-2)).step, backend="aot_eager")
+    with pytest.raises(memmgr.BudgetError), memmgr.budget(beyond("320kB"), policy="evict", disk=False, quiet=True):
+        for _ in range(4):
+            F.cross_entropy(net(torch.randn(64, 64)), torch.randint(8, (64,))).backward()
+            update()
+            net.zero_grad()
+    assert capfd.readouterr().err == ""
