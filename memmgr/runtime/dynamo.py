@@ -26,7 +26,8 @@ def leave_ours() -> None:
         if name.partition(".")[0] == package and name not in _left:
             _left.add(name)
             for code in _codes_in(module):
-                eval_frame.set_code_exec_strategy(code, strategy)
+                if code.co_filename in (module.__file__, "<string>"):  # not what decorators of others have in common
+                    eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
