@@ -1,5 +1,5 @@
 """Dynamo and our own Python. What of ours runs between two graphs of a compiled function is in a frame that Dynamo would compile,
-and what it learns of tensors there changes the graphs of the program: other bits than without a budget."""
+and what it learns of tensors there changes the graphs of the program: other bits than without a budget (rule 15)."""
 
 from __future__ import annotations
 
