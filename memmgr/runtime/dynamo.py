@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch._C._dynamo import eval_frame
@@ -28,6 +28,16 @@ def leave_ours() -> None:
             for code in _codes_in(module):
                 if code.co_filename in (module.__file__, "<string>"):  # not what decorators of others have in common
                     eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def in_compiled_function() -> bool:
+    """The calling thread is in one. When it returns torch gives the thread back the dispatch keys that it had before."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:

@@ -31,7 +31,7 @@ from memmgr.readers.captures import is_capturing
 
 from .compiled import CompiledGraphs
 from .config import Config
-from .dynamo import leave_ours
+from .dynamo import in_compiled_function, leave_ours
 from .job import Job
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -109,6 +109,8 @@ class PagerRuntime:
         config, pager = self.config, self.native
         if is_capturing(config.device):
             raise RuntimeError("memmgr: a budget cannot be opened while a graph is captured")
+        if in_compiled_function():
+            raise RuntimeError("memmgr: a budget cannot be opened inside of a compiled function")
         on_cpu = config.device.type == "cpu"
         self.job.open()
         pager.set_errors(self._explain.spent, RecomputeError, torch.OutOfMemoryError)

@@ -143,3 +143,23 @@ def test_an_error_in_a_compiled_update_is_all_that_is_said(
             update()
             net.zero_grad()
     assert capfd.readouterr().err == ""
+
+
+def test_none_opens_inside_of_a_compiled_function() -> None:
+    """Its return takes the budget from the thread: plain ops met tensors whose bytes were away."""
+
+    @torch.compiler.disable
+    def opens() -> None:
+        memmgr.budget("100MB", quiet=True).__enter__()
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        opens()
+        return y.cos()
+
+    with pytest.raises(RuntimeError, match="memmgr: a budget cannot be opened inside of a compiled function"):
+        compiled(torch.randn(8))
+    opened = torch.compiler.disable(lambda: memmgr.budget("100MB", quiet=True))
+    with opened():
+        assert torch.ones(8).sum() == 8
