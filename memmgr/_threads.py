@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import gc
 import os
 import sys
 import threading
@@ -37,7 +35,6 @@ class Raiser(Protocol):
     """What is used of the pager."""
 
     def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
-    def hold_raised(self, thread: int, phase: str, info: dict[str, int]) -> None: ...
 
 
 class Computation:
@@ -66,8 +63,6 @@ class Computation:
             if self._stopped:
                 raise Stopped
             self._thread = threading.get_ident()
-        hold = functools.partial(self._native.hold_raised, self._thread)
-        gc.callbacks.append(hold)
         try:
             made = compute()
         except Stopped:
@@ -75,11 +70,8 @@ class Computation:
         except BaseException:
             self._end()
             raise
-        else:
-            self._end()
-            return made
-        finally:
-            gc.callbacks.remove(hold)
+        self._end()
+        return made
 
     def _end(self) -> None:
         with self._lock:

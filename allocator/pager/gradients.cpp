@@ -2,8 +2,6 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <string_view>
-
 #include "elsewhere.h"
 #include "observe.h"
 
@@ -28,25 +26,6 @@ PyObject* py_raise_in(PyObject*, PyObject* args) {
   const char* package;
   if (!PyArg_ParseTuple(args, "kOs", &thread, &exception, &package)) return nullptr;
   return PyBool_FromLong(raise_in(thread, exception, package));
-}
-
-// A callback of the collector's, while a thread computes: what is about to be raised there waits for the finalizers'
-// end.
-PyObject* py_hold_raised(PyObject*, PyObject* args) {
-  static thread_local PyObject* held = nullptr;
-  unsigned long thread;
-  const char* phase;
-  PyObject* info;
-  if (!PyArg_ParseTuple(args, "ksO", &thread, &phase, &info)) return nullptr;
-  if (thread != PyThread_get_thread_ident()) Py_RETURN_NONE;
-  if (std::string_view(phase) == "start") {
-    Py_XSETREF(held, Py_XNewRef(PyThreadState_Get()->async_exc));
-    if (held) PyThreadState_SetAsyncExc(thread, nullptr);
-  } else if (held) {
-    PyThreadState_SetAsyncExc(thread, held);
-    Py_CLEAR(held);
-  }
-  Py_RETURN_NONE;
 }
 
 // Torch 2.13 destroys the heap where another thread begins a backward while objects of Python's are made of its
@@ -81,8 +60,6 @@ PyMethodDef gradient_methods[] = {
     {"others_wait", py_others_wait, METH_NOARGS, "does every other thread wait for somebody?"},
     {"raise_in", py_raise_in, METH_VARARGS,
      "raise_in(thread, exception, package) -> was it raised there? Only where a function of the package's runs"},
-    {"hold_raised", py_hold_raised, METH_VARARGS,
-     "hold_raised(thread, phase, info): what was about to be raised in that thread waits for the finalizers' end"},
     {"gradients_of", py_gradients_of, METH_O, "gradients_of(tensors): of the leaves, where others_wait()"},
     {"gradient_info", py_gradient_info, METH_O, "gradient_info(tensor): storage_info of its gradient"},
     {"gradient_bytes", py_gradient_bytes, METH_O, "gradient_bytes(tensor): 0 while nobody may look, too"},

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import operator
 import sys
 import threading
 import time
@@ -132,37 +130,3 @@ def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
     holder = user["Holder"]
     gc.collect()
     assert holder.begun == holder.ended > 100
-
-
-def test_what_is_on_its_way_comes_in_no_finalizer() -> None:
-    """The computation is told to end in a call that sleeps and then collects garbage."""
-    user: dict[str, Any] = {"__name__": "user"}
-    exec(OF_A_USER, user)
-    holder, asleep = user["Holder"], threading.Event()
-    turns = 0
-
-    def compute() -> None:
-        nonlocal turns
-        while True:
-            holder()
-            calls = asleep.set, functools.partial(time.sleep, 0.1), functools.partial(gc.collect, 0)
-            list(map(operator.call, calls))  # no bytecode in between, where it would be raised
-            turns += 1
-
-    computation = _threads.Computation(pager.load(), __name__)
-    told: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            computation.run(compute)
-        except _threads.Stopped as stopped:
-            told.append(stopped)
-
-    callbacks = list(gc.callbacks)
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert asleep.wait(10)
-    computation.end(thread)
-    assert told and turns <= 2 and gc.callbacks == callbacks
-    gc.collect()
-    assert holder.begun == holder.ended > 0
