@@ -9,6 +9,7 @@
 
 #include "budget.h"
 #include "foreign.h"
+#include "recipe.h"
 #include "threads.h"
 
 namespace memmgr::pager {

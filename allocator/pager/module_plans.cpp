@@ -12,6 +12,7 @@
 #include "follow.h"
 #include "list_ops.h"
 #include "loops.h"
+#include "module.h"
 #include "timeline.h"
 #include "transfer.h"
 
