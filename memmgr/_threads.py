@@ -101,22 +101,23 @@ class Rationed:
 
     Args:
         share: above 0.
+        work: what is done where it is called.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, work: Callable[[], object]) -> None:
         self._share = share
-        self._began = self._due = 0.0
+        self._work = work
+        self._due = 0.0
 
-    def is_due(self) -> bool:
-        """There is time for it."""
-        return time.perf_counter() >= self._due
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *failed: object) -> None:
+    def __call__(self) -> bool:
+        """Was it due? Then it is done."""
+        began = time.perf_counter()
+        if began < self._due:
+            return False
+        self._work()
         now = time.perf_counter()
-        self._due = now + (now - self._began) / self._share
+        self._due = now + (now - began) / self._share
+        return True
 
 
 def let_others_first() -> None:

@@ -69,7 +69,7 @@ class Purposes:
         self._gradients: dict[int, tuple[int, int]] = {}
         self._next = 0
         self._unknown = 0
-        self._looks, self._asks = Rationed(0.01), Rationed(0.01)
+        self._rationed = Rationed(0.01, self.look_for_new), Rationed(0.01, self._look_at_gradients)
         self.kept_bytes = 0
 
     def ended_pass(self, count: int) -> None:
@@ -102,14 +102,13 @@ class Purposes:
 
     def ask(self) -> None:
         """Somebody wants to know who holds what, as a loop may for every batch."""
-        if self._looks.is_due():
-            with self._looks:
-                self.look_for_new()
-        if self._asks.is_due():
-            with self._asks:
-                gradients = self._native.gradients_of(parameters_of(ref() for ref in self._owners))
-                self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENT)
-                self._unknown = min(self._unknown, self._held()[0])
+        for look in self._rationed:
+            look()
+
+    def _look_at_gradients(self) -> None:
+        gradients = self._native.gradients_of(parameters_of(ref() for ref in self._owners))
+        self._native.set_purpose([part for g in gradients for part in plain(g)], Purpose.GRADIENT)
+        self._unknown = min(self._unknown, self._held()[0])
 
     def look(self) -> None:
         """Finds models and optimizers. In any thread."""

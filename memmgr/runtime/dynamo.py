@@ -11,10 +11,10 @@ from typing import Any
 
 from torch._C._dynamo import eval_frame
 
-_left: set[str] = set()
+_skipped: set[str] = set()
 
 
-def leave_ours() -> None:
+def skip_ours() -> None:
     """From now on Dynamo compiles no function of the modules of ours that are imported; what they call it does.
 
     A wrapper of ours that it meets in the middle of a graph becomes part of that still.
@@ -23,8 +23,8 @@ def leave_ours() -> None:
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package and name not in _left:
-            _left.add(name)
+        if name.partition(".")[0] == package and name not in _skipped:
+            _skipped.add(name)
             for code in _codes_in(module):
                 if code.co_filename in (module.__file__, "<string>"):  # not what decorators of others have in common
                     eval_frame.set_code_exec_strategy(code, strategy)

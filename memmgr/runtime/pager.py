@@ -31,7 +31,7 @@ from memmgr.readers.captures import is_capturing
 
 from .compiled import CompiledGraphs
 from .config import Config
-from .dynamo import in_compiled_function, leave_ours
+from .dynamo import in_compiled_function, skip_ours
 from .job import Job
 from .periods import Periods, TraceFile
 from .plans import Plans
@@ -137,11 +137,11 @@ class PagerRuntime:
             self._take_stock()
             if config.limit_bytes >= UNLIMITED:  # who measures wants the same each time
                 gc.collect()
-            elif pager.resident() > config.limit_bytes // 2:
+            elif pager.resident() > config.limit_bytes // 2 and not _collect():
                 # What is garbage already shall not count against the budget, nor leave for the tier. Where there is room
                 # enough Python may collect it when it likes.
-                _collect()
-            leave_ours()
+                gc.collect(1)
+            skip_ours()
             self._readers.install()
             self._graphs.install()
             self._steps.install()
@@ -294,17 +294,8 @@ class PagerRuntime:
         return summary(self.stats(), binary=self.config.binary)
 
 
-_garbage = Rationed(0.01)
-
-
-def _collect() -> None:
-    """A whole collection takes a tenth of a second where torch is imported. A loop that opens a budget for each batch has what
-    is young collected else."""
-    if not _garbage.is_due():
-        gc.collect(1)
-        return
-    with _garbage:
-        gc.collect()
+_collect = Rationed(0.01, gc.collect)
+"""A whole collection, a tenth of a second where torch is imported: too much for a loop that opens a budget for each batch."""
 
 
 def _thaw() -> None:

@@ -1,4 +1,4 @@
-"""A budget that is too small for a compiled model: one BudgetError, which names the model, and a budget that works."""
+"""Compiled functions under a budget: the same graphs and bits (rule 15), and errors that name the model and a budget that works."""
 
 from __future__ import annotations
 
