@@ -63,8 +63,13 @@ def _explained(error: Exception) -> Exception:
 
 
 def _install() -> None:
-    """CUDA's allocator, where there is CUDA (see `_cuda`). torch is there."""
+    """The pager's dispatch key, and CUDA's allocator where there is CUDA (see `_dispatch`, `_cuda`). torch is there."""
     torch = sys.modules["torch"]
+    from . import _dispatch
+    from ._torches import unfit
+
+    if not unfit(torch.__version__):
+        _dispatch.include()
     if torch.version.cuda is None or not torch.backends.cuda.is_built():
         return
     from . import _cuda

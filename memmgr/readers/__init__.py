@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memmgr import _dispatch
 from memmgr._errors import BudgetError
 from memmgr.native.pager import Pager
 
@@ -44,7 +45,7 @@ class Readers:
     def install(self) -> None:
         """Puts the patches in place."""
         self._open = True
-        _let_higher_order_ops_through()
+        _dispatch.let_higher_order_ops_through()
         self._raw.install()
         self._reducers.install()
         self._extensions.install()
@@ -139,21 +140,3 @@ class Readers:
                 return original(*args, **kwargs)
 
         return run_backward
-
-
-def _let_higher_order_ops_through() -> None:
-    """They have no kernel for the pager's key; what they call is seen."""
-    key = torch._C._dispatch_key_parse("Fake")
-    for op in torch._ops._higher_order_ops.values():
-        op.fallthrough(key)
-    cls = torch._ops.HigherOrderOperator
-    if not getattr(cls.__init__, "_memmgr", False):
-        original = cls.__init__
-
-        @functools.wraps(original)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-            self.fallthrough(key)
-
-        init._memmgr = True  # type: ignore[attr-defined]
-        cls.__init__ = init  # type: ignore[method-assign]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
+import forkserver
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,3 +165,57 @@ def test_none_opens_inside_of_a_compiled_function() -> None:
     opened = torch.compiler.disable(lambda: memmgr.budget("100MB", quiet=True))
     with opened():
         assert torch.ones(8).sum() == 8
+
+
+BEFORE = """
+import contextlib
+import sys
+import torch
+import memmgr
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+net = torch.nn.Linear(64, 8)
+step = torch.compile(net, backend="eager")
+for batch in (64, 32):  # of one size, and of any
+    step(torch.randn(batch, 64)).sum().backward()
+with memmgr.budget("1GB", quiet=True) if sys.argv[1] == "with" else contextlib.nullcontext():
+    for batch in (64, 40, 77):
+        step(torch.randn(batch, 64)).sum().backward()
+print(counters["stats"]["unique_graphs"], net.weight.grad.sum().item())
+"""
+
+
+def test_what_was_compiled_before_the_first_budget_is_not_compiled_again() -> None:
+    """Dynamo's guards look at the thread's dispatch keys: there was one more in the budget, and a graph of one size for it."""
+    told = [
+        forkserver.run([sys.executable, "-c", BEFORE, how], capture_output=True, text=True, check=True).stdout
+        for how in ("with", "without")
+    ]
+    assert told[0] == told[1] and told[0].startswith("2 ")
+
+
+FAILS = """
+import torch
+import memmgr
+from memmgr import _dispatch
+included = torch._C._dispatch_tls_is_dispatch_key_included
+
+for _ in range(2):
+    try:
+        with _dispatch.giving_way():
+            assert not included(_dispatch.KEY)
+            torch.ones(3)
+            raise ImportError
+    except ImportError:
+        pass
+    assert included(_dispatch.KEY) and torch.ones(3).sum() == 3
+with memmgr.budget("1GB", quiet=True):
+    assert torch.ones(3).sum() == 3
+assert included(_dispatch.KEY)
+"""
+
+
+def test_a_pager_that_cannot_be_loaded_leaves_the_key_as_it_was() -> None:
+    """The kernel that passes it over is back: without one every op of the thread would fail."""
+    forkserver.run([sys.executable, "-c", FAILS], check=True, capture_output=True)
