@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -35,6 +37,51 @@ class Raiser(Protocol):
     """What is used of the pager."""
 
     def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
+
+
+class _NoCollections:
+    """Inside the collector begins nothing of itself: an exception that is on its way to its thread would meet finalizers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = gc.get_threshold()
+        os.register_at_fork(after_in_child=self._end)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = gc.get_threshold()
+                gc.set_threshold(*[2**31 - 1] * 3)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                gc.set_threshold(*self._before)
+
+    def _end(self) -> None:
+        """In a forked child whoever was inside is not there."""
+        self._lock = threading.Lock()
+        if self._inside:
+            self._inside = 0
+            gc.set_threshold(*self._before)
+
+
+_no_collections = _NoCollections()
+
+
+class _Canary:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _collecting() -> bool:
+    """A collection is under way: another one does nothing."""
+    canary = weakref.ref(_Canary())
+    gc.collect(0)
+    return canary() is not None
 
 
 class Computation:
@@ -83,14 +130,20 @@ class Computation:
 
     def end(self, thread: threading.Thread | None) -> None:
         """Ends it where it computes, once and for all, and waits for its thread."""
-        while not self._told() and thread is not None and thread.is_alive() and not sys.is_finalizing():
-            join(thread, 0.001)
-        join(thread)
+        with _no_collections:
+            while not self._told() and thread is not None and thread.is_alive() and not sys.is_finalizing():
+                join(thread, 0.001)
+            join(thread)
 
     def _told(self) -> bool:
         """It will end, or has ended."""
         with self._lock:
             self._stopped = True
+            if self._raised or not self._thread:
+                return True
+        if _collecting():  # finalizers may run in that thread, and here
+            return False
+        with self._lock:
             if self._thread and not self._raised:
                 self._raised = self._native.raise_in(self._thread, Stopped, self._package)
             return self._raised or not self._thread

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 import sys
 import threading
 import time
@@ -130,3 +132,77 @@ def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
     holder = user["Holder"]
     gc.collect()
     assert holder.begun == holder.ended > 100
+
+
+def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
+    """One of its finalizers waits without the interpreter's lock, and has no frame: the computation's own is where its thread is."""
+    user: dict[str, Any] = {"__name__": "user"}
+    exec(OF_A_USER, user)
+    holder = user["Holder"]
+    asleep = threading.Event()
+
+    class Sleeper(holder):  # type: ignore[misc, valid-type]
+        __del__ = staticmethod(functools.partial(time.sleep, 0.05))
+
+    def compute() -> None:
+        Sleeper()  # it goes first
+        holder()
+        asleep.set()
+        gc.collect(0)
+        while True:
+            pass
+
+    gc.collect()
+    computation = _threads.Computation(pager.load(), __name__)
+    told: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            computation.run(compute)
+        except _threads.Stopped as stopped:
+            told.append(type(stopped))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert asleep.wait(10)
+    time.sleep(0.02)
+    computation.end(thread)
+    assert told == [_threads.Stopped]
+    gc.collect()
+    assert holder.begun == holder.ended > 0
+
+
+def test_none_is_begun_while_the_exception_is_on_its_way(quick_switches: None) -> None:
+    """Python 3.13 raises it a turn later, after a collection that is due. The program's thresholds are back afterwards, also in a fork."""
+    before, meanwhile, child = gc.get_threshold(), [], []
+    computation = _threads.Computation(pager.load(), __name__)
+    begun = threading.Event()
+
+    def forks() -> None:
+        read, write = os.pipe()
+        if not os.fork():
+            os.write(write, str(gc.get_threshold()).encode())
+            os._exit(0)
+        os.wait()
+        child.append(os.read(read, 99).decode())
+        os.close(read)
+        os.close(write)
+
+    def run() -> None:
+        def compute() -> None:
+            begun.set()
+            while True:
+                pass
+
+        try:
+            computation.run(compute)
+        except _threads.Stopped:
+            meanwhile.append(gc.get_threshold())
+            forks()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(10)
+    computation.end(thread)
+    assert gc.get_threshold() == before and child == [str(before)]
+    assert meanwhile == [(2**31 - 1,) * 3]
