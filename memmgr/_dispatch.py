@@ -1,4 +1,4 @@
-"""The pager's dispatch key, on the thread of the script from its `import memmgr` on.
+"""The pager's dispatch key, on the script's threads from `import memmgr` on.
 
 Dynamo's guards compare the dispatch keys of tensors together with those that their thread includes. A function that was
 compiled without ours would be compiled once more in the first budget: one of the recompilations that Dynamo allows, and
@@ -8,63 +8,53 @@ torch's table of kernels passes it over, at no cost for an op.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import torch
 
 KEY = "Fake"  # `kKey` of allocator/pager/kernel.h
 
-_passing: Any = None  # the registration of what passes it over, until the pager registers its own kernel
-
 
 def include() -> None:
-    """The calling thread, and what torch starts from it, has the key from now on. Once a process, before its first budget."""
-    let_higher_order_ops_through()
-    _pass_over()
-    _include(True)
+    """The calling thread has the key from now on, and those that Python starts later. Once, before the pager is loaded."""
+    prepare()
+    passing = torch._C._dispatch_library("IMPL", "_", "", __file__, 0)
+    passing.fallback(KEY, torch.library.fallthrough_kernel, False)
+    ctypes.pythonapi.Py_IncRef(
+        ctypes.py_object(passing)
+    )  # the pager's kernel takes its place, and nothing takes that away
+    _include()
 
 
-@contextlib.contextmanager
-def giving_way() -> Iterator[None]:
-    """Inside the pager registers its kernel. Where that fails all is as before."""
-    global _passing
-    if _passing is None:
-        yield
-        return
-    included = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
-    _include(False)
-    _passing.reset()
-    _passing = None
-    try:
-        yield
-    except BaseException:
-        _pass_over()
-        raise
-    finally:
-        _include(included)
+def prepare() -> None:
+    """What else the key wants in this process: threads that have it, and higher-order ops that pass it over."""
+    _let_higher_order_ops_through()
+    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    if not hasattr(original, "_memmgr"):
+
+        @functools.wraps(original)
+        def bootstrap(thread: threading.Thread) -> None:
+            _include()
+            original(thread)
+
+        bootstrap._memmgr = True  # type: ignore[attr-defined]
+        threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
 
 
-def _pass_over() -> None:
-    global _passing
-    # No `torch.library.Library`: that one ends before the last ops of a process that is ending.
-    _passing = torch._C._dispatch_library("IMPL", "_", "", __file__, 0)
-    _passing.fallback(KEY, torch.library.fallthrough_kernel, False)
+def _include() -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)  # type: ignore[no-untyped-call]
 
 
-def _include(on: bool) -> None:
-    torch._C._dispatch_tls_set_dispatch_key_included(KEY, on)
-
-
-def let_higher_order_ops_through() -> None:
+def _let_higher_order_ops_through() -> None:
     """They have no kernel for the key, those that are made later neither; what they call is seen."""
     key = torch._C._dispatch_key_parse(KEY)
     for op in torch._ops._higher_order_ops.values():
         op.fallthrough(key)
     cls = torch._ops.HigherOrderOperator
-    if not getattr(cls.__init__, "_memmgr", False):
+    if not hasattr(cls.__init__, "_memmgr"):
         original = cls.__init__
 
         @functools.wraps(original)

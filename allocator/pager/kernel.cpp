@@ -404,6 +404,22 @@ TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
     m.impl(reader.name, torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw>());
 }
 
+// Until now a kernel that passes the key over had its place (memmgr/_dispatch.py). Torch gives a place to nobody while
+// it is taken, and were it left first, ops of other threads would find no kernel for a moment: so ours replaces it. The
+// member is private.
+using Fallbacks = std::array<c10::impl::AnnotatedKernel, c10::num_runtime_entries>;
+template <Fallbacks c10::Dispatcher::* member>
+struct Reached {
+  friend Fallbacks& fallbacks_of(c10::Dispatcher& dispatcher) { return dispatcher.*member; }
+};
+Fallbacks& fallbacks_of(c10::Dispatcher& dispatcher);
+template struct Reached<&c10::Dispatcher::backendFallbackKernels_>;
+
+const bool place_is_free = [] {
+  fallbacks_of(c10::Dispatcher::singleton())[c10::getDispatchTableIndexForDispatchKey(kKey)] = {};
+  return true;
+}();  // before what follows: one file's are made in order
+
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 }  // namespace memmgr::pager

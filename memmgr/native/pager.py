@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypedDict, cast
 
 import torch
 
-from memmgr import _cache, _cuda, _dispatch
+from memmgr import _cache, _cuda
 from memmgr._torches import unfit
 
 from .build import NotBuiltError, compile_library, include_folder, load_core, package_sources, prebuilt
@@ -168,6 +168,7 @@ class Pager(Protocol):
     def stats(self) -> dict[str, int]: ...
     def drain(self) -> None: ...
     def note_refused(self) -> None: ...
+    def refusal(self) -> str: ...
     def set_errors(
         self, make: Callable[[str], BaseException], wrong: type[BaseException], torchs: type[BaseException]
     ) -> None: ...
@@ -275,7 +276,6 @@ def _open(library: Path) -> Pager:
     loader = importlib.machinery.ExtensionFileLoader("memmgr._pager", str(library))
     spec = importlib.util.spec_from_file_location("memmgr._pager", library, loader=loader)
     assert spec is not None
-    with _dispatch.giving_way():
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return cast(Pager, module)

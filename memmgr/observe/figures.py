@@ -137,7 +137,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "pending_slices", "counter", "pieces of optimizers' steps that waited until somebody needed what they write"
     ),
-    Figure("unseen_ops", "counter", "first ops of threads that are older than the budget"),
+    Figure("unseen_ops", "counter", "first ops of threads that C++ started, or that are older than `import memmgr`"),
     Figure("works_in_flight", "gauge", "collectives that are not done"),
     # Tensors.
     Figure("cells", "gauge", "storages that the pager knows now"),

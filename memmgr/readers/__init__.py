@@ -1,9 +1,8 @@
-"""What memmgr changes in the process while a budget is open: raw readers, threads, higher-order ops."""
+"""What memmgr changes in the process while a budget is open: raw readers, callbacks, captures."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -45,13 +44,12 @@ class Readers:
     def install(self) -> None:
         """Puts the patches in place."""
         self._open = True
-        _dispatch.let_higher_order_ops_through()
+        _dispatch.prepare()
         self._raw.install()
         self._reducers.install()
         self._extensions.install()
         self._captures.install()
         wrap = self._patches.wrap
-        wrap(threading.Thread, "_bootstrap_inner", self._thread)
         # Their callbacks run in threads of C++, where nothing else would see the ops.
         # What `then` returns is one of torch._C's, which torch.futures' derives from.
         for name in ("then", "add_done_callback"):
@@ -83,14 +81,6 @@ class Readers:
     def escaped(self) -> dict[str, int]:
         """Where addresses were handed out for good: `module:line`, and how often."""
         return dict(self._raw.sites)
-
-    def _thread(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def bootstrap(thread: threading.Thread) -> None:
-            self._pager.see_this_thread(True)
-            original(thread)
-
-        return bootstrap
 
     def _callback(self, original: Any) -> Any:
         @functools.wraps(original)

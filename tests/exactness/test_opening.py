@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 from torch import nn
@@ -108,3 +110,45 @@ def test_gradients_are_left_alone_while_another_thread_puts_them_in_place(elsewh
             train()
         assert native.load().describe(w.grad) is not None
         assert torch.equal(w.grad, torch.full((WIDTH, WIDTH), 3.0))
+
+
+OLDER = """
+import threading
+import torch
+import memmgr
+
+failed, seen, go, over = [], [], threading.Event(), threading.Event()
+
+def work():
+    x = torch.ones(4)
+    try:
+        seen.append(torch._C._dispatch_tls_is_dispatch_key_included("Fake"))
+        while not over.is_set():
+            if go.is_set():
+                y = torch.ones(10**6)
+            for _ in range(100):
+                x = x + x
+    except BaseException as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+while len(seen) < 3:
+    pass
+with memmgr.budget("1GB", quiet=True) as mm:
+    go.set()
+    torch.ones(10**6).sum().item()
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert mm.stats()["unseen_ops"] == 0, mm.stats()["unseen_ops"]
+assert not failed, failed
+assert seen == [True] * 3
+"""
+
+
+def test_threads_go_on_while_the_first_budget_opens() -> None:
+    """They have the dispatch key since `import memmgr`; at no moment is there no kernel for it, and no op of theirs is unseen."""
+    done = forkserver.run([sys.executable, "-c", OLDER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
