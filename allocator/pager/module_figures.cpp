@@ -228,6 +228,8 @@ PyObject* py_note_refused(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_refusal(PyObject*, PyObject*) { return PyUnicode_FromString(refusal().c_str()); }
+
 PyObject* py_drain(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
   drop_what_waits();
@@ -285,6 +287,8 @@ PyMethodDef figure_methods[] = {
     {"stats", py_stats, METH_NOARGS, "figures"},
     {"device_stats", py_device_stats, METH_NOARGS, "figures of the device's memory; empty on the CPU"},
     {"note_refused", py_note_refused, METH_NOARGS, "what this thread found no room for is part of the floor"},
+    {"refusal", py_refusal, METH_NOARGS,
+     "what this thread found no room for, as the allocator said it; empty once it was asked"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},

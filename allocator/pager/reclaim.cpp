@@ -384,7 +384,12 @@ void note_working_set(uint64_t pinned_bytes, Share at_once) {
 }
 
 static thread_local uint64_t tl_refused_bytes = 0;
-uint64_t refused_bytes() { return std::exchange(tl_refused_bytes, 0); }
+static thread_local std::string tl_refused_text;
+std::string refusal() { return std::exchange(tl_refused_text, {}); }
+uint64_t refused_bytes() {
+  tl_refused_text.clear();
+  return std::exchange(tl_refused_bytes, 0);
+}
 void note_refused() { note_floor(refused_bytes()); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};
@@ -414,6 +419,7 @@ void throw_out_of_memory(uint64_t request) {
     std::lock_guard<std::mutex> lock(budget.error_lock);
     if (!budget.tier_error.empty()) text += " The disk tier failed: " + budget.tier_error + '.';
   }
+  tl_refused_text = text;
   throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
 }
 

@@ -9,17 +9,21 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-import torch
-
-from memmgr._errors import SPENT, BudgetError
+from memmgr._errors import BudgetError
 from memmgr.readers.patches import Patches
 
 
 class CompiledGraphs:
-    """Which compiled graph a thread is in, and its errors, of one budget."""
+    """Which compiled graph a thread is in, and its errors, of one budget.
 
-    def __init__(self, spent: Callable[[str], BudgetError]) -> None:
+    Args:
+        spent: the error of a thread that found no room, by what the allocator said.
+        refusal: what it said to this thread last, unless it was asked since or found room after all.
+    """
+
+    def __init__(self, spent: Callable[[str], BudgetError], refusal: Callable[[], str]) -> None:
         self._spent = spent
+        self._refusal = refusal
         self._patches = Patches()
         self._local = threading.local()
 
@@ -51,12 +55,14 @@ class CompiledGraphs:
         @functools.wraps(original)
         def call(graph: Any, inputs: Any) -> Any:
             self._local.depth = getattr(self._local, "depth", 0) + 1
+            self._refusal()
             try:
                 return original(graph, inputs)
-            except torch.OutOfMemoryError as error:
-                if isinstance(error, BudgetError) or SPENT not in str(error):
+            except RuntimeError as error:  # a kernel of inductor's makes one of its own, which may not say of what
+                said = self._refusal()
+                if isinstance(error, BudgetError) or not said:
                     raise
-                spent = self._spent(str(error))
+                spent = self._spent(said)
             finally:
                 self._local.depth -= 1
             raise spent

@@ -89,7 +89,7 @@ class PagerRuntime:
             None if config.need is None else Sizing(config.need, config, self.native, self.plans, self._happened)
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
-        self._graphs = CompiledGraphs(lambda text: self._explain.spent(text))
+        self._graphs = CompiledGraphs(lambda text: self._explain.spent(text), self.native.refusal)
         self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
         self.job = Job(
             self.stats, self.native, silent_seconds=config.silent_seconds, quiet=config.quiet, binary=config.binary
