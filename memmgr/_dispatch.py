@@ -45,7 +45,7 @@ def prepare() -> None:
 
 
 def _include() -> None:
-    torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)  # type: ignore[no-untyped-call]
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)
 
 
 def _let_higher_order_ops_through() -> None:
