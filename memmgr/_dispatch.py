@@ -19,29 +19,31 @@ KEY = "Fake"  # `kKey` of allocator/pager/kernel.h
 
 
 def include() -> None:
-    """The calling thread has the key from now on, and those that Python starts later. Once, before the pager is loaded."""
-    prepare()
+    """The calling thread has the key from now on, and those that Python starts later. Only once a process."""
+    if hasattr(threading.Thread, "_memmgr"):
+        return
     passing = torch._C._dispatch_library("IMPL", "_", "", __file__, 0)
     passing.fallback(KEY, torch.library.fallthrough_kernel, False)
-    ctypes.pythonapi.Py_IncRef(
-        ctypes.py_object(passing)
-    )  # the pager's kernel takes its place, and nothing takes that away
+    # Nothing takes it away but the pager's kernel, which gets its place.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(passing))
     _include()
+    prepare()
 
 
 def prepare() -> None:
     """What else the key wants in this process: threads that have it, and higher-order ops that pass it over."""
     _let_higher_order_ops_through()
+    if hasattr(threading.Thread, "_memmgr"):
+        return
+    threading.Thread._memmgr = True  # type: ignore[attr-defined]
     original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-    if not hasattr(original, "_memmgr"):
 
-        @functools.wraps(original)
-        def bootstrap(thread: threading.Thread) -> None:
-            _include()
-            original(thread)
+    @functools.wraps(original)
+    def bootstrap(thread: threading.Thread) -> None:
+        _include()
+        original(thread)
 
-        bootstrap._memmgr = True  # type: ignore[attr-defined]
-        threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
+    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
 
 
 def _include() -> None:

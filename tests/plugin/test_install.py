@@ -257,3 +257,25 @@ def test_a_budget_in_the_environment_asks_before_the_script_begins() -> None:
 
 def test_the_version_is_there_either_way() -> None:
     assert _python("import torch, memmgr; print(memmgr.__version__)") == [memmgr.__version__]
+
+
+AGAIN = """
+import importlib
+import sys
+import torch
+import memmgr
+
+importlib.reload(memmgr)
+with memmgr.budget("1GB", quiet=True):
+    assert torch.ones(10**5).sum() == 10**5
+importlib.reload(memmgr)
+for name in [name for name in sys.modules if name.partition(".")[0] == "memmgr"]:
+    del sys.modules[name]
+import memmgr
+assert torch.ones(3).sum() == 3
+"""
+
+
+def test_it_may_be_imported_again() -> None:
+    """Torch takes one kernel for the pager's key, and ends the process where it is offered another."""
+    assert _python(AGAIN) == []
