@@ -134,7 +134,7 @@ class budget:
         quiet: no summary line at the end.
         log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
-            own, `run.rank1.jsonl`.
+            own, `run.rank1.jsonl`, and so has a process that begins while another writes to it, `run.12345.jsonl`.
         trace: a file for the trace of one pass, for `memmgr simulate` (JSON, an op a line); compressed if the name ends in .gz.
         trace_pass: which pass is traced, from 1, or the next that ends well; the first one is not like the others.
         silent_seconds: of a distributed job, at least 1: a rank whose process has given no sign of life for so long is lost, and

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections import deque
 from pathlib import Path
@@ -18,7 +20,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
 MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
 MOST_PASSES = 32  # told one by one in a passes line; of the others only the sums
 
-_begun: set[Path] = set()  # logs that this process has begun
+_begun: set[tuple[int, Path]] = set()  # logs that this process has begun
 
 
 def dumps(line: dict[str, Any]) -> bytes:
@@ -33,6 +35,28 @@ def log_path(path: str) -> Path:
     if rank.isdecimal() and world.isdecimal() and int(world) > 1:
         return wanted.with_suffix(f".rank{rank}{wanted.suffix}")
     return wanted
+
+
+def _begin(path: Path) -> tuple[Path, int]:
+    """Its name and the file, open. The name has this process's number where another one, its parent most likely, writes to it.
+
+    What another budget of this process has begun goes on, one session after the other.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        return path, file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return _begin(path.with_suffix(f".{os.getpid()}{path.suffix}"))
+    except OSError:
+        pass  # a file system without locks
+    mine = os.getpid(), path.resolve()
+    if mine not in _begun:
+        os.ftruncate(file, 0)
+    _begun.add(mine)
+    return path, file
 
 
 class Consumer:
@@ -140,16 +164,12 @@ class Log(Consumer):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path = path
         self.error = ""
         self.interval_seconds = self.FIRST_SECONDS
         self._samples = 0
         self._cell_lines = 0
         self._saved = self._most_saved = 0
-        again = path.resolve() in _begun  # another budget of this process: one file, one session after the other
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if again else os.O_TRUNC)
-        self._fd = os.open(path, flags, 0o666)
-        _begun.add(path.resolve())
+        self.path, self._fd = _begin(path)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
         """Writes it, in whole lines. What cannot be written ends the log, never the run."""

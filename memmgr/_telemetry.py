@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +99,11 @@ class Telemetry:
         self._not_before: dict[str, float] = {}
         self.errors: list[str] = []
         self.no_socket = ""  # why there is none
+
+    @property
+    def log_path(self) -> Path | None:
+        """Where the log is, once there is one."""
+        return self._log.path if self._log is not None else None
 
     # -- in the training threads --
 

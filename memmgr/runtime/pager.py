@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from memmgr._consumers import log_path
 from memmgr._device import DRIVER_VARIABLE, host_bytes
 from memmgr._errors import RecomputeError
 from memmgr._sizes import UNLIMITED
@@ -244,7 +243,7 @@ class PagerRuntime:
             if self._sizing is not None:
                 self._sizing.close(self._final)
         if report and self._open and not self.config.quiet and self.job.all_figures is not None:
-            log = None if self.config.log is None else log_path(self.config.log)
+            log = self.telemetry.log_path
             report_end(self._final, self.job.all_figures, log=log, binary=self.config.binary)
         for text in (
             *self.telemetry.complaints(),

@@ -508,3 +508,40 @@ def _seeded(run: Callable[[], Record]) -> Record:
 
     _reset(0)
     return run()
+
+
+SPAWNED = """
+import multiprocessing, os, sys
+import torch, memmgr
+
+def train(kept):
+    with memmgr.budget("1GB", log="run.jsonl", quiet=True):
+        torch.ones(10**6).sum()
+        if kept:
+            child = multiprocessing.get_context("spawn").Process(target=train, args=(False,))
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+    print(os.getpid())
+
+if __name__ == "__main__":
+    train(True)
+    train(False)
+"""
+
+
+def test_a_child_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """It opened its parent's anew: lines were lost, and there was a hole in the file."""
+    (tmp_path / "spawns.py").write_text(SPAWNED)
+    done = subprocess.run([sys.executable, "-P", "spawns.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    spawned, parent, again = done.stdout.split()
+    assert parent == again
+    logs = {path.name: path.read_text().splitlines() for path in tmp_path.glob("*.jsonl")}
+    assert sorted(logs) == sorted(["run.jsonl", f"run.{spawned}.jsonl"])
+    kinds = {name: [json.loads(line)["type"] for line in lines] for name, lines in logs.items()}
+    assert kinds["run.jsonl"].count("hello") == kinds["run.jsonl"].count("end") == 2
+    assert kinds[f"run.{spawned}.jsonl"].count("end") == 1
+    with memmgr.budget(LIMIT, log=str(tmp_path / "run.jsonl"), quiet=True):  # nobody has it any more: it is begun anew
+        pass
+    assert (tmp_path / "run.jsonl").read_text().count('"hello"') == 1

@@ -147,6 +147,29 @@ def test_it_sees_what_it_would_see_under_python(folder: Path, words: list[str]) 
     assert plain.returncode == 0 and (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
 
 
+def test_an_interrupted_run_says_what_it_did(folder: Path) -> None:
+    """The interrupt's own end came before the budget's: no summary, no end of the log, a socket that stays."""
+    (folder / "interrupted.py").write_text(TRAIN + "raise KeyboardInterrupt\n")
+    runtime = folder / "runtime"
+    runtime.mkdir(mode=0o700)
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    words = "run", "--budget", "8MB", "--log", "interrupted.jsonl", "interrupted.py"
+    done = memmgr(*words, cwd=folder, env=env, start=subprocess.run)
+    assert done.returncode == -signal.SIGINT
+    assert re.search("peak .* of 8 MB", done.stderr) and "memmgr report interrupted.jsonl" in done.stderr, done.stderr
+    assert '"type":"end"' in (folder / "interrupted.jsonl").read_text().splitlines()[-1]
+    assert not [path for path in runtime.rglob("*") if path.is_socket()]
+
+
+@pytest.mark.parametrize("verb, option", [("run", "--log"), ("trace", "--out")])
+def test_the_script_is_not_written_over(folder: Path, verb: str, option: str) -> None:
+    text = (folder / "train.py").read_text()
+    done = memmgr(verb, option, "./train.py", "train.py", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"memmgr {verb}: {option}: ./train.py is the script itself\n"
+    assert (folder / "train.py").read_text() == text
+
+
 ENDS = [
     ("import sys; sys.exit(7)", 7),
     ("import sys; sys.exit()", 0),

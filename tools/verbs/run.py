@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     code, main = _load(args)
     os.environ["MEMMGR_BUDGET"] = args.budget or "none"
     os.environ["MEMMGR_CONF"] = json.dumps(settings)
+    atexit.register(_die_if_interrupted)  # handlers run backwards: this one after the budget's, and what is said of it
     if not args.quiet:
         from memmgr.observe import summary
 
@@ -146,8 +147,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             check_folder(args.disk, "--disk")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.log is not None and (os.path.isdir(args.log) or not os.path.isdir(os.path.dirname(args.log) or ".")):
-        raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
+    if args.log is not None:
+        folder = os.path.dirname(args.log) or "."
+        if not args.log or os.path.isdir(args.log) or not os.path.isdir(folder):
+            raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
+        if os.path.realpath(args.log) == os.path.realpath(args.script):
+            raise UsageError(f"--log: {args.log} is the script itself")
     wanted = {
         "policy": args.policy,
         "disk": args.disk,
@@ -251,18 +256,17 @@ def _execute(code: CodeType, main: ModuleType) -> int:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         _Closing.error = error
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        if isinstance(error, KeyboardInterrupt):
-            # So that the shell sees what it would have seen; the handlers at exit come first.
-            atexit.register(_die_of, signal.SIGINT)
         return 1
     return 0
 
 
-def _die_of(number: signal.Signals) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def _die_if_interrupted() -> None:
+    """So that the shell sees what it would have seen."""
+    if isinstance(_Closing.error, KeyboardInterrupt):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 # ---- at the end ---------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     out = os.path.abspath(args.out)
     if os.path.isdir(out) or not os.path.isdir(os.path.dirname(out)):
         raise UsageError(f"--out: {args.out!r} is not a file in a folder that exists")
+    if os.path.realpath(out) == os.path.realpath(args.script):
+        raise UsageError(f"--out: {args.out} is the script itself")
     args.trace, args.trace_pass = out, args.number
     args.disk_size = args.host = args.log = None
     args.verify, args.quiet = False, True
