@@ -80,7 +80,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
     frame.begin_writes();
     began_writes = true;
   }
-  began_writes |= frame.declares_writes() || info_->kind == OpClass::kForeign;
+  began_writes |= frame.declares_writes() || (info_->kind == OpClass::kForeign && !info_->only_reads);
   const uint64_t& waited = waited_ns();
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;

@@ -340,6 +340,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   if (!torchs) {
     // torch's own, but not an op of tensors alone: what it calls is paged, what it declares is believed.
     kind = OpClass::kForeign;
+    only_reads = !writes && space != "profiler" && space.find("c10d") == std::string::npos && space != "_dtensor";
     return;
   }
   if (views().count(name)) {

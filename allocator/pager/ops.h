@@ -45,6 +45,7 @@ struct OpInfo {
   bool expensive = false;          // to run again, as Coop has it: convolutions, products, and what consists of them
   bool native = false;             // not torch's, with a kernel of C++: it may keep addresses to itself
   bool keeps = false;              // the same, and it may read what it was given earlier
+  bool only_reads = false;         // torch's own beside aten, with nothing written or sent: packed weights' ops
   bool adds_in_any_order = false;  // on accelerators: any_order()
   bool races = false;              // on the CPU: races_on_cpu()
   int in_order_unless = -1;        // position of the argument that must be true for that

@@ -27,12 +27,13 @@ def completed(trace: Trace, events: Sequence[Step]) -> list[Step]:
     resident: set[int] = set()
     waiting: dict[int, list[int]] = defaultdict(list)  # nobody wants them, but the program holds them so long
     spared: set[int] = set()  # of these, the ones that really wait
+    copied: set[int] = set()
     computed = 0
 
     def free(s: int) -> None:
         storage = trace.storages[s]
         until = storage.released
-        if s not in trace.constants:
+        if s not in trace.constants and (s not in trace.made_once or s in copied):
             until = min(until, storage.pinned_until)
         if s not in resident:
             return
@@ -62,6 +63,7 @@ def completed(trace: Trace, events: Sequence[Step]) -> list[Step]:
                 resident.add(event.target)
         elif event.do is Do.OFFLOAD:
             steps.append(event)
+            copied.add(event.target)
         for s in gone:
             free(s)
         if event.do is Do.COMPUTE:
