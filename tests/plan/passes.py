@@ -7,8 +7,12 @@ from memmgr.policies.trace import Op, OpKind, Storage, TierLink, Trace
 LINK = TierLink("host", 20.0, 20.0, 0.01)  # bytes a second
 
 
-def layers(n: int) -> Trace:
-    """Each output is made of the one before, which the program itself holds until then; backward reads them in reverse."""
+def layers(n: int, gradients: bool = False) -> Trace:
+    """Each output is made of the one before, which the program itself holds until then; backward reads them in reverse.
+
+    Args:
+        gradients: what backward makes is held to the end, in the way that can be undone, and nobody reads it any more.
+    """
     ops = [Op("constant", 0.0, (), (0,), OpKind.CONSTANT)]
     storages = [Storage("c.0", 1, 0)]
     for k in range(1, n + 1):
@@ -16,5 +20,5 @@ def layers(n: int) -> Trace:
         storages.append(Storage(f"{k}.0", 10, k, 2 * n + 2 - k, min(k + 1, n) + 1))
     for k in range(n + 1, 2 * n + 1):
         ops.append(Op("back", 1.0, (2 * n + 1 - k,), (k,), OpKind.ONCE))
-        storages.append(Storage(f"{k}.0", 1, k, k + 1, k + 1))
+        storages.append(Storage(f"{k}.0", 1, k, 2 * n + 1, 0) if gradients else Storage(f"{k}.0", 1, k, k + 1, k + 1))
     return Trace(tuple(ops), tuple(storages), "cpu", n + 1, (), copy_on_write=False).check()

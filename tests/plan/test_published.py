@@ -60,10 +60,11 @@ def test_the_judge_confirms(name: str, shape: str, tmp_path: Path) -> None:
     assert judged
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", [*RECOMPUTING, "tsplit"])
-def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
+def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
     """The program holds tensors itself, what backward makes runs once, and a block that is overwritten is gone."""
-    trace = layers(8 if name in PROGRAMS else 16)
+    trace = layers(8 if name in PROGRAMS else 16, gradients)
     budget = int(trace.unmanaged_peak[0] * 0.7)
     result = SYSTEMS[name](trace, budget, None)
     assert result.feasible, result.why

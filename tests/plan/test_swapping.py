@@ -61,10 +61,11 @@ def test_the_rules_hold(name: str, passes: float, shared: bool) -> None:
     assert name in EITHER or "tier" in SYSTEMS[name](trace, 10**9, None).why
 
 
-@pytest.mark.parametrize("name", OFFLOADING)
-def test_a_measured_pass_has_a_schedule_too(name: str) -> None:
-    """What the program itself holds goes once it has let go."""
-    trace = layers(16)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", [*OFFLOADING, *EITHER])
+def test_a_measured_pass_has_a_schedule_too(name: str, gradients: bool) -> None:
+    """What the program itself holds goes once it has let go, and so does what nothing makes again and no copy is of."""
+    trace = layers(16, gradients)
     tier = TierLink("host", 40.0, 40.0)
     made = SYSTEMS[name](trace, trace.unmanaged_peak[0], tier)
     assert made.feasible, made.why
