@@ -157,9 +157,11 @@ def _parse(lines: Iterator[tuple[int, str]]) -> Trace:
             raise TraceError(f"line {number}: {what}") from None
     if not ended:
         raise TraceError(f"cut short: no end after line {number} ({len(ops)} ops)")
-    links = tuple(TierLink(**link) for link in head["links"])
-    how = head["copy_on_write"]
-    return Trace(tuple(ops), tuple(storages), head["device"], backward_at, links, how, cycle=cycle).check()
+    try:
+        links, device, how = tuple(TierLink(**link) for link in head["links"]), head["device"], head["copy_on_write"]
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"line 1: {f'no {error}' if isinstance(error, KeyError) else error}") from None
+    return Trace(tuple(ops), tuple(storages), device, backward_at, links, how, cycle=cycle).check()
 
 
 def _object(number: int, line: str) -> dict[str, Any]:

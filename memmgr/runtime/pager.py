@@ -209,9 +209,9 @@ class PagerRuntime:
         return self._sizing is None or self._sizing.done
 
     @property
-    def traced(self) -> Trace | None:
-        """The pass for which the user asked (`budget(trace=)`), once it has ended."""
-        return self._file.trace if self._file is not None else None
+    def traced(self) -> tuple[Trace | None, str]:
+        """The pass for which the user asked (`budget(trace=)`), once it has ended, and why it is in no file."""
+        return (self._file.trace, self._file.error) if self._file is not None else (None, "")
 
     def close(self, *, report: bool = True, failed: bool) -> None:
         """Everything comes back, and nothing of ours is left."""

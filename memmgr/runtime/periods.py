@@ -35,6 +35,7 @@ class TraceFile:
         self._number = number
         self._telemetry = telemetry
         self.trace: Trace | None = None
+        self.error = ""  # why it is in no file
 
     def wants(self, number: int) -> bool:
         """Is it this pass?"""
@@ -60,6 +61,7 @@ class TraceFile:
         try:
             write_trace(path, trace, about if about["rank"] is not None else None)
         except OSError as error:
+            self.error = error.strerror or str(error)
             warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 
 

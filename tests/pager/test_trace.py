@@ -163,7 +163,7 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
         written = read_trace(tmp_path / "run.trace")
         training.step()
         runtime = _budget.current()
-        assert runtime is not None and runtime.traced == written
+        assert runtime is not None and runtime.traced == (written, "")
     assert [link.tier for link in written.links] == ["disk"]
     with pytest.raises(ValueError, match="trace_pass: 0"):
         memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)

@@ -164,9 +164,9 @@ def test_an_interrupted_run_says_what_it_did(folder: Path) -> None:
 @pytest.mark.parametrize("verb, option", [("run", "--log"), ("trace", "--out")])
 def test_the_script_is_not_written_over(folder: Path, verb: str, option: str) -> None:
     text = (folder / "train.py").read_text()
-    done = memmgr(verb, option, "./train.py", "train.py", cwd=folder)
+    done = memmgr(verb, option, "train.py", "./train.py", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"memmgr {verb}: {option}: ./train.py is the script itself\n"
+    assert done.stderr == f"memmgr {verb}: {option}: train.py is what is read; name another file\n"
     assert (folder / "train.py").read_text() == text
 
 

@@ -178,8 +178,8 @@ def test_bad_input_is_one_line_and_two(tmp_path: Path, what: str, capsys: pytest
         "missing": ([str(tmp_path / "none.jsonl")], "cannot read"),
         "folder": ([str(tmp_path)], "cannot read"),
         "no log": ([str(tmp_path / "text.jsonl")], "is this a log of memmgr?"),
-        "itself": ([str(good), "--out", str(good)], "is a log"),
-        "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "cannot write"),
+        "itself": ([str(good), "--out", str(good)], "is what is read"),
+        "nowhere": ([str(good), "--out", str(tmp_path / "no" / "x.html")], "in a folder that exists"),
     }[what]
     assert cli.main(["report", *words]) == 2
     err = capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from memmgr.tools.common.outputs import write_whole
 from memmgr.tools.common.usage_error import UsageError
 
 from .rows import Row
@@ -65,9 +66,7 @@ class Record:
 
     def save(self) -> None:
         """Whole or not at all."""
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.to_json(), indent=1))
-        beside.replace(self.path)
+        write_whole(self.path, json.dumps(self.to_json(), indent=1))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from memmgr.policies.trace import TierLink
+from memmgr.tools.common.outputs import write_whole
 from memmgr.tools.common.usage_error import UsageError
 
 VERSION = 1
@@ -141,7 +142,7 @@ def write_rates(path: Path, rates: Rates) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.write_text(json.dumps({"memmgr_rates": VERSION, **asdict(rates)}, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"memmgr_rates": VERSION, **asdict(rates)}, indent=1) + "\n")
 
 
 def with_tier(rates: Rates, tier: str, capacity_bytes: int | None) -> Rates:

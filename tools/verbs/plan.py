@@ -82,11 +82,7 @@ class _On:
 
 def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
-    if args.picture is not None:
-        if args.picture.suffix not in (".png", ".svg"):
-            raise UsageError(f"--picture: {args.picture} ends in neither .png nor .svg")
-        if not plot.available():
-            raise UsageError("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+    plot.check_picture(args.picture)
     names = args.device.split(",")
     if len(names) > 1 and not args.sweep:
         raise UsageError("several devices are compared with --sweep")

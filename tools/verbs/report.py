@@ -22,6 +22,7 @@ from pathlib import Path
 
 from memmgr._trace_file import is_trace, read_trace
 from memmgr.policies.trace import Trace, TraceError
+from memmgr.tools.common.outputs import check_output, write_whole
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
 from memmgr.tools.view.perfetto import trace
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page or the trace, and says where it is."""
+    out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
+    check_output(out, "--out", args.logs)
     sessions: list[tuple[str, RunState]] = []
     passes: list[tuple[str, Trace]] = []
     for path in args.logs:
@@ -63,15 +66,12 @@ def run(args: argparse.Namespace) -> int:
         if missing:
             print(f"memmgr report: {path}: {missing}; what is there is shown", file=sys.stderr)
         sessions += [(path.name, session) for session in found]
-    out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
-    if out in args.logs:
-        raise UsageError(f"{out} is a log; name another file with --out")
     try:
         if args.format in PICTURES:
             return _picture(passes, sessions, out)
         html = args.format == "html"
         text = page(sessions, passes) if html else json.dumps(trace(sessions, passes), separators=(",", ":"))
-        out.write_text(text, encoding="utf-8", errors="replace")
+        write_whole(out, text, errors="replace")
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}") from None
     print(out)

@@ -40,6 +40,7 @@ from memmgr._meant import meant
 from memmgr._sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
 from memmgr._variables import refuse_unknown
 from memmgr.policies import DIRECTORS, FILTERS, POLICIES, parse_policy
+from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 
 POLICY_HELP = (
@@ -148,11 +149,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.log is not None:
-        folder = os.path.dirname(args.log) or "."
-        if not args.log or os.path.isdir(args.log) or not os.path.isdir(folder):
-            raise UsageError(f"--log: {args.log!r} is not a file in a folder that exists")
-        if os.path.realpath(args.log) == os.path.realpath(args.script):
-            raise UsageError(f"--log: {args.log} is the script itself")
+        check_output(Path(args.log), "--log", [Path(args.script)])
     wanted = {
         "policy": args.policy,
         "disk": args.disk,
@@ -300,7 +297,8 @@ WORK_SECONDS = 1.0
 """Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
 
 
-def _children_worked() -> bool:
+def children_worked() -> bool:
+    """This process is a launcher, most likely."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime > WORK_SECONDS
 
@@ -331,7 +329,7 @@ def summary_lines(stats: dict[str, Any], args: argparse.Namespace, error: BaseEx
         # As the error says it, which has room to spare; what names the floor alone gets some.
         named = size(enough).replace(" ", "") if enough > floor else _round_up(floor, binary=binary)
         return ["the budget was too small. Next:", "  " + command(args, budget=named)]
-    if not stats and _children_worked():
+    if not stats and children_worked():
         return []  # a launcher: those that it started have said what there is to say
     if not stats:
         return ["no module was called and nothing was saved for backward in this process, so no budget was opened"]

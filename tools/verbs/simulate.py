@@ -54,7 +54,10 @@ from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
+from memmgr.tools.common.outputs import check_output, write_whole
+from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot, simulate_job, sweep_text
+from memmgr.tools.view.run_state import is_log
 
 RULES = (
     "dtr_eq",
@@ -104,10 +107,6 @@ class Result:
     least_bytes: int = 0
 
 
-class _Refused(Exception):
-    """One line for the user; exit code 2."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("--log", type=Path, metavar="FILE", help="the pass")
@@ -134,12 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulates; see the module's text for the exit code."""
-    try:
-        with _one_line():
-            return _run(args)
-    except _Refused as refused:
-        print(f"memmgr simulate: {refused}", file=sys.stderr)
-        return 2
+    with _one_line():
+        return _run(args)
 
 
 @contextmanager
@@ -148,7 +143,7 @@ def _one_line() -> Iterator[None]:
         yield
     except (TraceError, ValueError, OSError, simulate_job.Refused) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        raise _Refused(" ".join(text.split())) from None
+        raise UsageError(" ".join(text.split())) from None
 
 
 @contextmanager
@@ -169,18 +164,20 @@ def _run(args: argparse.Namespace) -> int:
     if args.job is not None:
         return _job(args)
     if args.log is None:
-        raise _Refused("of what? --log FILE of a pass, --job FILE ... of the ranks of a distributed job")
+        raise UsageError("of what? --log FILE of a pass, --job FILE ... of the ranks of a distributed job")
     if args.ratio is None and args.budget is None and not args.sweep:
-        raise _Refused("in how much? --ratio 0.6, --budget 12GB or --sweep")
+        raise UsageError("in how much? --ratio 0.6, --budget 12GB or --sweep")
     if args.total or args.host_total or args.limit:
-        raise _Refused("--total, --host-total and --limit are of a --job")
+        raise UsageError("--total, --host-total and --limit are of a --job")
+    if args.schedule_out is not None:
+        check_output(args.schedule_out, "--schedule-out", [args.log])
     trace = _read(args.log, args.format)
     if not trace.ops:
-        raise _Refused(f"{args.log}: no ops")
+        raise UsageError(f"{args.log}: no ops")
     if not trace.complete:
         print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
     if not args.solver_seconds >= 0:
-        raise _Refused(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
     LIMIT_SECONDS.set(args.solver_seconds)
     if args.policy is None:
         args.policy = "auto" if trace.copy_on_write else "plan"
@@ -188,7 +185,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.sweep:
         return _sweep(args, trace)
     if args.picture:
-        raise _Refused("--picture is drawn of a --sweep")
+        raise UsageError("--picture is drawn of a --sweep")
     tier = _tier(trace, args.link)
     share = parse_share(args.ratio).share if args.ratio is not None else None
     budget = int(peak * share) if share is not None else _bytes(args, trace, tier)
@@ -196,7 +193,7 @@ def _run(args: argparse.Namespace) -> int:
     bound = _lower_bound(trace, budget, tier)
     if args.policy == "all":
         if args.schedule_out:
-            raise _Refused("--schedule-out needs one policy, not all")
+            raise UsageError("--schedule-out needs one policy, not all")
         results = []
         names = _all(trace, tier)
         with ProgressBar(len(names)) as progress:
@@ -218,22 +215,15 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_picture(args: argparse.Namespace) -> None:
-    if args.picture and args.picture.suffix not in (".png", ".svg"):
-        raise _Refused(f"--picture: {args.picture} ends in neither .png nor .svg")
-    if args.picture and not plot.available():
-        raise _Refused("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
-
-
 def _job(args: argparse.Namespace) -> int:
     """The budgets of a job's ranks."""
     if args.log or args.ratio or args.budget or args.sweep:
-        raise _Refused(
+        raise UsageError(
             "--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass"
         )
     if args.policy == "all":
-        raise _Refused("--job needs one policy, not all")
-    _check_picture(args)
+        raise UsageError("--job needs one policy, not all")
+    plot.check_picture(args.picture)
     name = args.policy or "plan"
 
     def seconds(trace: Trace, budget: int) -> float | None:
@@ -247,8 +237,8 @@ def _job(args: argparse.Namespace) -> int:
 def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     """The slowdown by budget: a row a budget, a column a policy, and the bound."""
     if args.schedule_out:
-        raise _Refused("--schedule-out needs one budget, not --sweep")
-    _check_picture(args)
+        raise UsageError("--schedule-out needs one budget, not --sweep")
+    plot.check_picture(args.picture)
     peak, tier = trace.unmanaged_peak[0], _tier(trace, args.link)
     names = _all(trace, tier) if args.policy == "all" else [args.policy]
     found: list[list[Result]] = []
@@ -289,6 +279,10 @@ def _read(path: Path, form: str | None) -> Trace:
             if "not a trace file" not in str(error):
                 raise
             form = "dtr"
+            if is_log(path):
+                raise UsageError(
+                    f"{path} is a run's log, for memmgr report; memmgr trace records what is simulated"
+                ) from None
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 
 
@@ -298,7 +292,7 @@ def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int
     asked = parse_budget(args.budget, what="--budget")
     if isinstance(asked, Need) and asked.share is None:
         if args.policy == "all":
-            raise _Refused("--budget auto needs one policy, not all: each has a knee of its own")
+            raise UsageError("--budget auto needs one policy, not all: each has a knee of its own")
         return knee(
             need, lambda size: _simulate(trace, args.policy, size / need, size, tier, None)[0].overhead
         ).budget_bytes
@@ -311,7 +305,7 @@ def _tier(trace: Trace, gigabytes_per_second: float | None) -> TierLink | None:
     if gigabytes_per_second is None:
         return trace.links[0] if trace.links else None
     if not gigabytes_per_second >= 0:
-        raise _Refused(f"--link must not be negative, is {gigabytes_per_second}")
+        raise UsageError(f"--link must not be negative, is {gigabytes_per_second}")
     rate = gigabytes_per_second * 1e9
     return TierLink("host", rate, rate) if rate else None
 
@@ -373,7 +367,7 @@ def _policy(name: str, tier: TierLink | None) -> Callable[[Trace, int], _Outcome
         policy = parse_policy(name)
     except ValueError as error:
         near = meant(name, (*SYSTEMS, "plan", "online", "all"))
-        raise _Refused(
+        raise UsageError(
             f"unknown policy {name!r}{near}; `memmgr simulate --help` lists all" if near else str(error)
         ) from None
     return lambda trace, budget: _outcome(simulate(trace, budget, policy, tier))
@@ -391,7 +385,7 @@ def _auto(trace: Trace, budget: int) -> _Outcome:
 
 def _online(trace: Trace, budget: int) -> _Outcome:
     if not trace.copy_on_write:
-        raise _Refused("online is for operator logs: in a measured pass the program itself holds tensors; try auto")
+        raise UsageError("online is for operator logs: in a measured pass the program itself holds tensors; try auto")
     feasible, machine = run_online(trace, budget)
     return _Outcome(feasible, machine.steps, machine.why)
 
@@ -407,7 +401,7 @@ def _write(path: Path, trace: Trace, steps: list[Step]) -> None:
         records = [json.dumps(record) for record in judge_records(trace, steps)]
     except ValueError:  # with a link: our own words, beside the judge's
         records = [_own_record(trace, step) for step in steps]
-    path.write_text("".join(f"{record}\n" for record in records), encoding="utf-8")
+    write_whole(path, "".join(f"{record}\n" for record in records))
 
 
 def _own_record(trace: Trace, step: Step) -> str:

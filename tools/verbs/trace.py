@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from memmgr._conf import Refused, local_ranks
 from memmgr._sizes import show_size
+from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import run as run_verb
 
@@ -55,16 +56,14 @@ def run(args: argparse.Namespace) -> int:
     if args.number < 1:
         raise UsageError(f"--pass: {args.number} is not the number of a pass; the first is 1")
     out = os.path.abspath(args.out)
-    if os.path.isdir(out) or not os.path.isdir(os.path.dirname(out)):
-        raise UsageError(f"--out: {args.out!r} is not a file in a folder that exists")
-    if os.path.realpath(out) == os.path.realpath(args.script):
-        raise UsageError(f"--out: {args.out} is the script itself")
+    check_output(Path(args.out), "--out", [Path(args.script)])
     args.trace, args.trace_pass = out, args.number
     args.disk_size = args.host = args.log = None
     args.verify, args.quiet = False, True
     atexit.register(_close, os.getpid(), args)  # before torch is imported, so after the budget has closed
     try:
-        return run_verb.run(args)
+        args.ended = run_verb.run(args)
+        return int(args.ended)
     except (UsageError, Refused):
         atexit.unregister(_close)  # what there is to say is said
         raise
@@ -75,13 +74,21 @@ def _close(pid: int, args: argparse.Namespace) -> None:
         return  # a fork that ends in the ordinary way
     module = sys.modules.get("memmgr._budget")
     last = module.last() if module is not None else None
+    if last is None and run_verb.children_worked():
+        return  # a launcher: those that it started have said what there is to say
     for line in outcome(args, last):
         print("memmgr: " + line, file=sys.stderr, flush=True)
+    trace, error = last.traced if last is not None else (None, "")
+    if (trace is None or error) and getattr(args, "ended", 1) == 0:  # the script's code would say that there is one
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
-    trace = manager.traced if manager is not None else None
+    trace, error = manager.traced if manager is not None else (None, "")
+    if error:
+        return [f"no trace: {args.trace}: {error}"]
     if trace is None:
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memmgr.tools.common.outputs import check_output
+from memmgr.tools.common.usage_error import UsageError
+
 if TYPE_CHECKING:
     from memmgr.tools.bench.runs import RunResult
     from memmgr.tools.common.outlook import Level
@@ -24,6 +27,21 @@ def available() -> bool:
     except ImportError:
         return False
     return True
+
+
+def check_picture(path: Path | None) -> None:
+    """Can `--picture` be drawn there?
+
+    Raises:
+        UsageError: no.
+    """
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise UsageError(f"--picture: {path} ends in neither .png nor .svg")
+    if not available():
+        raise UsageError("--picture needs the package matplotlib: pip install 'memmgr[demo]'")
+    check_output(path, "--picture")
 
 
 @dataclass(frozen=True)

@@ -378,6 +378,15 @@ def parse_line(data: bytes | str) -> dict[str, Any]:
     return line
 
 
+def is_log(path: Path) -> bool:
+    """Does it begin as a telemetry log does?"""
+    try:
+        with path.open("rb") as file:
+            return file.read(15) == b'{"type":"hello"'
+    except OSError:
+        return False
+
+
 def read_log(path: Path) -> tuple[list[RunState], str]:
     """The sessions in a log, one for each budget that was opened, and what is missing (or nothing).
 
