@@ -245,7 +245,11 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     late = forkserver.run(
         [*words, "--pass", "9", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
-    assert "3 whole passes, and pass 9 was to be recorded" in late.stderr
+    assert "3 whole passes, and pass 9 was to be recorded" in late.stderr and late.returncode == 1
+    full = forkserver.run(
+        [*words[:-1], "/dev/full", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert full.stderr.endswith("memmgr: no trace: /dev/full: No space left on device\n") and full.returncode == 1
     assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
     assert "--out" in capfd.readouterr().err
 

@@ -156,6 +156,55 @@ def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.Captur
     assert "optimizer state" not in found["4", "sgd"]["held_bytes"]
 
 
+def test_sequences_are_no_longer_than_a_model_that_learned_its_positions(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A step that would fail was planned, also by default."""
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    peaks = [
+        planned(capsys, "--device", "l4", *words, str(tmp_path))["unmanaged_peak_bytes"]
+        for words in ((), ("--sequence", "128"))
+    ]
+    assert peaks[0] == peaks[1]
+    assert cli.main(["plan", "--device", "l4", "--sequence", "129", str(tmp_path)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]  # transformers says something of its own
+    assert last == f"memmgr plan: --sequence: 129 tokens, and the model of {tmp_path} has 128 positions"
+
+
+def test_what_is_written_can_be(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "no" / "x")
+    for option in ("--trace", "--picture"):
+        assert f"{option}: '{nowhere}.svg' is not a file in a folder" in refused(
+            capsys, "--device", "t4", option, nowhere + ".svg", what
+        )
+    assert cli.main(["plan", "--device", "t4", "--trace", "/dev/full", what]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "memmgr plan: --trace: /dev/full: No space left on device"
+
+
+@pytest.mark.parametrize("words", [["--step", "x.py:f"], ["--measure", "a.json", "--json"], ["--disk", ""]])
+def test_options_of_doctor_that_say_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"call_seconds": "x"},
+        {"memory_bytes": [1]},
+        {"bytes_per_second": 0},
+        {"flops": {"float32": "fast"}},
+        {"flops": 3},
+    ],
+)
+def test_a_damaged_table_is_said_in_a_line(damage: dict[str, Any], tmp_path: Path) -> None:
+    write_rates(tmp_path / "r.json", DEVICES["t4"])
+    (tmp_path / "r.json").write_text(json.dumps(json.loads((tmp_path / "r.json").read_text()) | damage))
+    with pytest.raises(UsageError, match="is no table of memmgr doctor"):
+        read_rates(tmp_path / "r.json")
+
+
 def test_a_table_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
     rates = replace(DEVICES["t4"], name="here", calls={"aten.mm x": (0.25, 17)}, call_seconds=1e-6)
     write_rates(tmp_path / "r.json", rates)

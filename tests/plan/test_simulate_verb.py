@@ -329,12 +329,33 @@ def test_a_system_that_is_almost_named(file: Path, capsys: pytest.CaptureFixture
         (("--sweep", "--picture", "curve.jpg"), "ends in neither .png nor .svg"),
         (("--sweep", "--schedule-out", "s"), "needs one budget"),
         (("--ratio", "0.5", "--picture", "curve.png"), "drawn of a --sweep"),
+        (("--sweep", "--picture", "/no/such/curve.png"), "not a file in a folder that exists"),
+        (("--ratio", "0.5", "--schedule-out", "/no/such/steps"), "not a file in a folder that exists"),
+        (("--ratio", "0.5", "--schedule-out", "{log}"), "is what is read"),
     ],
 )
 def test_what_a_sweep_does_not_go_with(
     words: tuple[str, ...], says: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate("--log", file, *words) == 2
+    before = file.read_bytes()
+    assert simulate("--log", file, *(word.format(log=file) for word in words)) == 2
+    shown = capsys.readouterr().err
+    assert says in shown and len(shown.splitlines()) == 1 and file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        ({"type": "hello"}, "is a run's log, for memmgr report"),
+        ({"memmgr_trace": 2, "device": "cpu", "copy_on_write": False}, "line 1: no 'links'"),
+        ({"memmgr_trace": 2, "device": "cpu", "copy_on_write": False, "links": ["x"]}, "line 1: "),
+    ],
+)
+def test_a_file_that_is_no_trace(
+    head: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").write_text(json.dumps(head, separators=(",", ":")) + '\n{"end":0}\n')
+    assert simulate("--log", tmp_path / "x", "--ratio", "0.5") == 2
     shown = capsys.readouterr().err
     assert says in shown and len(shown.splitlines()) == 1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -185,6 +187,23 @@ def test_bad_input_is_one_line_and_two(tmp_path: Path, what: str, capsys: pytest
     err = capsys.readouterr().err
     assert says in err and len(err.splitlines()) == 1
     assert json.loads(good.read_text().splitlines()[0])["type"] == "hello"
+
+
+def test_a_full_disk_takes_no_earlier_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, page = lines.written(tmp_path / "run.jsonl", [*lines.lines(), lines.end()]), tmp_path / "run.html"
+    page.write_text("the one before")
+
+    def full(path: Path, text: str, **more: Any) -> int:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["report", str(log)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert page.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
 
 
 # -- what more budget would do --

@@ -24,9 +24,11 @@ from torch import nn
 import memmgr
 from memmgr.policies.trace import TierLink
 from memmgr.tools.bench.disk_speed import disk_speed
+from memmgr.tools.common.console import ProgressBar
 from memmgr.tools.common.fake_step import StepError, record
 from memmgr.tools.common.fake_trace import Call, FakeStep, TensorSpec
 from memmgr.tools.common.make_step import from_file
+from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import Rates, write_rates
 from memmgr.tools.common.usage_error import UsageError
 
@@ -34,6 +36,8 @@ clock = time.perf_counter
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 20, 0.03
 _CACHE_BYTES = 16 << 20
 """More than a core's own caches have, less than a socket's."""
+_BANDWIDTH_BYTES = 64 << 20
+"""Of each of three tensors: more than the caches have. With 8 MB it was theirs that was measured, 5 times as fast."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,7 +47,7 @@ def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20,
     Args:
         folder: where the tier would be.
         step: whose ops are measured one by one; the CPU's only.
-        size: bytes that the disk and the memory are measured with.
+        size: bytes that the tier below is measured with.
         cpu: the CPU also where there is an accelerator.
 
     Raises:
@@ -53,7 +57,7 @@ def measure(folder: str, step: FakeStep | None = None, *, size: int = 512 << 20,
     device = found or torch.device("cpu")
     side = 1024 if device.type == "cpu" else 8192
     flops = {str(dtype)[6:]: _product(device, dtype, side) for dtype in _DTYPES}
-    bandwidth = _bandwidth(device, size // 8)
+    bandwidth = _bandwidth(device, _BANDWIDTH_BYTES)
     if device.type == "cpu":
         write, read = disk_speed(folder, size)
         link = TierLink("disk", write, read, shared=True)
@@ -78,8 +82,9 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         path: the table.
         folder: where the tier would be.
         what: FILE.py:FUNCTION, which makes a step.
-        size: bytes that the disk and the memory are measured with.
+        size: bytes that the tier below is measured with.
     """
+    check_output(path, "--measure")
     try:
         step = record(from_file(what), accelerator=False) if what else None
         rates = measure(folder, step, size=size)
@@ -171,7 +176,12 @@ def _calls(step: FakeStep) -> dict[str, tuple[float, int]]:
         # As in a run: the arena keeps its pages, where torch's own allocator gives large ones back each time.
         with memmgr.budget(None, device="cpu", quiet=True):
             others = torch.ones(_CACHE_BYTES // 4)  # what the rest of a step does to the caches
-            return {s: (_seconds(_ready(step.samples[s]), before=others.sum), scratch[s]) for s in wanted}
+            found = {}
+            with ProgressBar(len(wanted)) as progress:
+                for s in wanted:
+                    progress.say(str(step.samples[s].function), 1)
+                    found[s] = _seconds(_ready(step.samples[s]), before=others.sum), scratch[s]
+            return found
 
 
 def _ready(call: Call) -> Callable[[], Any]:

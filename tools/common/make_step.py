@@ -74,11 +74,16 @@ def _language_model(folder: Path, args: argparse.Namespace) -> Step:
     config.use_cache = False
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config, dtype=DTYPES[args.dtype])
+    most = getattr(config, "max_position_embeddings", None) or 2048
+    sequence = min(2048, most) if args.sequence is None else args.sequence
+    learned = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    if sequence > most and most in learned:
+        raise UsageError(f"--sequence: {sequence} tokens, and the model of {folder} has {most} positions")
     model.train()
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = OPTIMIZERS[args.optimizer](model.parameters())
-    tokens = torch.zeros(args.batch, args.sequence, dtype=torch.int64)
+    tokens = torch.zeros(args.batch, sequence, dtype=torch.int64)
 
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()

@@ -129,6 +129,11 @@ def read_rates(path: Path) -> Rates:
             raise UsageError(f"{path}: a table of another version of memmgr; measure again")
         link = TierLink(**found.pop("link")) if found.get("link") else found.pop("link")
         calls = {signature: (float(s), int(size)) for signature, (s, size) in found.pop("calls").items()}
+        for key, of in (("bytes_per_second", float), ("call_seconds", float), ("memory_bytes", int)):
+            found[key] = of(found[key])
+        found["flops"] = {str(dtype): float(rate) for dtype, rate in found["flops"].items()}
+        if min(found["bytes_per_second"], found["memory_bytes"], *found["flops"].values()) <= 0:
+            raise ValueError("a rate or a size that is not above 0")
         return Rates(**found, link=link, calls=calls)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None

@@ -76,10 +76,14 @@ def run(args: argparse.Namespace) -> int:
     """Looks and says; see the module's text for the exit code."""
     import tempfile
 
-    folder = args.disk or os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()
+    folder = args.disk if args.disk is not None else os.environ.get("MEMMGR_DISK") or tempfile.gettempdir()
     if not os.path.isdir(folder):
         raise UsageError(f"{folder!r} is not a folder; name one with --disk")
     size = (64 if args.quick else 512) << 20
+    if args.step and not args.measure:
+        raise UsageError("--step is measured with --measure FILE")
+    if args.measure and args.json:
+        raise UsageError("--json says what is found; the table of --measure is JSON already")
     if args.measure:
         from memmgr.tools.bench.measure import write
 

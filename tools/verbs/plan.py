@@ -31,6 +31,7 @@ from memmgr._conf import is_off
 from memmgr._meant import meant
 from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
 from memmgr.tools.common.console import table
+from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     model = parser.add_argument_group("of a folder with a config")
     model.add_argument("--batch", type=int, default=1, help="sequences in a step (default 1)")
-    model.add_argument("--sequence", type=int, default=2048, help="tokens in each (default 2048)")
+    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or what the model can take)")
     model.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
     model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of parameters (default bfloat16)")
     model.add_argument("--checkpointing", action="store_true", help="with the model's own gradient checkpointing")
@@ -83,6 +84,8 @@ class _On:
 def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     plot.check_picture(args.picture)
+    if args.trace is not None:
+        check_output(args.trace, "--trace")
     names = args.device.split(",")
     if len(names) > 1 and not args.sweep:
         raise UsageError("several devices are compared with --sweep")
@@ -101,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         from memmgr._trace_file import write_trace
 
-        write_trace(args.trace, on[0].trace)
+        try:
+            write_trace(args.trace, on[0].trace)
+        except OSError as error:
+            raise UsageError(f"--trace: {args.trace}: {error.strerror}") from None
     return _sweep(args, on) if args.sweep else _one(args, on[0])
 
 
