@@ -28,8 +28,10 @@ class CompiledGraphs:
         self._local = threading.local()
 
     def install(self) -> None:
-        """Puts the patch in place, now or when inductor is imported."""
-        self._patches.when_imported("torch._inductor.output_code", self._patch)
+        """Puts the patches in place, now or when inductor is imported."""
+        self._patches.when_imported("torch._inductor.output_code", functools.partial(self._patch, "CompiledFxGraph"))
+        ahead = functools.partial(self._patch, "AOTICompiledModel")  # compiled ahead of time, and loaded
+        self._patches.when_imported("torch.export.pt2_archive._package", ahead)
 
     def remove(self) -> None:
         """Undoes it."""
@@ -48,16 +50,16 @@ class CompiledGraphs:
             frame = frame.f_back
         return "graph"  # a compiled function's, or a backward
 
-    def _patch(self, module: ModuleType) -> None:
-        self._patches.wrap(module.CompiledFxGraph, "__call__", self._explained)
+    def _patch(self, name: str, module: ModuleType) -> None:
+        self._patches.wrap(getattr(module, name), "__call__", self._explained)
 
     def _explained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(graph: Any, inputs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self._local.depth = getattr(self._local, "depth", 0) + 1
             self._refusal()
             try:
-                return original(graph, inputs)
+                return original(*args, **kwargs)
             except RuntimeError as error:  # a kernel of inductor's makes one of its own, which may not say of what
                 said = self._refusal()
                 if isinstance(error, BudgetError) or not said:
