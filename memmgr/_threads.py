@@ -39,37 +39,16 @@ class Raiser(Protocol):
     def raise_in(self, thread: int, exception: type[BaseException], package: str) -> bool: ...
 
 
-class _NoCollections:
-    """Inside the collector begins nothing of itself: an exception that is on its way to its thread would meet finalizers."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = gc.get_threshold()
-        os.register_at_fork(after_in_child=self._end)
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = gc.get_threshold()
-                gc.set_threshold(*[2**31 - 1] * 3)
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                gc.set_threshold(*self._before)
-
-    def _end(self) -> None:
-        """In a forked child whoever was inside is not there."""
-        self._lock = threading.Lock()
-        if self._inside:
-            self._inside = 0
-            gc.set_threshold(*self._before)
+_NEVER = (2**31 - 1,) * 3  # thresholds that the collector does not meet
+_usual = gc.get_threshold()
 
 
-_no_collections = _NoCollections()
+def _collect_as_usual() -> None:
+    if gc.get_threshold() == _NEVER:
+        gc.set_threshold(*_usual)
+
+
+os.register_at_fork(after_in_child=_collect_as_usual)
 
 
 class _Canary:
@@ -129,11 +108,20 @@ class Computation:
             raise Stopped
 
     def end(self, thread: threading.Thread | None) -> None:
-        """Ends it where it computes, once and for all, and waits for its thread."""
-        with _no_collections:
+        """Ends it where it computes, once and for all, and waits for its thread.
+
+        Meanwhile the collector begins nothing of itself: an exception that is on its way to its thread would meet finalizers.
+        """
+        global _usual
+        if gc.get_threshold() != _NEVER:  # nobody else ends one
+            _usual = gc.get_threshold()
+        try:
+            gc.set_threshold(*_NEVER)
             while not self._told() and thread is not None and thread.is_alive() and not sys.is_finalizing():
                 join(thread, 0.001)
             join(thread)
+        finally:
+            _collect_as_usual()
 
     def _told(self) -> bool:
         """It will end, or has ended."""

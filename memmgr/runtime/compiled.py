@@ -51,7 +51,8 @@ class CompiledGraphs:
         return "graph"  # a compiled function's, or a backward
 
     def _patch(self, name: str, module: ModuleType) -> None:
-        self._patches.wrap(getattr(module, name), "__call__", self._explained)
+        if hasattr(module, name):
+            self._patches.wrap(getattr(module, name), "__call__", self._explained)
 
     def _explained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
