@@ -66,7 +66,7 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: what memmgr.budget would take)")
-    parser.add_argument("--quick", action="store_true", help="measure with 64 MB instead of 512 MB")
+    parser.add_argument("--quick", action="store_true", help="measure the disk with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write this machine's rates there; nothing else")
     parser.add_argument("--step", metavar="FILE.py:FUNCTION", help="with --measure: its ops are measured, too (CPU)")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         _versions,
         _native,
         _devices,
-        lambda: _memory(size // 4),
+        lambda: _memory(128 << 20),
         lambda: _disk(folder, size),
         _environment,
         _extras,
