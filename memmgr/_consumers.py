@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+from . import _own_file
 
 QUEUE_LINES = 256
 QUEUE_BYTES = 4 << 20
@@ -19,8 +19,6 @@ LONGEST_REQUEST = 4096
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
 MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
 MOST_PASSES = 32  # told one by one in a passes line; of the others only the sums
-
-_begun: set[tuple[int, Path]] = set()  # logs that this process has begun
 
 
 def dumps(line: dict[str, Any]) -> bytes:
@@ -35,28 +33,6 @@ def log_path(path: str) -> Path:
     if rank.isdecimal() and world.isdecimal() and int(world) > 1:
         return wanted.with_suffix(f".rank{rank}{wanted.suffix}")
     return wanted
-
-
-def _begin(path: Path) -> tuple[Path, int]:
-    """Its name and the file, open. The name has this process's number where another one, its parent most likely, writes to it.
-
-    What another budget of this process has begun goes on, one session after the other.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        return path, file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return _begin(path.with_suffix(f".{os.getpid()}{path.suffix}"))
-    except OSError:
-        pass  # a file system without locks
-    mine = os.getpid(), path.resolve()
-    if mine not in _begun:
-        os.ftruncate(file, 0)
-    _begun.add(mine)
-    return path, file
 
 
 class Consumer:
@@ -169,7 +145,7 @@ class Log(Consumer):
         self._samples = 0
         self._cell_lines = 0
         self._saved = self._most_saved = 0
-        self.path, self._fd = _begin(path)
+        self.path, self._fd = _own_file.begin(path)
 
     def send(self, data: bytes, *, sample: bool = False) -> None:
         """Writes it, in whole lines. What cannot be written ends the log, never the run."""

@@ -24,7 +24,6 @@ from memmgr.observe.passes import Pass, Passes
 from memmgr.observe.purposes import OWNERS, Purposes
 from memmgr.observe.summary import report as report_end
 from memmgr.observe.summary import summary
-from memmgr.policies.trace import Trace
 from memmgr.readers import Readers
 from memmgr.readers.captures import is_capturing
 
@@ -209,9 +208,9 @@ class PagerRuntime:
         return self._sizing is None or self._sizing.done
 
     @property
-    def traced(self) -> tuple[Trace | None, str]:
-        """The pass for which the user asked (`budget(trace=)`), once it has ended, and why it is in no file."""
-        return (self._file.trace, self._file.error) if self._file is not None else (None, "")
+    def traced(self) -> TraceFile | None:
+        """The pass for which the user asked (`budget(trace=)`), and its file."""
+        return self._file
 
     def close(self, *, report: bool = True, failed: bool) -> None:
         """Everything comes back, and nothing of ours is left."""
@@ -235,6 +234,8 @@ class PagerRuntime:
             then.callback(self._ranker.close)
             then.callback(self.plans.close)
             then.callback(self._periods.close)
+            if self._file is not None:
+                then.callback(self._file.close)
             try:
                 if self._open and not failed:
                     self._purposes.look_for_new()

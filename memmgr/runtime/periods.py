@@ -8,6 +8,7 @@ import threading
 import warnings
 from pathlib import Path
 
+from memmgr import _own_file
 from memmgr._consumers import log_path
 from memmgr._telemetry import Telemetry
 from memmgr._threads import join
@@ -25,7 +26,8 @@ class TraceFile:
     """The file for which the user asked (`budget(trace=)`): one pass, the first from `number` on that ends well.
 
     Args:
-        path: where; compressed if the name ends in .gz. With several ranks each has a file of its own, `run.rank1.trace`.
+        path: where; compressed if the name ends in .gz. With several ranks each has a file of its own, `run.rank1.trace`, and
+            so has a process beside one that lives and has written it, `run.12345.trace`.
         number: of the pass, from 1.
         telemetry: names the modules of its ops.
     """
@@ -36,6 +38,8 @@ class TraceFile:
         self._telemetry = telemetry
         self.trace: Trace | None = None
         self.error = ""  # why it is in no file
+        self.path: Path | None = None  # the file, once there is one
+        self._own = -1
 
     def wants(self, number: int) -> bool:
         """Is it this pass?"""
@@ -59,10 +63,17 @@ class TraceFile:
         if "RANK" not in os.environ and (about["world_size"] or 1) > 1:  # no launcher: the process group says it
             path = path.with_suffix(f".rank{about['rank']}{path.suffix}")
         try:
-            write_trace(path, trace, about if about["rank"] is not None else None)
+            self.path, self._own = _own_file.begin(path)
+            write_trace(self.path, trace, about if about["rank"] is not None else None)
         except OSError as error:
             self.error = error.strerror or str(error)
             warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        """It is nobody's any more."""
+        own, self._own = self._own, -1
+        if own >= 0:
+            os.close(own)
 
 
 class Periods:

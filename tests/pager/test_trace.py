@@ -163,7 +163,8 @@ def test_a_budget_writes_its_trace(tmp_path: Path) -> None:
         written = read_trace(tmp_path / "run.trace")
         training.step()
         runtime = _budget.current()
-        assert runtime is not None and runtime.traced == (written, "")
+        assert runtime is not None and runtime.traced is not None
+        assert (runtime.traced.trace, runtime.traced.path) == (written, tmp_path / "run.trace")
     assert [link.tier for link in written.links] == ["disk"]
     with pytest.raises(ValueError, match="trace_pass: 0"):
         memmgr.budget(None, trace=tmp_path / "x", trace_pass=0)
@@ -252,6 +253,34 @@ def test_the_verb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert full.stderr.endswith("memmgr: no trace: /dev/full: No space left on device\n") and full.returncode == 1
     assert cli.main(["trace", "--out", str(tmp_path / "no" / "x"), "train.py"]) == 2
     assert "--out" in capfd.readouterr().err
+
+
+SPAWNS = """
+import multiprocessing, sys
+import torch
+
+def train(size):
+    w = torch.nn.Parameter(torch.randn(size, 256))
+    for _ in range(3):
+        w.exp().sum().backward()
+
+if __name__ == "__main__":
+    train(256)
+    child = multiprocessing.get_context("spawn").Process(target=train, args=(512,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+"""
+
+
+def test_a_child_does_not_write_over_it(tmp_path: Path) -> None:
+    """What the verb says is of the script's own process, and the file was its child's."""
+    (tmp_path / "train.py").write_text(SPAWNS)
+    words = [sys.executable, "-P", "-m", "memmgr.tools.cli", "trace", "--out", "run.trace", "train.py"]
+    done = forkserver.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    sizes = {path.name: max(s.size_bytes for s in read_trace(path).storages) for path in tmp_path.glob("*.trace")}
+    assert sizes.pop("run.trace") == 256 * 256 * 4 and list(sizes.values()) == [512 * 256 * 4]
 
 
 def test_what_leaves_inside_of_an_op_does_not_hide_what_the_op_takes(tmp_path: Path) -> None:

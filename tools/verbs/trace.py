@@ -78,29 +78,30 @@ def _close(pid: int, args: argparse.Namespace) -> None:
         return  # a launcher: those that it started have said what there is to say
     for line in outcome(args, last):
         print("memmgr: " + line, file=sys.stderr, flush=True)
-    trace, error = last.traced if last is not None else (None, "")
-    if (trace is None or error) and getattr(args, "ended", 1) == 0:  # the script's code would say that there is one
+    traced = last.traced if last is not None else None
+    there = traced is not None and traced.trace is not None and not traced.error
+    if not there and getattr(args, "ended", 1) == 0:  # the script's code would say that it is
         sys.stdout.flush()
         os._exit(1)
 
 
 def outcome(args: argparse.Namespace, manager: PagerRuntime | None) -> list[str]:
     """What is said at the end; `manager` is the budget's, None if none was opened."""
-    trace, error = manager.traced if manager is not None else (None, "")
-    if error:
-        return [f"no trace: {args.trace}: {error}"]
-    if trace is None:
+    traced = manager.traced if manager is not None else None
+    if traced is not None and traced.error:
+        return [f"no trace: {args.trace}: {traced.error}"]
+    trace = traced.trace if traced is not None else None
+    if trace is None or traced is None or traced.path is None:
         passes = manager.stats()["passes"] if manager is not None else 0
         return [f"no trace: the script made {passes} whole passes, and pass {args.number} was to be recorded"]
     from memmgr._consumers import log_path
 
     peak, _ = trace.unmanaged_peak
-    own, whole = log_path(args.out), log_path(args.trace)  # a rank's has its number
-    name = str(own if own.is_file() else whole)
+    name = str(traced.path) if os.path.isabs(args.out) else os.path.relpath(traced.path)
     said = f"{name}: {len(trace.ops):,} ops, {show_size(peak)} without a budget, {trace.seconds * 1e3:,.1f} ms."
-    if whole == Path(args.trace):
+    if log_path(args.trace) == Path(args.trace):  # no rank
         return [f"{said} Next:", f"  memmgr simulate --log {shlex.quote(name)} --policy all --ratio 0.6"]
     if os.environ.get("RANK") != "0":
         return [said]
     total = -(-peak * local_ranks() * 6 // 10_000_000)
-    return [f"{said} Next:", f"  memmgr simulate --job {shlex.quote(str(own.parent))} --total {total}MB"]
+    return [f"{said} Next:", f"  memmgr simulate --job {shlex.quote(os.path.dirname(name) or '.')} --total {total}MB"]
