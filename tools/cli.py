@@ -85,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"memmgr {verb}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"memmgr {verb}: interrupted", file=sys.stderr)
+        return 130  # as a shell says it
     except BrokenPipeError:  # `memmgr ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
         return 0

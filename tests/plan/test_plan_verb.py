@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ def make_step():
     return step
 
 def asks():
-    return lambda: torch.ones(3).sum().item()
+    return lambda: torch.ones(3).sum().item() and torch.ones(3).long().sum().item()
 """
 
 
@@ -105,7 +106,11 @@ def test_budgets_are_read_as_everywhere(what: str, capsys: pytest.CaptureFixture
 
 def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--device", "t4", "--budget", "1MB", what]) == 0
-    assert "does not fit; the largest op alone needs" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does not fit; the largest op alone needs" in shown
+    (share,) = re.findall(r"\((\d+) % of the need\) would", shown)
+    assert not planned(capsys, "--device", "t4", "--budget", f"need*{int(share) - 5}%", what)["fits"]
+    assert planned(capsys, "--device", "t4", "--budget", f"need*{share}%", what)["fits"]
     for tier, fits in (("host:100kB", False), ("host:none", True), ("none", False)):
         assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
 
@@ -139,6 +144,31 @@ def test_what_makes_no_sense_is_said_in_a_line(what: str, capsys: pytest.Capture
     assert "host:SIZE" in refused(capsys, "--device", "t4", "--tier", "moon:1GB", what)
     assert "model_of_a_test.py:17: " in refused(capsys, "--device", "t4", what.replace("make_step", "asks"))
     assert "neither .png nor .svg" in refused(capsys, "--device", "t4", "--picture", "x.gif", what)
+
+
+def test_a_number_that_a_step_asks_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A loss that is printed, Adafactor's norms: neither could be planned."""
+    path = tmp_path / "prints.py"
+    text = MODEL.replace("from beside import WIDTH", "WIDTH = 64")
+    asked = "loss = model(x).square().mean()\n        loss.backward()\n        print('%.1f' % loss.item())"
+    path.write_text(text.replace("model(x).square().mean().backward()", asked))
+    assert cli.main(["plan", "--device", "t4", f"{path}:make_step"]) == 0
+    assert "a number that the step asks for is taken as 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"model_type": "?"}', '{"model_type": "vit"}'])
+def test_a_folder_that_has_no_language_model(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert cli.main(["plan", "--device", "l4", str(tmp_path)]) == 2
+    assert "has no language model's config: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [("--batch", "0"), ("--sequence", "-5"), ("--budget", "abc")])
+def test_what_makes_no_sense_is_said_before_the_work(
+    words: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "_recorded", lambda *_: pytest.fail("it was traced"))
+    assert words[0] in refused(capsys, "--device", "t4", *words, what)
 
 
 def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -182,7 +212,9 @@ def test_what_is_written_can_be(what: str, capsys: pytest.CaptureFixture[str], t
     assert capsys.readouterr().err.splitlines()[-1] == "memmgr plan: --trace: /dev/full: No space left on device"
 
 
-@pytest.mark.parametrize("words", [["--step", "x.py:f"], ["--measure", "a.json", "--json"], ["--disk", ""]])
+@pytest.mark.parametrize(
+    "words", [["--step", "x.py:f"], ["--measure", "a.json", "--json"], ["--disk", ""], ["--measure", "a.py"]]
+)
 def test_options_of_doctor_that_say_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

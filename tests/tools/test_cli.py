@@ -130,3 +130,14 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-P", "-m", "memmgr.tools.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("memmgr ")
+
+
+def test_an_interrupt_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from memmgr.tools.verbs import simulate
+
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "run", interrupted)
+    assert cli.main(["simulate"]) == 130
+    assert capsys.readouterr().err == "memmgr simulate: interrupted\n"

@@ -66,6 +66,14 @@ def test_all_as_promised(fake: Callable[..., int], capsys: pytest.CaptureFixture
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_cannot_be_drawn_is_told_before_the_training(
+    fake: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if plot.available():
+        assert fake("--out", "x.txt") == 2
+        assert "ends in none of .png" in capsys.readouterr().err
+
+
 def test_other_bits_fail(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert fake(change=lambda result: setattr(result, "digest", "abd")) == 1
     assert "same bits: NO" in capsys.readouterr().out
@@ -89,7 +97,8 @@ def test_a_process_that_grows_beside_its_budget_fails(fake: Callable[..., int]) 
 
 def test_a_failed_run_fails_and_says_why(fake: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert fake(change=lambda result: setattr(result, "failure", "BudgetError: 1 GB")) == 1
-    assert "BudgetError: 1 GB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "BudgetError: 1 GB" in shown and "same bits: not of all, because a run failed" in shown and "NO" not in shown
 
 
 def test_without_an_unmanaged_run_no_bits_are_called_other(

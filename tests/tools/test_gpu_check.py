@@ -9,6 +9,7 @@ from typing import Any
 
 import forkserver
 import pytest
+import torch
 from driver import build
 
 from memmgr.tools import cli
@@ -24,6 +25,13 @@ def test_each_section_exists_and_together_they_leave_time_to_install() -> None:
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu-check", "--sections", "exactnes"]) == 2
     assert "exactness" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert cli.main(["gpu-check", "--quick"]) == 2
+    assert "no GPU that torch can use" in capsys.readouterr().err
 
 
 def test_a_crash_and_a_hang_cost_their_own_section_only(

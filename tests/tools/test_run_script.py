@@ -139,7 +139,15 @@ def test_inference_opens_it(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["look.py", "a", "-x", "--budget", "3"], ["./look.py"], ["pack", "b"], ["-m", "pack", "c"], ["-m", "pack.look"]],
+    [
+        ["look.py", "a", "-x", "--budget", "3"],
+        ["look.py", "--", "-x", "--", "a"],
+        ["./look.py"],
+        ["pack", "b"],
+        ["-m", "pack", "c"],
+        ["-m", "pack", "--", "c"],
+        ["-m", "pack.look"],
+    ],
 )
 def test_it_sees_what_it_would_see_under_python(folder: Path, words: list[str]) -> None:
     plain = python(*words, cwd=folder, start=subprocess.run)

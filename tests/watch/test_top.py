@@ -334,7 +334,9 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == str(out)
     drawn = out.read_text()
     assert drawn.startswith("<svg") and "Net.first.1" in drawn and "budget" in drawn and "url(http" not in drawn
-    assert "not in a folder" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
+    assert "not a file in a folder" in _fails_with(capsys, "--picture", str(tmp_path / "no" / "top.svg"))
+    assert "does not end in .svg" in _fails_with(capsys, "--picture", str(tmp_path / "top.png"))
+    assert "without --once" in _fails_with(capsys, "--once", "--picture", str(tmp_path / "top.svg"))
 
 
 def _fails_with(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -84,6 +84,8 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         what: FILE.py:FUNCTION, which makes a step.
         size: bytes that the tier below is measured with.
     """
+    if path.suffix != ".json":  # by which memmgr plan knows it
+        raise UsageError(f"--measure: {path} does not end in .json")
     check_output(path, "--measure")
     try:
         step = record(from_file(what), accelerator=False) if what else None

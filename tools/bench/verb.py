@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -305,6 +306,7 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measures what is not there yet and shows all; see the module's text for the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was begun is taken away
     bench = _Bench(args)
     if args.max_batch:
         bench.measure_largest()

@@ -7,10 +7,12 @@ step before the forward; what is held at its end and was held at its beginning m
 Torch runs each call below autograd under two modes: torch's `FakeTensorMode` answers with shapes, and ours above it notes what
 is read, made, written and let go of.
 
-*Known limitations*: fake tensors carry the device cpu whatever the plan is for, because backward on fake CUDA tensors ends the
-process where torch is built for the CPU alone. `fake_kernels.py` takes back what that would change: attention and dropout run as
-an accelerator's kernels do, optimizers take their lists. What kernels need for themselves (workspaces) is not seen, and neither
-are `torch.compile` (its regions run as they are written), tensors of other devices or storages that are resized.
+*Known limitations*: a floating point number that the step asks for (`loss.item()`) is 1, so what depends on it goes one way;
+other values are an error. Fake tensors carry the device cpu whatever the plan is for, because backward on fake CUDA tensors
+ends the process where torch is built for the CPU alone. `fake_kernels.py` takes back what that would change: attention and
+dropout run as an accelerator's kernels do, optimizers take their lists. What kernels need for themselves (workspaces) is not
+seen, and neither are `torch.compile` (its regions run as they are written), tensors of other devices or storages that are
+resized.
 """
 
 from __future__ import annotations
@@ -95,6 +97,7 @@ class _Recorder(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.samples: dict[str, Call] = {}
         self.number = self.op = -1
+        self.asked = ""
         self._now: dict[int, int] = {}  # by address of the storage
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._workspaces: dict[str, int] = {}
@@ -107,6 +110,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and (known := _value(args[0])) is not None:
             return known
+        if func is _aten._local_scalar_dense.default and args[0].is_floating_point():
+            self.asked = self.asked or _line()  # a loss that is printed, a norm by which a step is scaled
+            return 1.0
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -208,7 +214,7 @@ class _Recorder(TorchDispatchMode):
         if last != [(e.name, e.work.signature) for e in self.events if e.number == CALLS - 2]:
             raise StepError("the step does something else each time; plan one that repeats itself")
         # Copies: what is still there goes when the step does.
-        return FakeStep(self.events, [replace(b) for b in self.blocks], begin, end, self.samples)
+        return FakeStep(self.events, [replace(b) for b in self.blocks], begin, end, self.samples, self.asked)
 
     def _ends_at(self, number: int) -> int:
         """The event after the last one of a call's backward; without a backward, after the call."""

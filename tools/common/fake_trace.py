@@ -65,6 +65,7 @@ class FakeStep:
 
     Attributes:
         samples: by signature, a call that has it.
+        asked: where the step first asks for a floating point number; it got 1. Empty: nowhere.
     """
 
     events: list[Ran]
@@ -72,6 +73,7 @@ class FakeStep:
     begin: int
     end: int
     samples: dict[str, Call]
+    asked: str = ""
 
     def trace(self, device: Rates) -> Trace:
         """The period as it is on a device."""

@@ -70,10 +70,14 @@ def _language_model(folder: Path, args: argparse.Namespace) -> Step:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError("a folder with a config needs the package transformers: pip install transformers") from None
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    config.use_cache = False
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(config, dtype=DTYPES[args.dtype])
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.use_cache = False
+        model = auto.from_config(config, dtype=DTYPES[args.dtype])
+    except Exception as error:  # whatever transformers makes of what is in it
+        said = " ".join(str(error).split())
+        raise UsageError(f"{folder} has no language model's config: {said[:200]}") from None
     most = getattr(config, "max_position_embeddings", None) or 2048
     sequence = min(2048, most) if args.sequence is None else args.sequence
     learned = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}

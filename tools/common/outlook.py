@@ -41,6 +41,7 @@ class Outlook:
         tier_bytes: most bytes that are below at a time.
         tier_room_bytes: how many there may be; None: any number.
         half_overhead_budget_bytes: the budget at which half of the overhead is left; None: it is not worth asking.
+        fitting_budget_bytes: where it does not fit, the smallest in steps of 5 % of the need that does; None: none is known.
     """
 
     device: str
@@ -60,6 +61,7 @@ class Outlook:
     tier_bytes: int = 0
     tier_room_bytes: int | None = None
     half_overhead_budget_bytes: int | None = None
+    fitting_budget_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,16 @@ def half_overhead(trace: Trace, of: Outlook, link: TierLink | None, *, effort: i
         else:
             low = middle
     return high
+
+
+def fitting(trace: Trace, link: TierLink | None, *, effort: int = EFFORT) -> int | None:
+    """The smallest budget in steps of 5 % of the need that fits, by bisection; None: none does."""
+    peak, low, high = trace.unmanaged_peak[0], 0, 21
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = outlook(trace, peak * middle // 20, link, effort=effort)[0].fits
+        low, high = (low, middle) if fits else (middle, high)
+    return peak * high // 20 if high <= 20 else None
 
 
 def kind_of(trace: Trace) -> list[str]:

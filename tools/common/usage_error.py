@@ -22,7 +22,11 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse's own."""
         self._given = args
-        return super().parse_args(args, namespace)
+        found = super().parse_args(args, namespace)
+        rest = getattr(found, "arguments", None)  # a script's; argparse takes a "--" before them for its own
+        if rest is not None and [found.script, "--", *rest] == list(args[-len(rest) - 2 :]):
+            found.arguments = ["--", *rest]
+        return found
 
     def error(self, message: str) -> NoReturn:
         """As argparse's own, with what was meant."""

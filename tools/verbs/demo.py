@@ -113,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
 def _picture(out: Path) -> Path:
     """Where it is drawn; what stands in the way is said before minutes of training."""
     picture = out / "memmgr-demo.png" if out.is_dir() else out
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--out: {picture} ends in none of .png, .svg and .pdf")
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         new = not picture.exists()
@@ -157,7 +159,7 @@ def _judge(result: RunResult, unmanaged: RunResult) -> Verdict:
     if budget is None or result.failure:
         return Verdict(result, None, None)
     within = result.peak_bytes <= budget and result.rss_bytes <= budget + RSS_SLACK_BYTES
-    return Verdict(result, None if unmanaged.failure else result.same_bits(unmanaged), within)
+    return Verdict(result, None if unmanaged.failure or result.failure else result.same_bits(unmanaged), within)
 
 
 _HEAD = tuple("run,budget,peak,process RSS,s/step,ratio,evicted,offloaded,recomputed,same bits".split(","))
@@ -200,7 +202,8 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
     if unmanaged.failure:
         print("same bits: not compared, because the unmanaged run failed")
     else:
-        print(f"same bits: {'yes' if compared and all(compared) else 'NO'}")
+        failed = any(verdict.result.failure for verdict in verdicts)
+        print(f"same bits: {'NO' if False in compared else 'not of all, because a run failed' if failed else 'yes'}")
     print(f"picture: {picture}" if picture else "no picture: pip install 'memmgr[demo]' brings matplotlib and rich")
 
 

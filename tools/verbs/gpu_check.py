@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from memmgr.tools.bench.gpu_sections import DID_NOT_HOLD
+from memmgr.tools.common.usage_error import UsageError
 
 SECTIONS = (
     ("driver", "The driver, and what is compiled", 80),
@@ -62,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
             f"no section {', '.join(unknown)}; there are {', '.join(name for name, _, _ in SECTIONS)}", file=sys.stderr
         )
         return 2
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("there is no GPU that torch can use; --device cpu rehearses the same sections")
     report = args.out or _default_path(args.device)
     report.parent.mkdir(parents=True, exist_ok=True)
     copies = [Path(os.environ["OUT"])] if os.environ.get("OUT") else []  # a second folder that outlives the machine

@@ -23,6 +23,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,16 +86,27 @@ def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     plot.check_picture(args.picture)
     if args.trace is not None:
-        check_output(args.trace, "--trace")
+        check_output(args.trace, "--trace", [Path(args.what.rpartition(":")[0])])
+    for option in ("batch", "sequence"):
+        if (given := getattr(args, option)) is not None and given < 1:
+            raise UsageError(f"--{option}: {given} is less than 1")
     names = args.device.split(",")
     if len(names) > 1 and not args.sweep:
         raise UsageError("several devices are compared with --sweep")
+    if args.budget is not None:
+        try:
+            parse_budget(args.budget, whole=1 << 60, what="--budget")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    from memmgr.tools.common.make_step import maker
+
+    make = maker(args)
     devices = [_tiered(_device(name), args.tier) for name in names]
     on = []
     steps: dict[bool, FakeStep] = {}
     for rates in devices:
         if rates.accelerator not in steps:
-            steps[rates.accelerator] = _recorded(args, rates.accelerator)
+            steps[rates.accelerator] = _recorded(make, rates.accelerator)
         link = None if is_off(args.tier) else rates.link
         trace = replace(steps[rates.accelerator].trace(rates), links=(link,) if link else ())
         unknown = {w.signature for w in steps[rates.accelerator].works if w.signature not in rates.calls} - {"view"}
@@ -142,15 +154,16 @@ def _tiered(rates: Rates, text: str | None) -> Rates:
         raise UsageError(str(error)) from None
 
 
-def _recorded(args: argparse.Namespace, accelerator: bool) -> FakeStep:
+def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> FakeStep:
     from memmgr.tools.common.fake_step import StepError, record
-    from memmgr.tools.common.make_step import maker
 
     begun = time.perf_counter()
     try:
-        step = record(maker(args), accelerator=accelerator)
+        step = record(make, accelerator=accelerator)
     except StepError as error:
         raise UsageError(str(error)) from None
+    if step.asked:
+        _say(f"{step.asked}: a number that the step asks for is taken as 1")
     _say(f"traced {step.end - step.begin:,} calls of torch in {show_seconds(time.perf_counter() - begun)}")
     return step
 
@@ -173,12 +186,16 @@ def _budget(args: argparse.Namespace, on: _On) -> int:
 
 
 def _one(args: argparse.Namespace, on: _On) -> int:
-    from memmgr.tools.common.outlook import half_overhead, levels, outlook
+    from memmgr.tools.common.outlook import fitting, half_overhead, levels, outlook
 
     begun = time.perf_counter()
     found, made = outlook(on.trace, _budget(args, on), on.link)
     took = time.perf_counter() - begun
-    found = replace(found, half_overhead_budget_bytes=half_overhead(on.trace, found, on.link))
+    found = replace(
+        found,
+        half_overhead_budget_bytes=half_overhead(on.trace, found, on.link),
+        fitting_budget_bytes=None if found.fits else fitting(on.trace, on.link),
+    )
     if args.picture:
         managed = levels(on.trace, made.steps, made) if made.feasible else []
         plot.memory_of_step(
@@ -201,7 +218,11 @@ def _show(found: Outlook, on: _On, took: float) -> None:
         print(f"           from step to step: {held}")
     budget = show_size(found.budget_bytes)
     if found.overhead is None or found.seconds is None:
-        print(f"budget     {budget}: does not fit; the largest op alone needs {show_size(found.least_bytes)}")
+        alone = f"; the largest op alone needs {show_size(found.least_bytes)}"
+        print(f"budget     {budget}: does not fit{alone if found.budget_bytes < found.least_bytes else ''}")
+        if found.fitting_budget_bytes is not None:
+            share = round(100 * found.fitting_budget_bytes / found.unmanaged_peak_bytes)
+            print(f"           {show_size(found.fitting_budget_bytes)} ({share} % of the need) would")
         if found.tier_room_bytes is not None and found.tier_bytes > found.tier_room_bytes:
             print(
                 f"           {show_size(found.tier_bytes)} would be below, where {show_size(found.tier_room_bytes)} fit"

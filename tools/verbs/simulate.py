@@ -206,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
             _show(results)
         return 0
     result, steps = _simulate(trace, args.policy, ratio, budget, tier, bound)
-    if args.schedule_out:
+    if args.schedule_out and steps:
         _write(args.schedule_out, trace, steps)
     if args.json:
         print(json.dumps(asdict(result)))

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from memmgr import _stream
+from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import top_text as text
 from memmgr.tools.view.attach import ANSWER_SECONDS, Attached, wait
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.job and (args.serve is not None or args.picture is not None or args.json or args.pid is not None):
         raise UsageError("--job is a table of all ranks here: it goes with --once and --interval only")
     if args.picture is not None:
-        _check_picture(args.picture)
+        _check_picture(args)
     if args.serve is not None:
         return _serve(args)
     if _is_page():
@@ -263,11 +264,14 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_picture(path: Path) -> None:
+def _check_picture(args: argparse.Namespace) -> None:
     if find_spec("textual") is None:
         raise UsageError("--picture needs the package textual: pip install 'memmgr[top]'")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--picture: {path} is not in a folder that exists")
+    if args.once or args.json:
+        raise UsageError("--picture is a screen of its own: it goes without --once and --json")
+    if args.picture.suffix != ".svg":
+        raise UsageError(f"--picture: {args.picture} does not end in .svg")
+    check_output(args.picture, "--picture")
 
 
 def _picture(attached: list[Attached], args: argparse.Namespace) -> None:
