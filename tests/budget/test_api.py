@@ -217,7 +217,8 @@ def test_a_misspelt_variable_ends_it_before_anything_is_trained(door: str, stric
         assert (done.returncode, done.stdout) == (2, ""), (done.stdout, done.stderr)
         assert done.stderr == f"memmgr: {SAID} (MEMMGR_CONF=strict:off makes this a warning)\n"
     else:
-        assert (done.returncode, done.stdout) == (0, "went on\n"), (done.stdout, done.stderr)
+        no_trace = door == "memmgr trace"  # nothing is trained
+        assert (done.returncode, done.stdout) == (int(no_trace), "went on\n"), (done.stdout, done.stderr)
         assert done.stderr.count(SAID) == 1 and "UserWarning" in done.stderr, done.stderr
 
 

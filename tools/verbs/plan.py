@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--checkpointing", action="store_true", help="with the model's own gradient checkpointing")
 
 
+_CPU = "cpu"  # this machine's, measured
+
+
 @dataclass(frozen=True)
 class _On:
     """A step on a device."""
@@ -84,20 +87,8 @@ class _On:
 
 def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
-    plot.check_picture(args.picture)
-    if args.trace is not None:
-        check_output(args.trace, "--trace", [Path(args.what.rpartition(":")[0])])
-    for option in ("batch", "sequence"):
-        if (given := getattr(args, option)) is not None and given < 1:
-            raise UsageError(f"--{option}: {given} is less than 1")
     names = args.device.split(",")
-    if len(names) > 1 and not args.sweep:
-        raise UsageError("several devices are compared with --sweep")
-    if args.budget is not None:
-        try:
-            parse_budget(args.budget, whole=1 << 60, what="--budget")
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    _check(args, names)
     from memmgr.tools.common.make_step import maker
 
     make = maker(args)
@@ -123,6 +114,29 @@ def run(args: argparse.Namespace) -> int:
     return _sweep(args, on) if args.sweep else _one(args, on[0])
 
 
+def _check(args: argparse.Namespace, names: list[str]) -> None:
+    """What makes no sense is said before the user's file runs, and before anything is traced or measured."""
+    plot.check_picture(args.picture)
+    if args.trace is not None:
+        check_output(args.trace, "--trace", [Path(args.what.rpartition(":")[0])])
+    for option in ("batch", "sequence"):
+        if (given := getattr(args, option)) is not None and given < 1:
+            raise UsageError(f"--{option}: {given} is less than 1")
+    if len(names) > 1 and not args.sweep:
+        raise UsageError("several devices are compared with --sweep")
+    if args.budget is not None:
+        try:
+            parse_budget(args.budget, whole=1 << 60, what="--budget")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    for name in names:
+        if name not in (*DEVICES, _CPU) and not name.endswith(".json"):
+            known = (*DEVICES, _CPU)
+            raise UsageError(
+                f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}"
+            )
+
+
 def _say(text: str) -> None:
     print(f"memmgr plan: {text}", file=sys.stderr, flush=True)
 
@@ -130,15 +144,12 @@ def _say(text: str) -> None:
 def _device(name: str) -> Rates:
     if name in DEVICES:
         return DEVICES[name]
-    if name.endswith(".json"):
+    if name != _CPU:
         return read_rates(Path(name))
-    if name == "cpu":
-        from memmgr.tools.bench.measure import measure
+    from memmgr.tools.bench.measure import measure
 
-        _say("measuring this machine (memmgr doctor --measure keeps it)")
-        return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
-    known = (*DEVICES, "cpu")
-    raise UsageError(f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}")
+    _say("measuring this machine (memmgr doctor --measure keeps it)")
+    return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
 
 
 def _tiered(rates: Rates, text: str | None) -> Rates:
