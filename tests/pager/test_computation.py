@@ -87,6 +87,23 @@ def test_what_is_stopped_in_a_finalizer_ends_too(monkeypatch: pytest.MonkeyPatch
     assert outcomes == ["stopped"] and printed
 
 
+def begun(
+    computation: _threads.Computation, compute: Callable[[], None]
+) -> tuple[threading.Thread, list[type[BaseException]]]:
+    """Its thread, and what ends it there."""
+    told: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            computation.run(compute)
+        except _threads.Stopped as stopped:
+            told.append(type(stopped))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, told
+
+
 OF_A_USER = """
 class Holder:
     begun = ended = 0
@@ -116,16 +133,7 @@ def test_finalizers_of_others_are_not_cut_short(quick_switches: None) -> None:
 
     for _ in range(100):
         computation = _threads.Computation(pager.load(), __name__)
-        told: list[type[BaseException]] = []
-
-        def run(computation: _threads.Computation = computation, told: list[type[BaseException]] = told) -> None:
-            try:
-                computation.run(compute)
-            except _threads.Stopped as stopped:
-                told.append(type(stopped))
-
-        thread = threading.Thread(target=run)
-        thread.start()
+        thread, told = begun(computation, compute)
         time.sleep(0.002)
         computation.end(thread)
         assert told == [_threads.Stopped]
@@ -154,16 +162,7 @@ def test_nor_is_the_rest_of_a_collection(quick_switches: None) -> None:
 
     gc.collect()
     computation = _threads.Computation(pager.load(), __name__)
-    told: list[type[BaseException]] = []
-
-    def run() -> None:
-        try:
-            computation.run(compute)
-        except _threads.Stopped as stopped:
-            told.append(type(stopped))
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread, told = begun(computation, compute)
     assert asleep.wait(10)
     time.sleep(0.02)
     computation.end(thread)
