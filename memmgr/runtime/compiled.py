@@ -58,16 +58,17 @@ class CompiledGraphs:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._local.depth = getattr(self._local, "depth", 0) + 1
-            self._refusal()
             try:
+                self._refusal()
                 return original(*args, **kwargs)
             except RuntimeError as error:  # a kernel of inductor's makes one of its own, which may not say of what
                 said = self._refusal()
                 if isinstance(error, BudgetError) or not said:
                     raise
                 spent = self._spent(said)
+                cause = None if said in str(error) else error  # nothing is lost that is not said again
             finally:
                 self._local.depth -= 1
-            raise spent
+            raise spent from cause
 
         return call

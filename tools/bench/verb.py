@@ -306,10 +306,14 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measures what is not there yet and shows all; see the module's text for the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was begun is taken away
     bench = _Bench(args)
-    if args.max_batch:
-        bench.measure_largest()
-    else:
-        bench.measure()
+    # An end from outside takes away what was begun, too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if args.max_batch:
+            bench.measure_largest()
+        else:
+            bench.measure()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return bench.show()
