@@ -227,8 +227,10 @@ def main(name: str, rank: int, file: str) -> None:
     dist.destroy_process_group()
 
 
-# Each starts two processes twice over: in `make test` runs one of a kind, the rest is slow.
+# Each starts two processes twice over: in `make test` runs what tests/pager/test_distributed.py does not, the rest is slow.
 _SLOW = {
+    "ddp",
+    "fsdp2_reshard",
     "fsdp2_keep",
     "fsdp2_reshard_checkpoint_bf16",
     "ddp_gradients_as_bucket_views_and_no_sync",

@@ -469,7 +469,7 @@ def fork_before_the_first_op() -> None:
     with memmgr.budget("64MB", quiet=True):
         threads, errors = spawn([start_threads] * 3)
         try:
-            for _ in range(400):
+            for _ in range(200):
                 join(*spawn([fork]))
         finally:
             stop.set()
@@ -748,7 +748,7 @@ def _digest(t: torch.Tensor) -> bytes:
 # --- and their tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["auto", "evict", "offload"])
+@pytest.mark.parametrize("policy", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("evict", "offload"))])
 @pytest.mark.parametrize("name", ["generator_mutex_against_the_gil", "seeded_recipe_inside_the_generators_mutex"])
 def test_lock_inversion(name: str, policy: str) -> None:
     children.run("test_threads", name, policy, timeout=90)
