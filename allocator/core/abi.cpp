@@ -80,6 +80,7 @@ void mm_arena_after_fork_in_child(mm_arena* arena) { Of(arena)->AfterForkInChild
 void mm_arena_stats_get(mm_arena* arena, mm_arena_stats* out) { Of(arena)->Stats(out); }
 void mm_arena_reset_peak(mm_arena* arena) { Of(arena)->ResetPeak(); }
 uint64_t mm_arena_take_mark(mm_arena* arena, uint64_t* peak_bytes) { return Of(arena)->TakeMark(peak_bytes); }
+void mm_own_work(int delta) { memmgr::NoteOwnWork(delta); }
 void mm_arena_note_virtual(mm_arena* arena, int64_t delta) { Of(arena)->NoteVirtual(delta); }
 void mm_arena_reset_counts(mm_arena* arena) { Of(arena)->ResetCounts(); }
 void mm_arena_promise_outside(mm_arena* arena, int64_t delta) { Of(arena)->Promise(delta); }

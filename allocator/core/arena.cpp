@@ -41,6 +41,12 @@ struct ReclaimFrame {
   ReclaimFrame* outer;
 };
 thread_local ReclaimFrame* reclaim_frames = nullptr;
+thread_local int own_work = 0;  // above 0: what this thread allocates would not be there without memmgr
+
+struct OwnWork {
+  OwnWork() { ++own_work; }
+  ~OwnWork() { --own_work; }
+};
 
 bool InReclaimOf(const Arena* arena) {
   for (ReclaimFrame* frame = reclaim_frames; frame != nullptr; frame = frame->outer) {
@@ -198,11 +204,14 @@ void Arena::ObeyBudgetNow(Hold* hold) {
   if (excess > 0) GiveBackSettled(hold, excess);
 }
 
+void NoteOwnWork(int delta) { own_work += delta; }
+
 inline void Arena::ResidentChanged() {
   const uint64_t now = held_bytes_ + stats_.outside_bytes;
   resident_.store(now, std::memory_order_relaxed);
   stats_.live_peak_bytes = std::max(stats_.live_peak_bytes, stats_.live_bytes);
   stats_.resident_peak_bytes = std::max(stats_.resident_peak_bytes, now);
+  if (own_work > 0) return;
   const int64_t unmanaged = static_cast<int64_t>(now) + virtual_bytes_;
   const auto need = static_cast<uint64_t>(std::max<int64_t>(unmanaged, 0));
   stats_.unmanaged_peak_bytes = std::max(stats_.unmanaged_peak_bytes, need);
@@ -266,8 +275,7 @@ void Arena::Promise(int64_t delta) {
 
 void Arena::NoteVirtual(int64_t delta) {
   std::lock_guard hold(lock_);
-  virtual_bytes_ += delta;
-  ResidentChanged();
+  virtual_bytes_ += delta;  // no peak: what leaves is noted before its block is free, what comes back after it is taken
 }
 
 // ---- allocate --------------------------------------------------------------------------------------------------
@@ -438,6 +446,7 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
 void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
   Hold hold(lock_);
+  const OwnWork own;
   Request request = MakeRequest(requested_bytes, End::kLow, order);
   const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
   if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;
@@ -524,7 +533,7 @@ inline void Arena::Release(Block* block, uint64_t offset) {
   }
   ++stats_.frees;
   (InSmall(offset) ? small_ : large_).Free(block);
-  ResidentChanged();
+  resident_.store(held_bytes_ + stats_.outside_bytes, std::memory_order_relaxed);
   ObeyBudget();  // after the budget has shrunk, or where fragments take the room of spare pages
   Verify("free");
 }

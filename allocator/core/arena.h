@@ -205,4 +205,6 @@ class Arena final : private ForkAware {
   mm_arena_stats stats_{};  // the fields that are kept up to date; Stats() fills in the others
 };
 
+void NoteOwnWork(int delta);
+
 }  // namespace memmgr

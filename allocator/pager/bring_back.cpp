@@ -79,6 +79,7 @@ void bring_back(Cell* c) {
   Wait wait;
   at::DataPtr bytes;
   try {
+    const OwnWork own;
     TORCH_CHECK(!c->given_up, "memmgr: these bytes were lost when an earlier budget could not bring them back");
     TORCH_CHECK(!is_capturing(),
                 "memmgr: a graph is captured that needs a tensor which has left the device; run what "

@@ -186,6 +186,7 @@ void Call::record(Frame& frame, const c10::IValue* args, size_t n) {
       Cell* c = a.version->cell;
       if (!may_try(recipe_->kind, c->nbytes)) return;
       try {
+        const OwnWork own;
         before_ =
             c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(c->nbytes),
                                                   c->pool->allocate(c->nbytes), c->pool->allocator(), false);

@@ -333,8 +333,8 @@ bool end_move_locked(Cell* c, bool absent) {
 void count_bits_locked(Cell* c, uint64_t nbytes) {
   c->bits_bytes = nbytes;
   resident_cell_bytes += nbytes;
-  mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(nbytes));
   mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(nbytes));
+  mm_arena_add_outside(c->pool->arena, static_cast<int64_t>(nbytes));
 }
 
 void end_bits_locked(Cell* c) {

@@ -147,6 +147,7 @@ class Input {
  private:
   // Only a Python object has the storage, so its pointer is left alone (rule 11); this copy is read beside it.
   void read_aside() {
+    const OwnWork own;
     try {
       if (pinned_->absence == Absence::kEvicted && pinned_->slot < 0) {
         aside_ = rematerialize(pinned_);

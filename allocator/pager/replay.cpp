@@ -63,6 +63,7 @@ StoragePtr storage_for(const TensorArg& a, Source& source) {
 
 std::vector<StoragePtr> run(const Recipe& r, std::vector<Source> sources) {
   Below below;
+  const OwnWork own;
   c10::OptionalDeviceGuard here;
   if (queues) here.reset_device(budget.pool->device);
   NumericsGuard numerics(r.numerics);

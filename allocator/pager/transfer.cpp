@@ -65,6 +65,7 @@ void end_read(Read r, int result, uint64_t waited_ns = 0) {
     Trash trash;
     std::lock_guard<std::mutex> lock(graph_lock());
     resident_cell_bytes -= r.cell->nbytes;
+    mm_arena_note_virtual(r.cell->pool->arena, static_cast<int64_t>(r.cell->nbytes));
     if (good) note_moved_locked(r.cell, false);
     if (good || waited_ns)
       note_event(good ? Event::kReload : Event::kStall, r.cell->version ? r.cell->version->recipe : nullptr,
@@ -188,6 +189,7 @@ bool begin_read(Cell* c) {
   c->reading = true;
   under_way++;
   resident_cell_bytes += c->nbytes;
+  mm_arena_note_virtual(c->pool->arena, -static_cast<int64_t>(c->nbytes));
   counters.reads_ahead++;
   residency_changed().notify_all();  // who waits for it may help
   return true;

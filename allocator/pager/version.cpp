@@ -145,6 +145,7 @@ void settle_before_write(Cell* c) {
   copy->pool = c->pool;
   copy->small = c->small;
   try {
+    const OwnWork own;
     copy->bytes = c->pool->allocate(c->nbytes);
     c->pool->copy(copy->bytes.get(), c->bytes.get(), c->nbytes);
     if (queues) copy->filled_on = copy->pool->stream();

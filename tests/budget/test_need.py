@@ -58,6 +58,16 @@ def _needs(make: Callable[[], Run], steps: int) -> int:
     return int(mm.stats()["unmanaged_peak_bytes"])
 
 
+@pytest.mark.parametrize("policy", ["auto", "evict", "offload"])
+def test_what_leaves_and_comes_back_does_not_change_what_is_said_to_be_needed(policy: str) -> None:
+    need = _needs(Run, 8)
+    run = Run()
+    with memmgr.budget(int(0.7 * need), policy=policy, quiet=True) as mm:
+        run(8)
+    assert run.left[-1] > 0, "nothing left, so nothing was tested"
+    assert mm.stats()["unmanaged_peak_bytes"] == need
+
+
 @pytest.mark.parametrize("given", ["need*0.6", "need * 60%"])
 def test_a_share_is_measured_and_then_kept(given: str, capfd: pytest.CaptureFixture[str]) -> None:
     plain = Run()(8)

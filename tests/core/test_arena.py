@@ -308,15 +308,30 @@ def test_a_smaller_budget_and_more_outside_bind_from_the_next_allocation(make_ar
 
 def test_unmanaged_peak_counts_what_is_away(make_arena, core):
     arena = make_arena()
-    address = arena.alloc(2 * MIB)
-    core.mm_arena_note_virtual(arena.handle, 3 * MIB)
-    core.mm_arena_note_virtual(arena.handle, -3 * MIB)
-    arena.free(address)
+    addresses = [arena.alloc(MIB) for _ in range(3)]
+    core.mm_arena_note_virtual(arena.handle, 2 * MIB)  # two leave
+    for _ in range(2):
+        arena.free(addresses.pop())
+    assert arena.stats.unmanaged_peak_bytes == 3 * MIB, "what leaves was counted beside itself"
+    addresses.append(arena.alloc(MIB))
+    assert arena.stats.unmanaged_peak_bytes == 4 * MIB
+    core.mm_own_work(1)
+    addresses += [arena.alloc(MIB), arena.alloc(MIB)]  # one comes back, and what it takes to make it
+    core.mm_own_work(-1)
+    core.mm_arena_note_virtual(arena.handle, -MIB)
+    arena.free(addresses.pop())
+    assert core.mm_arena_try_alloc(arena.handle, MIB, 0) and arena.stats.unmanaged_peak_bytes == 4 * MIB
+    core.mm_arena_note_virtual(arena.handle, -MIB)  # the other one
+    addresses.append(arena.alloc(MIB))
     assert arena.stats.unmanaged_peak_bytes == 5 * MIB
-    assert arena.stats.resident_peak_bytes == arena.stats.live_peak_bytes == 2 * MIB
+    assert arena.stats.resident_peak_bytes == arena.stats.live_peak_bytes == 5 * MIB
     core.mm_arena_reset_peak(arena.handle)
     stats = arena.stats
-    assert (stats.unmanaged_peak_bytes, stats.resident_peak_bytes, stats.live_peak_bytes) == (0, 0, 0)
+    assert stats.unmanaged_peak_bytes == stats.resident_peak_bytes == stats.live_peak_bytes == 5 * MIB
+    for address in addresses:
+        arena.free(address)
+    core.mm_arena_reset_peak(arena.handle)
+    assert arena.stats.unmanaged_peak_bytes == arena.stats.resident_peak_bytes == MIB  # the one that was tried
 
 
 # ---- threads and forks -------------------------------------------------------------------------------------------

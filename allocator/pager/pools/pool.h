@@ -90,6 +90,13 @@ struct Taking {
 };
 Taking& taking();  // keep it: to find this thread's costs more than to use it
 
+// What this thread takes meanwhile is memmgr's own: without a budget nobody would need it.
+struct OwnWork {
+  OwnWork() { mm_own_work(1); }
+  ~OwnWork() { mm_own_work(-1); }
+  OwnWork(const OwnWork&) = delete;
+};
+
 // Fills memory that this thread takes from the host's pool, meanwhile.
 struct Filling {
   explicit Filling(int byte) : before(taking().fill) { taking().fill = byte; }
