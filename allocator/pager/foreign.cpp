@@ -209,7 +209,27 @@ PyCFunction erased(F* f) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
 
+// What takes the place of the C function of one that pybind11 has bound; null: it has not.
+PyCFunction guarding(PyObject* function) {
+  if (!PyCFunction_CheckExact(function)) return nullptr;
+  const int flags = reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_flags;
+  const bool array = flags == (METH_FASTCALL | METH_KEYWORDS);
+  if (!array && flags != (METH_VARARGS | METH_KEYWORDS)) return nullptr;
+  PyObject* self = PyCFunction_GET_SELF(function);
+  // Each function of pybind11 has a self of its own, the record of its overloads.
+  if (!self || !(PyCapsule_CheckExact(self) || std::strstr(Py_TYPE(self)->tp_name, "function_record"))) return nullptr;
+  return array ? erased(&call_with_array) : erased(&call_with_tuple);
+}
+
 }  // namespace
+
+Libraries::Libraries(PyObject* paths) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(paths); ++i) {
+    const THPObjectPtr path(PyUnicode_EncodeFSDefault(PyList_GET_ITEM(paths, i)));
+    if (!path) throw python_error();
+    paths_.insert(PyBytes_AS_STRING(path.get()));
+  }
+}
 
 bool Libraries::hold(const void* code) {
   const auto [found, is_new] = known_.emplace(code, false);
@@ -218,28 +238,23 @@ bool Libraries::hold(const void* code) {
   return found->second;
 }
 
-bool guard_function(PyObject* function, Libraries* libraries) {
-  if (!PyCFunction_CheckExact(function)) return false;
-  PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
-  PyObject* self = PyCFunction_GET_SELF(function);
-  // Each function of pybind11 has a self of its own, the record of its overloads.
-  if (!self || !(PyCapsule_CheckExact(self) || std::strstr(Py_TYPE(self)->tp_name, "function_record"))) return false;
-  PyCFunction guarded;
-  if (def->ml_flags == (METH_VARARGS | METH_KEYWORDS))
-    guarded = erased(&call_with_tuple);
-  else if (def->ml_flags == (METH_FASTCALL | METH_KEYWORDS))
-    guarded = erased(&call_with_array);
-  else
-    return false;
-  if (def->ml_meth == guarded) return false;
+bool Libraries::have_bound(PyObject* function) {
   // Each library has pybind11's function of its own, through which all of its functions are called.
-  if (libraries && !libraries->hold(reinterpret_cast<const void*>(def->ml_meth))) return false;
+  return guarding(function) &&
+         hold(reinterpret_cast<const void*>(reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_meth));
+}
+
+bool guard_function(PyObject* function, Libraries* libraries) {
+  const PyCFunction guarded = guarding(function);
+  if (!guarded) return false;
+  PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+  if (def->ml_meth == guarded || (libraries && !libraries->have_bound(function))) return false;
   PyObject* weak = PyWeakref_NewRef(function, nullptr);
   if (!weak) {
     PyErr_Clear();
     return false;
   }
-  Guarded& g = guarded_functions()[self];
+  Guarded& g = guarded_functions()[PyCFunction_GET_SELF(function)];
   Py_XDECREF(g.function);  // of one that has ended, and whose address this one has
   g = {weak, def->ml_meth};
   def->ml_meth = guarded;

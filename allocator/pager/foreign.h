@@ -48,8 +48,9 @@ struct ForeignCall final : at::ObserverContext {
 // Libraries by their paths, and what lies in them.
 class Libraries {
  public:
-  explicit Libraries(std::unordered_set<std::string> paths) : paths_(std::move(paths)) {}
+  explicit Libraries(PyObject* paths);  // a list
   bool hold(const void* code);
+  bool have_bound(PyObject* function);  // by pybind11
 
  private:
   std::unordered_set<std::string> paths_;

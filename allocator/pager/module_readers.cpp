@@ -275,18 +275,13 @@ PyObject* py_note_profiler(PyObject*, PyObject* on) {
 PyObject* py_guard(PyObject*, PyObject* args) {
   PyObject *functions, *libraries;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &functions, &PyList_Type, &libraries)) return nullptr;
-  std::unordered_set<std::string> names;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(libraries); ++i) {
-    PyObject* name = PyUnicode_EncodeFSDefault(PyList_GET_ITEM(libraries, i));
-    if (!name) return nullptr;
-    names.insert(PyBytes_AS_STRING(name));
-    Py_DECREF(name);
-  }
-  Libraries theirs(std::move(names));
-  long found = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(functions); ++i)
-    found += guard_function(PyList_GET_ITEM(functions, i), &theirs);
-  return PyLong_FromLong(found);
+  return guarded([&] {
+    Libraries theirs(libraries);
+    long found = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(functions); ++i)
+      found += guard_function(PyList_GET_ITEM(functions, i), &theirs);
+    return PyLong_FromLong(found);
+  });
 }
 
 PyObject* py_unguard_all(PyObject*, PyObject*) {

@@ -4,7 +4,11 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
+
+#include "foreign.h"
+#include "module.h"
 
 namespace memmgr::pager {
 
@@ -12,10 +16,15 @@ namespace {
 
 struct Search {
   PyObject* types;
+  std::optional<Libraries> libraries;
   std::vector<THPObjectPtr> found;
   std::array<PyTypeObject*, 256> others{};  // types that are none of these; most objects are of a few dozen
 
   void look_at(PyObject* o) {
+    if (libraries && PyCFunction_CheckExact(o)) {
+      if (libraries->have_bound(o)) found.emplace_back(Py_NewRef(o));
+      return;
+    }
     PyTypeObject*& other = others[reinterpret_cast<uintptr_t>(Py_TYPE(o)) / 64 % 256];
     if (other == Py_TYPE(o)) return;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i)
@@ -76,22 +85,28 @@ bool visit_objects(Search& search) {
 }
 #endif
 
-// objects_of(types) -> the objects of these types, or of subtypes, that the garbage collector knows. All that it knows
-// comes and goes without a bytecode in between: another thread would find references that are not its own.
-PyObject* py_objects_of(PyObject*, PyObject* types) {
-  if (!PyTuple_Check(types)) return PyErr_Format(PyExc_TypeError, "objects_of() takes a tuple of types");
-  Search search{types, {}};
-  if (!visit_objects(search)) return nullptr;
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
-  for (size_t i = 0; list && i < search.found.size(); ++i)
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
-  return list;
+// objects_of(types[, libraries]) -> the objects of these types, or of subtypes, that the garbage collector knows, and
+// the functions that pybind11 has bound in these libraries. All that it knows comes and goes without a bytecode in
+// between: another thread would find references that are not its own.
+PyObject* py_objects_of(PyObject*, PyObject* args) {
+  PyObject *types, *libraries = nullptr;
+  if (!PyArg_ParseTuple(args, "O!|O!", &PyTuple_Type, &types, &PyList_Type, &libraries)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Search search{types, {}, {}};
+    if (libraries) search.libraries.emplace(libraries);
+    if (!visit_objects(search)) return nullptr;
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(search.found.size()));
+    for (size_t i = 0; list && i < search.found.size(); ++i)
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), search.found[i].release());
+    return list;
+  });
 }
 
 }  // namespace
 
 PyMethodDef object_methods[] = {
-    {"objects_of", py_objects_of, METH_O, "objects_of(types): what the garbage collector knows of them"},
+    {"objects_of", py_objects_of, METH_VARARGS,
+     "objects_of(types[, libraries]): what the garbage collector knows of them, and what pybind11 has bound there"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace memmgr::pager

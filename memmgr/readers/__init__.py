@@ -41,13 +41,21 @@ class Readers:
         self._passes = passes
         self._open = False
 
-    def install(self) -> None:
-        """Puts the patches in place."""
+    def libraries(self) -> list[str]:
+        """Those whose functions `install` wants."""
+        return self._extensions.libraries()
+
+    def install(self, found: list[Any]) -> None:
+        """Puts the patches in place.
+
+        Args:
+            found: functions of `libraries()`.
+        """
         self._open = True
         _dispatch.prepare()
         self._raw.install()
         self._reducers.install()
-        self._extensions.install()
+        self._extensions.install(found)
         self._captures.install()
         wrap = self._patches.wrap
         # Their callbacks run in threads of C++, where nothing else would see the ops.

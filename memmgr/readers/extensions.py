@@ -33,15 +33,27 @@ class Extensions:
     def __init__(self, pager: Pager, patches: Patches) -> None:
         self._pager = pager
         self._patches = patches
+        self._users: list[str] = []
 
-    def install(self) -> None:
+    def libraries(self) -> list[str]:
+        """Those whose functions `install` wants. To look for them takes as long as all else in an opening, so whoever looks for
+        something anyway looks for them as well."""
+        self._users = self._users_among(self._pager.libraries_that_use_torch())
+        return self._users
+
+    def install(self, found: list[Any]) -> None:
+        """Guards what there is.
+
+        Args:
+            found: functions of `libraries()`.
+        """
         self._patches.wrap(importlib.machinery.ExtensionFileLoader, "exec_module", self._after)
         self._patches.wrap(torch._ops._Ops, "load_library", self._loaded)
         for owner in ("ScriptMethod", "ScriptClass"):
             self._patches.wrap(getattr(torch._C, owner), "__call__", self._torchbind)
         libraries = self._pager.libraries_that_use_torch()
         if users := self._users_among(libraries):
-            self._guard(users)
+            self._guard(users, found if users == self._users else None)
         kinds = [kind for kind in vars(torch._C._aoti).values() if isinstance(kind, type)]
         functions = [getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()]
         self._pager.guard(functions, libraries)
@@ -88,9 +100,9 @@ class Extensions:
         ours = _real(getattr(self._pager, "__file__", ""))
         return [path for path in libraries if not (real := _real(path)).startswith(_TORCH) and real != ours]
 
-    def _guard(self, libraries: list[str]) -> None:
+    def _guard(self, libraries: list[str], functions: list[Any] | None = None) -> None:
         # All functions that there are: those of modules, and those that a program has had made.
-        self._pager.guard(self._pager.objects_of((types.BuiltinFunctionType,)), libraries)
+        self._pager.guard(self._pager.objects_of((), libraries) if functions is None else functions, libraries)
         self._pager.watch_foreign_calls()  # libraries of ops have no functions
 
 

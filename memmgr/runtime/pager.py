@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import warnings
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class PagerRuntime:
                 host_bytes=config.host_bytes or 0 if on_cpu else self._below or 0,
             )
             self._measure_link()
-            self._take_stock()
+            functions = self._take_stock()
             if config.limit_bytes >= UNLIMITED:  # who measures wants the same each time
                 gc.collect()
             elif pager.resident() > config.limit_bytes // 2 and not _collect():
@@ -140,7 +141,7 @@ class PagerRuntime:
                 # enough Python may collect it when it likes.
                 gc.collect(1)
             skip_ours()
-            self._readers.install()
+            self._readers.install(functions)
             self._graphs.install()
             self._steps.install()
             beyond = pager.settle()
@@ -172,11 +173,18 @@ class PagerRuntime:
         size = host_bytes(config.device, config.limit_bytes) if config.host_bytes is None else config.host_bytes
         return size or None
 
-    def _take_stock(self) -> None:
+    def _take_stock(self) -> list[Any]:
         """What is there can leave, or is counted: small tensors, and memory that is not torch's. What a backward of another
-        thread has, or might have before we have looked, is met as ops touch it."""
+        thread has, or might have before we have looked, is met as ops touch it.
+
+        Returns:
+            The functions that the readers look for.
+        """
         _thaw()
-        found = self.native.objects_of((torch.Tensor, *OWNERS))
+        found = self.native.objects_of((torch.Tensor, *OWNERS), self._readers.libraries())
+        functions = [thing for thing in found if isinstance(thing, BuiltinFunctionType)]
+        if functions:
+            found = [thing for thing in found if not isinstance(thing, BuiltinFunctionType)]
         known = [thing for thing in found if issubclass(type(thing), torch.Tensor)]
         saved: list[torch.Tensor] = []
         if self.native.others_wait():
@@ -188,6 +196,7 @@ class PagerRuntime:
         self._stock = Stock(self.native, [*live_tensors(known, self.config.device), *saved])
         self.native.add_outside(self._stock.bytes)
         self._purposes.know([thing for thing in found if not issubclass(type(thing), torch.Tensor)])
+        return functions
 
     def _ended_pass(self, ended: Pass) -> None:
         self.telemetry.ended_pass(

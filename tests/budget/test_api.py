@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import forkserver
@@ -383,7 +382,7 @@ def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatc
     native = pager.load()
     looks: list[tuple[type, ...]] = []
     objects_of = native.objects_of
-    monkeypatch.setattr(native, "objects_of", lambda types: looks.append(types) or objects_of(types))
+    monkeypatch.setattr(native, "objects_of", lambda types, *more: looks.append(types) or objects_of(types, *more))
     x = torch.randn(64, 512)
     models = []
     for _ in range(3):
@@ -392,5 +391,4 @@ def test_a_budget_that_is_opened_again_looks_once_through_all_objects(monkeypatc
             models[0](x).sum().backward()
             models[0].zero_grad()
         assert mm.stats()["resident_bytes.parameters"] == 512 * 513 * 4
-    extensions = looks.count((types.BuiltinFunctionType,))  # where another file has loaded one
-    assert len(looks) - extensions == 2 + 1 + 1 and extensions in (0, 3)
+    assert len(looks) == 2 + 1 + 1

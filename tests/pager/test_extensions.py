@@ -179,6 +179,17 @@ with memmgr.budget("1GB", quiet=True):
 """
 
 
+def test_an_opening_looks_once_through_all_objects(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as all else in it."""
+    looks: list[Any] = []
+    pager = native.load()
+    objects_of = pager.objects_of
+    monkeypatch.setattr(pager, "objects_of", lambda *what: looks.append(what) or objects_of(*what))
+    with memmgr.budget("1GB", quiet=True):
+        [(_, libraries)] = looks
+    assert [Path(path).name for path in libraries if "extension" in path] == ["memmgr_test_extension.so"]
+
+
 def test_an_op_is_not_taken_for_one_that_has_ended(library: Path, tmp_path: Path) -> None:
     """Its handle may have the other's address, and was then believed to be Python's, which keeps no addresses. Where torch
     puts a new op is malloc's choice: of a script in a file it was where one had ended."""

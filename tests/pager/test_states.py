@@ -93,7 +93,7 @@ from memmgr.native import pager
 
 native, looks = pager.load(), []
 objects_of = native.objects_of
-native.objects_of = lambda types: looks.append(types) or objects_of(types)
+native.objects_of = lambda types, *more: looks.append(types) or objects_of(types, *more)
 
 def in_a_while():  # a hundred times as much as the last look took has passed
     for look in mm._runtime._purposes._rationed:
