@@ -158,6 +158,11 @@ def failed_tier(text: str) -> tuple[str, str] | None:
     return (match[1].lower(), match[2]) if match else None
 
 
+def is_full(failed: tuple[str, str]) -> bool:
+    """Has a tier failed for want of room?"""
+    return failed[1] == _FULL
+
+
 def _where_states_stay(held: Holdings, so_far_bytes: int, ahead: Ahead) -> int:
     """What a step takes without a tier; `so_far_bytes`: what it took at most."""
     states = held.states_bytes + held.missing_bytes
@@ -208,7 +213,7 @@ def budget_error(
 
     tier, why = failed or ("", "")
     saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
-    short = why == _FULL and saved > 0
+    short = failed is not None and is_full(failed) and saved > 0
     floor = max(floor_bytes, there_bytes)
     # Over what is there already nothing has run yet: the op that needs most is known where a forward has begun.
     known = ahead.known or (held.step_bytes > 0 and not there_bytes)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from memmgr._device import out_of_memory_words
-from memmgr._errors import SPENT, Ahead, BudgetError, Holdings, budget_error, failed_tier, torchs_own_words
+from memmgr._errors import (
+    SPENT,
+    Ahead,
+    BudgetError,
+    Holdings,
+    budget_error,
+    failed_tier,
+    is_full,
+    torchs_own_words,
+)
 from memmgr._stock import Inventory, holders, missing_states, states_below, step_bytes, update_bytes
 
 from .passes import Passes
@@ -104,21 +113,27 @@ class Explainer:
         """What is there when the budget opens does not fit, and cannot leave."""
         return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
 
-    def _error(self, first: str, held: Holdings, **more: Any) -> BudgetError:
+    def _error(
+        self, first: str, held: Holdings, failed: tuple[str, str] | None = None, there_bytes: int = 0
+    ) -> BudgetError:
         tier, now = self._native.tier_stats(), self._native.stats()
+        ahead, floor_bytes = self._ahead(held, now, below=bool(tier)), now["floor_bytes"]
+        if failed is not None and not is_full(failed):  # nobody can count on that one, as the floor does
+            tier, floor_bytes = {}, floor_bytes + held.states_bytes
         return budget_error(
             first,
             held,
             budget_bytes=self._asked.limit_bytes,
-            floor_bytes=now["floor_bytes"],
+            floor_bytes=floor_bytes,
             untried_bytes=0 if tier else now["untried_bytes"],
             below_bytes=tier.get("used_peak_bytes", 0),
             room_bytes=tier.get("capacity_bytes", 0),
-            ahead=self._ahead(held, now, below=bool(tier)),
+            ahead=ahead,
             binary=self._asked.binary,
             states_stay=not tier,
             compiled=self._compiled(),
-            **more,
+            failed=failed,
+            there_bytes=there_bytes,
         )
 
     def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Ahead:

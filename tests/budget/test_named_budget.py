@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,25 @@ def test_so_does_the_one_without_a_disk(model: str, share: float) -> None:
     assert len(tried) == 2, tried
     least = next(k for k in range(20, 40) if works(make, there + k * floor // 20, disk=False)) * floor // 20
     assert tried[1] - there <= 1.45 * least, f"{(tried[1] - there) / least:.2f} times what would do"
+
+
+@pytest.fixture
+def no_file_grows() -> Iterator[None]:
+    """A disk that takes nothing, whatever its file system says."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # Python ignores the signal
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.95])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_so_does_the_one_with_a_disk_that_takes_nothing(no_file_grows: None, model: str, share: float) -> None:
+    make, there = TRAININGS[model], bytes_already_there()
+    floor = _floor(make, there, disk=False)
+    gc.collect()
+    tried = tries(make, there + int(share * floor))
+    assert len(tried) == 2, tried
 
 
 FIRST = """
