@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 
@@ -115,6 +117,36 @@ def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixtu
         assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
 
 
+SWALLOWED = """
+import os, signal
+
+class Left:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100): pass
+
+def finalizer():
+    Left()
+    return print
+
+def other_error():
+    try:
+        Left.__del__(None)
+    except BaseException:
+        raise ImportError("initialization failed") from None
+    return print
+"""
+
+
+@pytest.mark.parametrize("place", ["finalizer", "other_error"])
+def test_an_interrupt_is_neither_lost_nor_another_error(place: str, tmp_path: Path) -> None:
+    """In torch's C++ it ended the process with SIGABRT, now and then."""
+    (tmp_path / "swallowed.py").write_text(SWALLOWED)
+    command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "plan", "--device", "t4", f"swallowed.py:{place}"]
+    done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "memmgr plan: interrupted\n")
+
+
 def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, "--device", "t4,h100", "--sweep", what)
     assert len(rows) == 20 and [r["device"] for r in rows[:2]] == ["t4", "h100"]
@@ -163,12 +195,30 @@ def test_a_folder_that_has_no_language_model(config: str, tmp_path: Path, capsys
     assert "has no language model's config: " in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [("--batch", "0"), ("--sequence", "-5"), ("--budget", "abc")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--batch", "0"), "--batch"),
+        (("--sequence", "-5"), "--sequence"),
+        (("--budget", "abc"), "--budget"),
+        (("--batch", "1"), "--batch is of a folder with a config, and "),
+        (("--sequence", "9"), "--sequence is of a folder with a config, and "),
+        (("--optimizer", "adamw"), "--optimizer is of a folder with a config, and "),
+        (("--dtype", "float16"), "--dtype is of a folder with a config, and "),
+        (("--checkpointing",), "--checkpointing is of a folder with a config, and "),
+        (("--sweep", "--budget", "1GB"), "--sweep has budgets of its own: leave --budget out"),
+        (("--sweep", "--device", "t4,l4", "--trace", "x"), "--trace is of one device"),
+        (("--tier", "moon:1GB"), "--tier: 'moon:1GB' is neither host:SIZE"),
+        (("--tier", "host:much"), "--tier: cannot read 'much' as a size"),
+        (("--device", "missing.json"), "missing.json: No such file"),
+    ],
+)
 def test_what_makes_no_sense_is_said_before_the_work(
-    words: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], says: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "_recorded", lambda *_: pytest.fail("it was traced"))
-    assert words[0] in refused(capsys, "--device", "t4", *words, what)
+    monkeypatch.setattr(make_step, "maker", lambda *_: pytest.fail("the user's file has run"))
+    said = refused(capsys, "--device", "t4", *words, what)
+    assert says in said and len(said.splitlines()) == 1
 
 
 def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
