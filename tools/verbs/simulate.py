@@ -161,6 +161,9 @@ def _without_solvers_words() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not args.solver_seconds >= 0:
+        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+    LIMIT_SECONDS.set(args.solver_seconds)
     if args.job is not None:
         return _job(args)
     if args.log is None:
@@ -176,9 +179,6 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.log}: no ops")
     if not trace.complete:
         print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
-    if not args.solver_seconds >= 0:
-        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
-    LIMIT_SECONDS.set(args.solver_seconds)
     if args.policy is None:
         args.policy = "auto" if trace.copy_on_write else "plan"
     peak = trace.unmanaged_peak[0]
@@ -217,9 +217,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> int:
     """The budgets of a job's ranks."""
-    if args.log or args.ratio or args.budget or args.sweep:
+    if args.log or args.ratio or args.budget or args.sweep or args.format:
         raise UsageError(
-            "--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass"
+            "--job takes --total, --host-total or --limit; --log, --ratio, --budget, --sweep and --format are of one pass"
         )
     if args.policy == "all":
         raise UsageError("--job needs one policy, not all")
