@@ -22,6 +22,7 @@ from memmgr.tools import cli
 from memmgr.tools.bench import measure
 from memmgr.tools.common import make_step, outlook
 from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
 
@@ -115,6 +116,37 @@ def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixtu
     assert planned(capsys, "--device", "t4", "--budget", f"need*{share}%", what)["fits"]
     for tier, fits in (("host:100kB", False), ("host:none", True), ("none", False)):
         assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
+
+
+def test_a_sweep_is_no_slower_in_more_memory(
+    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A schedule for a smaller budget is one for a larger, in which the search may find less."""
+    pytest.importorskip("matplotlib")
+
+    def unlucky(trace: Trace, budget: int, link: TierLink | None) -> tuple[outlook.Outlook, None]:
+        need = trace.unmanaged_peak[0]
+        factor = 99.0 if budget == need * 6 // 10 else need / budget
+        bound = (1 + need / budget) / 2
+        found = outlook.Outlook(
+            "t4", budget, budget > need // 4, factor, factor * trace.seconds, bound, trace.seconds, need, 1
+        )
+        return found if found.fits else replace(found, overhead=None, seconds=None), None
+
+    monkeypatch.setattr(outlook, "outlook", unlucky)
+    drawn: list[list[Any]] = []
+    monkeypatch.setattr(plan.plot, "slowdown", lambda points, *_: drawn.extend(points))
+    rows = planned(capsys, "--device", "t4", "--sweep", "--picture", str(tmp_path / "x.svg"), what)
+    there = [row["overhead"] for row in rows if row["fits"]]
+    assert len(there) == 8 and there == sorted(there) and there[-1] < 99
+    assert rows[4] == {**rows[5], **{key: rows[4][key] for key in ("budget_bytes", "lower_bound")}}
+    assert rows[4]["budget_bytes"] > rows[5]["budget_bytes"] and rows[4]["lower_bound"] < rows[5]["lower_bound"]
+    assert [point.overhead for (point,) in drawn] == [row["overhead"] for row in rows]
+
+
+def test_whose_schedule_each_budget_takes() -> None:
+    assert no_worse([1.0, 3.0, None, 2.0, 2.5, None]) == [0, 3, 3, 3, 4, 5]
+    assert no_worse([1.0, 1.0, 2.0]) == [0, 1, 2] and no_worse([None, None]) == [0, 1] and no_worse([]) == []
 
 
 SWALLOWED = """

@@ -35,6 +35,7 @@ from memmgr.tools.common.console import table
 from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
 
@@ -288,12 +289,19 @@ def _plural(kind: str) -> str:
     return kind if kind == "other" else f"{kind}s"
 
 
-def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
+def _curve(on: _On) -> list[Outlook]:
+    """At every budget of a sweep."""
     from memmgr.tools.common.outlook import outlook
 
-    found: list[list[Outlook]] = []
-    for tenths in _TENTHS:
-        found.append([outlook(one.trace, one.trace.unmanaged_peak[0] * tenths // 10, one.link)[0] for one in on])
+    found = [outlook(on.trace, on.trace.unmanaged_peak[0] * tenths // 10, on.link)[0] for tenths in _TENTHS]
+    return [
+        replace(found[k], budget_bytes=own.budget_bytes, lower_bound=own.lower_bound)
+        for own, k in zip(found, no_worse([o.seconds for o in found]), strict=True)
+    ]
+
+
+def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
+    found = list(zip(*map(_curve, on), strict=True))
     if args.picture:
         points = [
             [plot.Point(tenths / 10, o.overhead, o.lower_bound, one.rates.name) for o, one in zip(row, on, strict=True)]

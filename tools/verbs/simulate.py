@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.common.outputs import check_output, write_whole
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot, simulate_job, sweep_text
 from memmgr.tools.view.run_state import is_log
@@ -250,6 +251,10 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
             for name in names:
                 progress.say(f"{name} at {tenths * 10} %", 1)
                 found[-1].append(_simulate(trace, name, tenths / 10, budget, tier, bound)[0])
+    if "plan" in names:  # the policies that are compared are shown as they are
+        column = names.index("plan")
+        for row, best in zip(found, _with_smaller([row[column] for row in found]), strict=True):
+            row[column] = best
     if args.picture:
         points = [[plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         plot.slowdown(
@@ -269,6 +274,15 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     if args.picture:
         print(args.picture)
     return 0
+
+
+def _with_smaller(curve: list[Result]) -> list[Result]:
+    return [
+        replace(
+            curve[k], ratio=own.ratio, budget_bytes=own.budget_bytes, lower_bound=own.lower_bound, seconds=own.seconds
+        )
+        for own, k in zip(curve, no_worse([r.overhead for r in curve]), strict=True)
+    ]
 
 
 def _read(path: Path, form: str | None) -> Trace:
