@@ -26,6 +26,8 @@ from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
 
+from .test_paging import Training
+
 MODEL = """
 import torch
 from torch import nn
@@ -116,6 +118,23 @@ def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixtu
     assert planned(capsys, "--device", "t4", "--budget", f"need*{share}%", what)["fits"]
     for tier, fits in (("host:100kB", False), ("host:none", True), ("none", False)):
         assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
+
+
+def test_what_is_known_not_to_fit_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Training(3).trace()
+    need = trace.unmanaged_peak[0]
+    tried: list[int] = []
+
+    def planned(trace: Trace, budget: int, **_: Any) -> Plan:
+        tried.append(budget)
+        return Plan(budget, budget >= need * 9 // 20, (), budget, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(outlook, "plan", planned)
+    for too_small in (1, need * 2 // 5):
+        found = outlook.outlook(trace, too_small, None)[0]
+        tried.clear()
+        assert outlook.fitting(trace, found, None) == need * 9 // 20
+        assert max(too_small, found.least_bytes - 1) < min(tried) and max(tried) < need and len(tried) <= 4
 
 
 def test_a_sweep_is_no_slower_in_more_memory(

@@ -232,7 +232,7 @@ def _one(args: argparse.Namespace, on: _On) -> int:
     found = replace(
         found,
         half_overhead_budget_bytes=half_overhead(on.trace, found, on.link),
-        fitting_budget_bytes=None if found.fits else fitting(on.trace, on.link),
+        fitting_budget_bytes=None if found.fits else fitting(on.trace, found, on.link),
     )
     if args.picture:
         managed = levels(on.trace, made.steps, made) if made.feasible else []
