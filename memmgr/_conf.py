@@ -123,6 +123,8 @@ def parse_conf(text: str) -> dict[str, Any]:
             found[key] = _flag(key, value)
         else:
             raise _unknown(key)
+    if size and is_off(folder):
+        raise ValueError(f"MEMMGR_CONF: disk_size:{size} is of no disk: disk is {folder}")
     if folder is not None or size is not None:
         found["disk"] = False if is_off(folder) else (folder, size) if size else folder
     return found
@@ -131,6 +133,30 @@ def parse_conf(text: str) -> dict[str, Any]:
 def is_off(disk: object) -> bool:
     """Is this no disk tier, rather than a folder?"""
     return disk is False or (isinstance(disk, str) and disk.strip().lower() in ("none", *_NO))
+
+
+DEVICES = (
+    "cpu",
+    "cuda",
+    "fpga",
+    "hip",
+    "hpu",
+    "ipu",
+    "maia",
+    "meta",
+    "mps",
+    "mtia",
+    "privateuseone",
+    "vulkan",
+    "xla",
+    "xpu",
+)
+"""Torch's names, without torch. Most cannot have a budget, which is another error."""
+
+
+def no_device(name: str, what: str) -> ValueError:
+    """The error of a device that torch does not know."""
+    return ValueError(f"{what}: {name!r} is none; expected cpu, cuda or cuda:1{meant(name, ('cpu', 'cuda'))}")
 
 
 def check_folder(folder: str, what: str) -> None:

@@ -12,9 +12,8 @@ import psutil
 import torch
 
 from . import _cuda
-from ._conf import ALLOCATORS, local_ranks
+from ._conf import ALLOCATORS, local_ranks, no_device
 from ._machine import memory_bytes
-from ._meant import meant
 from ._sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
@@ -63,9 +62,7 @@ def _named(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
-        raise ValueError(
-            f"device: {device!r} is none; expected cpu, cuda or cuda:1{meant(str(device), ('cpu', 'cuda'))}"
-        ) from None
+        raise no_device(str(device), "device") from None
 
 
 def _has_number(device: torch.device) -> bool:

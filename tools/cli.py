@@ -66,22 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.print_help()
         return 2
     verb = command.parse_args(words[:1]).verb
-    if verb not in ("run", "trace", "doctor"):
-        os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
-    _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
-    module = import_module({name: path for name, path, _ in VERBS}[verb])
-    parser = Parser(
-        prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
-    args = parser.parse_args(words[1:])
     try:
-        tempfile.gettempdir()  # a container's disk may be read-only; torch's own optimizers end without one
-    except FileNotFoundError as error:
-        print(f"memmgr {verb}: {error.strerror}: mount one there, or name one in TMPDIR", file=sys.stderr)
-        return 2
-    try:
-        return int(module.run(args))
+        return _run(verb, words[1:])
     except UsageError as error:
         print(f"memmgr {verb}: {error}", file=sys.stderr)
         return 2
@@ -91,6 +77,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `memmgr ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
         return 0
+
+
+def _run(verb: str, words: Sequence[str]) -> int:
+    """Imports the verb, which may take seconds, reads its words and runs it."""
+    if verb not in ("run", "trace", "doctor"):
+        os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
+    _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
+    module = import_module({name: path for name, path, _ in VERBS}[verb])
+    parser = Parser(
+        prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    args = parser.parse_args(words)
+    try:
+        tempfile.gettempdir()  # a container's disk may be read-only; torch's own optimizers end without one
+    except FileNotFoundError as error:
+        print(f"memmgr {verb}: {error.strerror}: mount one there, or name one in TMPDIR", file=sys.stderr)
+        return 2
+    return int(module.run(args))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 
@@ -20,8 +22,11 @@ from memmgr.tools import cli
 from memmgr.tools.bench import measure
 from memmgr.tools.common import make_step, outlook
 from memmgr.tools.common.rates import DEVICES, read_rates, write_rates
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.verbs import plan
+
+from .test_paging import Training
 
 MODEL = """
 import torch
@@ -115,6 +120,84 @@ def test_it_says_so_where_it_does_not_fit(what: str, capsys: pytest.CaptureFixtu
         assert planned(capsys, "--device", "t4", "--budget", "need*0.3", "--tier", tier, what)["fits"] == fits
 
 
+def test_what_is_known_not_to_fit_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Training(3).trace()
+    need = trace.unmanaged_peak[0]
+    tried: list[int] = []
+
+    def planned(trace: Trace, budget: int, **_: Any) -> Plan:
+        tried.append(budget)
+        return Plan(budget, budget >= need * 9 // 20, (), budget, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(outlook, "plan", planned)
+    for too_small in (1, need * 2 // 5):
+        found = outlook.outlook(trace, too_small, None)[0]
+        tried.clear()
+        assert outlook.fitting(trace, found, None) == need * 9 // 20
+        assert max(too_small, found.least_bytes - 1) < min(tried) and max(tried) < need and len(tried) <= 4
+
+
+def test_a_sweep_is_no_slower_in_more_memory(
+    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A schedule for a smaller budget is one for a larger, in which the search may find less."""
+    pytest.importorskip("matplotlib")
+
+    def unlucky(trace: Trace, budget: int, link: TierLink | None) -> tuple[outlook.Outlook, None]:
+        need = trace.unmanaged_peak[0]
+        factor = 99.0 if budget == need * 6 // 10 else need / budget
+        bound = (1 + need / budget) / 2
+        found = outlook.Outlook(
+            "t4", budget, budget > need // 4, factor, factor * trace.seconds, bound, trace.seconds, need, 1
+        )
+        return found if found.fits else replace(found, overhead=None, seconds=None), None
+
+    monkeypatch.setattr(outlook, "outlook", unlucky)
+    drawn: list[list[Any]] = []
+    monkeypatch.setattr(plan.plot, "slowdown", lambda points, *_: drawn.extend(points))
+    rows = planned(capsys, "--device", "t4", "--sweep", "--picture", str(tmp_path / "x.svg"), what)
+    there = [row["overhead"] for row in rows if row["fits"]]
+    assert len(there) == 8 and there == sorted(there) and there[-1] < 99
+    assert rows[4] == {**rows[5], **{key: rows[4][key] for key in ("budget_bytes", "lower_bound")}}
+    assert rows[4]["budget_bytes"] > rows[5]["budget_bytes"] and rows[4]["lower_bound"] < rows[5]["lower_bound"]
+    assert [point.overhead for (point,) in drawn] == [row["overhead"] for row in rows]
+
+
+def test_whose_schedule_each_budget_takes() -> None:
+    assert no_worse([1.0, 3.0, None, 2.0, 2.5, None]) == [0, 3, 3, 3, 4, 5]
+    assert no_worse([1.0, 1.0, 2.0]) == [0, 1, 2] and no_worse([None, None]) == [0, 1] and no_worse([]) == []
+
+
+SWALLOWED = """
+import os, signal
+
+class Left:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100): pass
+
+def finalizer():
+    Left()
+    return print
+
+def other_error():
+    try:
+        Left.__del__(None)
+    except BaseException:
+        raise ImportError("initialization failed") from None
+    return print
+"""
+
+
+@pytest.mark.parametrize("place", ["finalizer", "other_error"])
+def test_an_interrupt_is_neither_lost_nor_another_error(place: str, tmp_path: Path) -> None:
+    """In torch's C++ it ended the process with SIGABRT, now and then."""
+    (tmp_path / "swallowed.py").write_text(SWALLOWED)
+    command = [sys.executable, "-P", "-m", "memmgr.tools.cli", "plan", "--device", "t4", f"swallowed.py:{place}"]
+    done = forkserver.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "memmgr plan: interrupted\n")
+
+
 def test_a_faster_device_takes_less_time(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, "--device", "t4,h100", "--sweep", what)
     assert len(rows) == 20 and [r["device"] for r in rows[:2]] == ["t4", "h100"]
@@ -163,12 +246,30 @@ def test_a_folder_that_has_no_language_model(config: str, tmp_path: Path, capsys
     assert "has no language model's config: " in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [("--batch", "0"), ("--sequence", "-5"), ("--budget", "abc")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--batch", "0"), "--batch"),
+        (("--sequence", "-5"), "--sequence"),
+        (("--budget", "abc"), "--budget"),
+        (("--batch", "1"), "--batch is of a folder with a config, and "),
+        (("--sequence", "9"), "--sequence is of a folder with a config, and "),
+        (("--optimizer", "adamw"), "--optimizer is of a folder with a config, and "),
+        (("--dtype", "float16"), "--dtype is of a folder with a config, and "),
+        (("--checkpointing",), "--checkpointing is of a folder with a config, and "),
+        (("--sweep", "--budget", "1GB"), "--sweep has budgets of its own: leave --budget out"),
+        (("--sweep", "--device", "t4,l4", "--trace", "x"), "--trace is of one device"),
+        (("--tier", "moon:1GB"), "--tier: 'moon:1GB' is neither host:SIZE"),
+        (("--tier", "host:much"), "--tier: cannot read 'much' as a size"),
+        (("--device", "missing.json"), "missing.json: No such file"),
+    ],
+)
 def test_what_makes_no_sense_is_said_before_the_work(
-    words: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], says: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "_recorded", lambda *_: pytest.fail("it was traced"))
-    assert words[0] in refused(capsys, "--device", "t4", *words, what)
+    monkeypatch.setattr(make_step, "maker", lambda *_: pytest.fail("the user's file has run"))
+    said = refused(capsys, "--device", "t4", *words, what)
+    assert says in said and len(said.splitlines()) == 1
 
 
 def test_a_folder_with_a_config_is_planned_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_waiting_is_nobodys_own_time() -> None:
     assert simulate_job.Rank(0, Path(), ran, waits=7.0).own_seconds == pytest.approx(trace.seconds + 1.0)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--format", "dtr"), "--sweep and --format are of one pass"),
+        (("--solver-seconds", "-3"), "--solver-seconds must not be negative"),
+    ],
+)
+def test_what_says_nothing_of_a_job(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(tmp_path, "--total", "1GB", *words) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.splitlines()) == 1
+
+
 def test_what_is_no_job(unequal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: object) -> str:
         assert job(*words) == 2

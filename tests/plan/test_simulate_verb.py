@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from memmgr._trace_file import write_trace
 from memmgr.policies.published.systems import OFFLOADING, RECOMPUTING
+from memmgr.policies.trace import Trace
 from memmgr.policies.trace.schedule import Do, Step, replay
 from memmgr.tools import cli
 from memmgr.tools.common.dtr_log import read_dtr_log
@@ -260,6 +262,28 @@ def test_a_sweep_is_a_curve_that_its_single_budgets_lie_on(file: Path, capsys: p
     assert simulate("--log", file, "--policy", "plan", "--ratio", "60%", "--json") == 0
     alone = json.loads(capsys.readouterr().out)
     assert {**alone, "seconds": 0} == {**curve[4], "seconds": 0}
+
+
+def test_the_plan_is_no_slower_in_more_memory(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule for a smaller budget is one for a larger. Policies that are compared with it are shown as they are."""
+    simulated = verb._simulate
+
+    def unlucky(trace: Trace, name: str, ratio: float, *more: Any) -> tuple[verb.Result, list[Step]]:
+        found, steps = simulated(trace, "dtr_eq", ratio, *more)  # which decides sooner than the planner
+        return replace(found, policy=name, overhead=99.0 if ratio == 0.6 else found.overhead), steps
+
+    monkeypatch.setattr(verb, "_simulate", unlucky)
+    curves = {}
+    for policy in ("plan", "dtr_eq"):
+        assert simulate("--log", file, "--policy", policy, "--sweep", "--json") == 0
+        curves[policy] = json.loads(capsys.readouterr().out)["sweep"]
+    better, smaller = curves["plan"][4:6]
+    kept = ("ratio", "budget_bytes", "lower_bound", "seconds")
+    assert better == {**smaller, **{key: better[key] for key in kept}} and better["ratio"] == 0.6
+    assert better["budget_bytes"] > smaller["budget_bytes"] and better["lower_bound"] <= smaller["lower_bound"]
+    assert curves["dtr_eq"][4]["overhead"] == 99
 
 
 def test_a_sweep_in_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -208,6 +209,26 @@ with Nursery("cpu") as children:
     until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
 
 
+def test_an_interrupt_waits_for_no_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor for the end of an interpreter that has torch: together it was up to twelve seconds."""
+    (tmp_path / "torch.py").write_text("import os, time\nos.kill(os.getppid(), 2)\ntime.sleep(20)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt), Nursery("cpu") as children:
+        children.start(SPEC | {"key": "k", "system": "unmanaged", "reference": True})
+    assert [parent.returncode for parent in children._parents.values()] == [-9]
+
+
+def test_an_interrupt_leaves_no_cell() -> None:
+    with pytest.raises(KeyboardInterrupt), Nursery("cpu") as children:
+        children.start(SPEC | {"key": "k", "system": "unmanaged", "reference": True})
+        assert "error" not in children.ask("k", send=False)
+        cell = psutil.Process(children._cells["k"][1])
+        children._cells["k"][0].send(True)
+        os.kill(cell.pid, signal.SIGCONT)
+        raise KeyboardInterrupt  # there may be half of an answer
+    until(lambda: not cell.is_running() or cell.status() == psutil.STATUS_ZOMBIE)
+
+
 def test_a_parent_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -258,8 +279,14 @@ def test_other_bits_are_no() -> None:
         (["--systems", "auto,magic"], "'magic' is none of unmanaged"),
         (["--budgets", "50%,lots"], "'lots' is neither a percentage"),
         (["--budgets", "0%"], "'0%' is neither"),
-        (["--memory", "many"], "--memory"),
+        (["--max-batch", "--memory", "many"], "--memory: cannot read 'many' as a size"),
         (["--turns", "0"], "not a positive number"),
+        (["--minutes", "-1"], "--minutes: -1 is no time"),
+        (["--minutes", "nan"], "--minutes: nan is no time"),
+        (["--max-batch", "--slowest", "0"], "--slowest: 0 is not a positive number"),
+        (["--memory", "2GB"], "--memory is of --max-batch"),
+        (["--slowest", "2"], "--slowest is of --max-batch"),
+        (["--max-batch", "--budgets", "50%"], "--budgets are of steps; with --max-batch the budget is --memory"),
     ],
 )
 def test_bad_input_is_one_clear_line(

@@ -141,3 +141,6 @@ def test_an_interrupt_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(simulate, "run", interrupted)
     assert cli.main(["simulate"]) == 130
     assert capsys.readouterr().err == "memmgr simulate: interrupted\n"
+    monkeypatch.setattr(cli, "import_module", interrupted)  # which takes seconds where the verb imports torch
+    assert cli.main(["simulate"]) == 130
+    assert capsys.readouterr().err == "memmgr simulate: interrupted\n"

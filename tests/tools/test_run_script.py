@@ -261,6 +261,9 @@ BAD = [
     (["--ratio", "60", "train.py"], "was 60% of it meant?"),
     (["--ratio", "60%", "--budget", "1GB", "train.py"], "leave one out"),
     (["--disk-size", "12", "train.py"], "--disk-size"),
+    (["--disk", "none", "--disk-size", "5GB", "train.py"], "memmgr run: --disk-size is of no disk: --disk is none\n"),
+    (["--budget", "-5GB", "train.py"], "argument --budget: expected one argument; '-5GB' is less than nothing\n"),
+    (["--device", "foo", "train.py"], "memmgr run: --device: 'foo' is none; expected cpu, cuda or cuda:1\n"),
     (["--budget", "12GB"], "required"),
     (["--policy", "nonsense", "train.py"], "policy"),
     (["--device", "cuad", "train.py"], "device: 'cuad' is none; expected cpu, cuda or cuda:1; did you mean 'cuda'?"),
@@ -357,6 +360,17 @@ def test_the_environment_takes_a_share_too(folder: Path, plain_bits: str) -> Non
     [
         ([], {"MEMMGR_BUDGET": "12XB"}, "memmgr run: MEMMGR_BUDGET: unknown unit"),
         ([], {"MEMMGR_CONF": "polcy:evict"}, "memmgr run: MEMMGR_CONF: unknown key 'polcy'; did you mean 'policy'?"),
+        (
+            [],
+            {"MEMMGR_CONF": "disk:none,disk_size:5GB"},
+            "memmgr run: MEMMGR_CONF: disk_size:5GB is of no disk: disk is none",
+        ),
+        (
+            ["--disk-size", "5GB"],
+            {"MEMMGR_CONF": "disk:none"},
+            "memmgr run: --disk-size is of no disk: MEMMGR_CONF's disk is none",
+        ),
+        (["--disk", "none"], {"MEMMGR_CONF": "disk_size:5GB"}, "none None none"),
         ([], {"MEMMGR_BUDGET": "8MB", "MEMMGR_CONF": "policy:evict"}, "8MB evict None"),
         (
             ["--budget", "9MB", "--disk", "none"],

@@ -125,3 +125,12 @@ def test_a_picture_of_no_single_pass_is_one_line(tmp_path: Path, form: str, caps
         assert report("--format", form, *words) == 2
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("html", "x.png"), ("perfetto", "x.svg"), ("png", "x.svg"), ("svg", "x.html")]
+)
+def test_a_name_of_another_format(form: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The picture was drawn by its name, and a page was called a picture."""
+    assert report("--format", form, tmp_path / "missing.trace", "--out", tmp_path / name) == 2
+    assert capsys.readouterr().err == f"memmgr report: --out: {tmp_path / name} is no name for --format {form}\n"

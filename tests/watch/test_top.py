@@ -100,6 +100,12 @@ def test_no_permission(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         assert "no permission to reach" in _fails(capsys, str(os.getpid()), "--once")
 
 
+@pytest.mark.parametrize("beside", ["--json", "--job", "--picture"])
+def test_what_is_not_a_screen_is_not_in_ascii(beside: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [beside, str(tmp_path / "x.svg")] if beside == "--picture" else [beside]
+    assert beside in _fails(capsys, "--ascii", *words)
+
+
 @pytest.mark.parametrize("words", [["0"], ["-5"], ["abc"], ["99999999999"], ["--interval", "0"], ["--interval", "nan"]])
 def test_arguments_that_make_no_sense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -37,6 +37,7 @@ def load() -> Any:
 
 def main(address: str, what: str) -> None:
     """Forks until standard input ends."""
+    end_with_parent()
     cell = load()
     cell.preload()
     if what == "managed":
@@ -49,7 +50,8 @@ def main(address: str, what: str) -> None:
 
 
 def end_with_parent() -> None:
-    """A cell is stopped while others have their turn: nobody would end it when the bench is interrupted. On Linux."""
+    """A cell is stopped while others have their turn, and this process imports for seconds: nobody else would end them when the
+    bench is. On Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

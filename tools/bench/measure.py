@@ -27,6 +27,7 @@ from memmgr.tools.bench.disk_speed import disk_speed
 from memmgr.tools.common.console import ProgressBar
 from memmgr.tools.common.fake_step import StepError, record
 from memmgr.tools.common.fake_trace import Call, FakeStep, TensorSpec
+from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.make_step import from_file
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import Rates, write_rates
@@ -88,7 +89,8 @@ def write(path: Path, folder: str, what: str | None, size: int) -> int:
         raise UsageError(f"--measure: {path} does not end in .json")
     check_output(path, "--measure")
     try:
-        step = record(from_file(what), accelerator=False) if what else None
+        with ends_at_once("doctor"):
+            step = record(from_file(what), accelerator=False) if what else None
         rates = measure(folder, step, size=size)
         write_rates(path, rates)
     except StepError as error:

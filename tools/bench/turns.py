@@ -85,13 +85,15 @@ class Nursery:
         return self._parents[what]
 
     def __exit__(self, *_: object) -> None:
-        for key in list(self._cells):
-            self.end(key)
         for parent in self._parents.values():
             assert parent.stdin is not None and parent.stdout is not None
-            parent.stdin.close()
+            parent.kill()  # imports, and an end with torch in it, take seconds; what it has forked ends with it
+            with contextlib.suppress(OSError):
+                parent.stdin.close()
             parent.stdout.close()
             parent.wait()
+        for pipe, _pid in self._cells.values():
+            _gone(pipe)
         self._listener.close()
         self._folder.cleanup()
 
@@ -142,6 +144,14 @@ class Nursery:
             except (EOFError, OSError):
                 break
         pipe.close()
+
+
+def _gone(pipe: Connection) -> None:
+    """Waits until nobody has the other end: an interrupt may have left half of an answer in it."""
+    with contextlib.suppress(OSError):
+        while os.read(pipe.fileno(), 1 << 16):
+            pass
+    pipe.close()
 
 
 def once(children: Nursery, spec: Spec) -> Cell:

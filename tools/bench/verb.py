@@ -60,6 +60,8 @@ Wanted = tuple[str, float | None, str]
 
 _MODELS = "GPT,ResNet"
 _SYSTEMS = "unmanaged,checkpoint,selective,save_on_cpu,auto,evict,offload"
+_BUDGETS = "75%,50%,35%,checkpoint"
+_SLOWEST = 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=_MODELS, metavar="M,M", help="or all (default %(default)s)")
     parser.add_argument("--systems", default=_SYSTEMS, metavar="S,S", help="or all (default %(default)s)")
     parser.add_argument(
-        "--budgets", default="75%,50%,35%,checkpoint", metavar="B,B",
-        help="of memmgr's systems: percentages, checkpoint, selective (default 75%%,50%%,35%%,checkpoint)",
+        "--budgets", metavar="B,B",
+        help=f"of memmgr's systems: percentages, checkpoint, selective (default {_BUDGETS.replace('%', '%%')})",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5, metavar="N", help="steps that are timed (default %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="of each cell")
@@ -89,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in which it has to fit; none: all of the machine's (default: 3x the model's states)",
     )
     batches.add_argument(
-        "--slowest", type=float, default=1.5, metavar="X",
-        help="a sample may take X times as long as plain torch's at its own largest batch (default %(default)s)",
+        "--slowest", type=float, metavar="X",
+        help=f"a sample may take X times as long as plain torch's at its own largest batch (default {_SLOWEST})",
     )  # fmt: skip
 
 
@@ -126,6 +128,24 @@ def _budgets(text: str) -> list[tuple[str, float | None]]:
     return list(dict.fromkeys(found))
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Numbers that make no sense, and options that would say nothing; then the defaults of those."""
+    for option in ("turns", "threads"):
+        if getattr(args, option) < 1:
+            raise UsageError(f"--{option}: {getattr(args, option)} is not a positive number")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise UsageError(f"--minutes: {args.minutes:g} is no time")
+    if args.slowest is not None and not args.slowest > 0:
+        raise UsageError(f"--slowest: {args.slowest:g} is not a positive number")
+    for option in ("memory", "slowest"):
+        if not args.max_batch and getattr(args, option) is not None:
+            raise UsageError(f"--{option} is of --max-batch")
+    if args.max_batch and args.budgets is not None:
+        raise UsageError("--budgets are of steps; with --max-batch the budget is --memory")
+    args.slowest = _SLOWEST if args.slowest is None else args.slowest
+    args.budgets = _BUDGETS if args.budgets is None else args.budgets
+
+
 def _check_device(device: str) -> None:
     if device == "cpu":
         return
@@ -143,12 +163,10 @@ class _Bench:
     """One call of the verb."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        _check(args)
         self.models = _chosen(args.models, "--models", list(MODELS))
         self.systems = _chosen(args.systems, "--systems", list(SYSTEMS))
         self.budgets = _budgets(args.budgets)
-        for option in ("turns", "threads"):
-            if getattr(args, option) < 1:
-                raise UsageError(f"--{option}: {getattr(args, option)} is not a positive number")
         self.memory = _size(args.memory) if args.memory else None
         _check_device(args.device)
         self.args = args

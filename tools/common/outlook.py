@@ -139,14 +139,20 @@ def half_overhead(trace: Trace, of: Outlook, link: TierLink | None, *, effort: i
     return high
 
 
-def fitting(trace: Trace, link: TierLink | None, *, effort: int = EFFORT) -> int | None:
-    """The smallest budget in steps of 5 % of the need that fits, by bisection; None: none does."""
-    peak, low, high = trace.unmanaged_peak[0], 0, 21
+def fitting(trace: Trace, of: Outlook, link: TierLink | None, *, effort: int = EFFORT) -> int:
+    """The smallest budget in steps of 5 % of the need that fits, by bisection between what is known not to and the whole need.
+
+    Args:
+        of: a budget that does not fit.
+    """
+    peak = trace.unmanaged_peak[0]
+    too_small = max(of.budget_bytes, of.least_bytes - 1)
+    low, high = min(19, (20 * (too_small + 1) - 1) // peak), 20
     while high - low > 1:
         middle = (low + high) // 2
         fits = outlook(trace, peak * middle // 20, link, effort=effort)[0].fits
         low, high = (low, middle) if fits else (middle, high)
-    return peak * high // 20 if high <= 20 else None
+    return peak * high // 20
 
 
 def kind_of(trace: Trace) -> list[str]:

@@ -30,7 +30,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As argparse's own, with what was meant."""
+        if missing := re.fullmatch(r"argument (.*): expected one argument", message):
+            message += self._negative(missing[1].split("/"))
         super().error(message + self._meant(message))
+
+    def _negative(self, options: Sequence[str]) -> str:
+        """A size below nothing, which argparse takes for an option."""
+        pairs = zip(self._given, self._given[1:], strict=False)
+        return next(
+            (
+                f"; {word!r} is less than nothing"
+                for option, word in pairs
+                if option in options and re.match(r"-[0-9.]", word)
+            ),
+            "",
+        )
 
     def _meant(self, message: str) -> str:
         if chosen := re.search(r"invalid choice: '([^']+)'", message):

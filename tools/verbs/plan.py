@@ -32,8 +32,10 @@ from memmgr._conf import is_off
 from memmgr._meant import meant
 from memmgr._sizes import UNLIMITED, Need, parse_budget, parse_limit, show_seconds, show_size
 from memmgr.tools.common.console import table
+from memmgr.tools.common.interrupts import ends_at_once
 from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.rates import DEVICES, Rates, read_rates, with_tier
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot
 
@@ -46,6 +48,8 @@ __doc__ = (__doc__ or "").format(devices=", ".join(DEVICES))
 
 _OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "momentum", "adafactor")
 _DTYPES = ("float32", "bfloat16", "float16")
+_OF_A_FOLDER = {"batch": 1, "sequence": None, "optimizer": "adamw", "dtype": "bfloat16", "checkpointing": False}
+"""Options, and what they are where nobody says it."""
 _TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 
@@ -66,11 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the trace, for memmgr simulate")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     model = parser.add_argument_group("of a folder with a config")
-    model.add_argument("--batch", type=int, default=1, help="sequences in a step (default 1)")
+    model.add_argument("--batch", type=int, help="sequences in a step (default 1)")
     model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or what the model can take)")
-    model.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw")
-    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of parameters (default bfloat16)")
-    model.add_argument("--checkpointing", action="store_true", help="with the model's own gradient checkpointing")
+    model.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default adamw)")
+    model.add_argument("--dtype", choices=_DTYPES, help="of parameters (default bfloat16)")
+    model.add_argument(
+        "--checkpointing", action="store_true", default=None, help="with the model's own gradient checkpointing"
+    )
 
 
 _CPU = "cpu"  # this machine's, measured
@@ -89,10 +95,12 @@ def run(args: argparse.Namespace) -> int:
     """Plans; see the module's text for the exit code."""
     names = args.device.split(",")
     _check(args, names)
-    from memmgr.tools.common.make_step import maker
+    with ends_at_once("plan"):
+        from memmgr.tools.common.make_step import maker
 
-    make = maker(args)
-    devices = [_tiered(_device(name), args.tier) for name in names]
+        make = maker(args)
+    tier = _tier(args.tier)
+    devices = [with_tier(rates, *tier) if tier else rates for rates in map(_device, names)]
     on = []
     steps: dict[bool, FakeStep] = {}
     for rates in devices:
@@ -122,8 +130,14 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
     for option in ("batch", "sequence"):
         if (given := getattr(args, option)) is not None and given < 1:
             raise UsageError(f"--{option}: {given} is less than 1")
+    _take_model(args)
     if len(names) > 1 and not args.sweep:
         raise UsageError("several devices are compared with --sweep")
+    if len(names) > 1 and args.trace is not None:
+        raise UsageError("--trace is of one device: its times are in it")
+    if args.budget is not None and args.sweep:
+        raise UsageError("--sweep has budgets of its own: leave --budget out")
+    _tier(args.tier)
     if args.budget is not None:
         try:
             parse_budget(args.budget, whole=1 << 60, what="--budget")
@@ -135,6 +149,17 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
             raise UsageError(
                 f"--device: {name!r} is neither a table.json nor one of {', '.join(known)}{meant(name, known)}"
             )
+        if name.endswith(".json"):
+            read_rates(Path(name))
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """What is said of a model that a folder describes is refused with a file, which makes its own; then the defaults."""
+    for option, usual in _OF_A_FOLDER.items():
+        given = getattr(args, option)
+        if given is not None and not Path(args.what).is_dir():
+            raise UsageError(f"--{option} is of a folder with a config, and {args.what} is none")
+        setattr(args, option, usual if given is None else given)
 
 
 def _say(text: str) -> None:
@@ -152,17 +177,18 @@ def _device(name: str) -> Rates:
     return measure(tempfile.gettempdir(), size=64 << 20, cpu=True)
 
 
-def _tiered(rates: Rates, text: str | None) -> Rates:
+def _tier(text: str | None) -> tuple[str, int | None] | None:
+    """Which, and how many bytes (None: no limit); None: nothing is said of it, or there is none."""
     if text is None or is_off(text):
-        return rates
+        return None
     tier, colon, size = text.partition(":")
     if not colon or tier not in ("host", "disk"):
         raise UsageError(f"--tier: {text!r} is neither host:SIZE, disk:SIZE nor none")
     try:
         room = parse_limit(size, what="--tier")
-        return with_tier(rates, tier, None if room == UNLIMITED else room)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    return tier, None if room == UNLIMITED else room
 
 
 def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> FakeStep:
@@ -170,7 +196,8 @@ def _recorded(make: Callable[[], Callable[[], object]], accelerator: bool) -> Fa
 
     begun = time.perf_counter()
     try:
-        step = record(make, accelerator=accelerator)
+        with ends_at_once("plan"):
+            step = record(make, accelerator=accelerator)
     except StepError as error:
         raise UsageError(str(error)) from None
     if step.asked:
@@ -205,7 +232,7 @@ def _one(args: argparse.Namespace, on: _On) -> int:
     found = replace(
         found,
         half_overhead_budget_bytes=half_overhead(on.trace, found, on.link),
-        fitting_budget_bytes=None if found.fits else fitting(on.trace, on.link),
+        fitting_budget_bytes=None if found.fits else fitting(on.trace, found, on.link),
     )
     if args.picture:
         managed = levels(on.trace, made.steps, made) if made.feasible else []
@@ -262,12 +289,19 @@ def _plural(kind: str) -> str:
     return kind if kind == "other" else f"{kind}s"
 
 
-def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
+def _curve(on: _On) -> list[Outlook]:
+    """At every budget of a sweep."""
     from memmgr.tools.common.outlook import outlook
 
-    found: list[list[Outlook]] = []
-    for tenths in _TENTHS:
-        found.append([outlook(one.trace, one.trace.unmanaged_peak[0] * tenths // 10, one.link)[0] for one in on])
+    found = [outlook(on.trace, on.trace.unmanaged_peak[0] * tenths // 10, on.link)[0] for tenths in _TENTHS]
+    return [
+        replace(found[k], budget_bytes=own.budget_bytes, lower_bound=own.lower_bound)
+        for own, k in zip(found, no_worse([o.seconds for o in found]), strict=True)
+    ]
+
+
+def _sweep(args: argparse.Namespace, on: list[_On]) -> int:
+    found = list(zip(*map(_curve, on), strict=True))
     if args.picture:
         points = [
             [plot.Point(tenths / 10, o.overhead, o.lower_bound, one.rates.name) for o, one in zip(row, on, strict=True)]

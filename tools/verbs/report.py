@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page or the trace, and says where it is."""
     out: Path = args.out or args.logs[0].with_suffix(FORMATS[args.format])
     check_output(out, "--out", args.logs)
+    _check_ending(out, args.format)
     sessions: list[tuple[str, RunState]] = []
     passes: list[tuple[str, Trace]] = []
     for path in args.logs:
@@ -76,6 +77,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"cannot write {out}: {error.strerror}") from None
     print(out)
     return 0
+
+
+def _check_ending(out: Path, form: str) -> None:
+    """A page that is called a picture is opened by nobody; a picture is what its name says."""
+    ending = out.suffix[1:]
+    if ending != form and (form in PICTURES or ending in PICTURES):
+        raise UsageError(f"--out: {out} is no name for --format {form}")
 
 
 def _read(path: Path) -> Trace:

@@ -35,7 +35,17 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from memmgr._conf import Refused, check_folder, check_limit, is_off, local_ranks, pairs_of, parse_conf
+from memmgr._conf import (
+    DEVICES,
+    Refused,
+    check_folder,
+    check_limit,
+    is_off,
+    local_ranks,
+    no_device,
+    pairs_of,
+    parse_conf,
+)
 from memmgr._meant import meant
 from memmgr._sizes import is_binary, parse_budget, parse_host, parse_limit, parse_share, show_size
 from memmgr._variables import refuse_unknown
@@ -79,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script; its exit code."""
     refuse_unknown()
     _take_ratio(args)
-    settings = _inherited(args) | _settings(args)
+    settings = _together(_inherited(args), _settings(args))
     if args.budget is not None and args.budget.strip().lower() == "none":
         args.budget = None
     _set_path(args)
@@ -146,6 +156,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             parse_limit(args.disk_size, whole=1 << 60, what="--disk-size")
         if args.disk is not None and not is_off(args.disk):
             check_folder(args.disk, "--disk")
+        if args.device is not None and args.device.partition(":")[0] not in DEVICES:
+            raise no_device(args.device, "--device")
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.log is not None:
@@ -163,6 +175,17 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "trace_pass": getattr(args, "trace_pass", None),
     }
     return {key: value for key, value in wanted.items() if value is not None}
+
+
+def _together(inherited: dict[str, str], said: dict[str, Any]) -> dict[str, Any]:
+    """The options over the variables; a size of no disk is refused, and one that a variable says goes with its disk."""
+    if is_off(said.get("disk")):
+        inherited.pop("disk_size", None)
+    settings = inherited | said
+    if is_off(settings.get("disk")) and "disk_size" in said:
+        whose = "--disk" if "disk" in said else "MEMMGR_CONF's disk"
+        raise UsageError(f"--disk-size is of no disk: {whose} is {settings['disk']}")
+    return settings
 
 
 # ---- as python would ----------------------------------------------------------------------------------------------

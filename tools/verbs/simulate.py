@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
 from memmgr.tools.common.outputs import check_output, write_whole
+from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot, simulate_job, sweep_text
 from memmgr.tools.view.run_state import is_log
@@ -161,6 +162,9 @@ def _without_solvers_words() -> Iterator[None]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not args.solver_seconds >= 0:
+        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
+    LIMIT_SECONDS.set(args.solver_seconds)
     if args.job is not None:
         return _job(args)
     if args.log is None:
@@ -176,9 +180,6 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.log}: no ops")
     if not trace.complete:
         print(f"memmgr simulate: {args.log} ends inside an op, which is left out", file=sys.stderr)
-    if not args.solver_seconds >= 0:
-        raise UsageError(f"--solver-seconds must not be negative, is {args.solver_seconds}")
-    LIMIT_SECONDS.set(args.solver_seconds)
     if args.policy is None:
         args.policy = "auto" if trace.copy_on_write else "plan"
     peak = trace.unmanaged_peak[0]
@@ -217,9 +218,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> int:
     """The budgets of a job's ranks."""
-    if args.log or args.ratio or args.budget or args.sweep:
+    if args.log or args.ratio or args.budget or args.sweep or args.format:
         raise UsageError(
-            "--job takes --total, --host-total or --limit; --log, --ratio, --budget and --sweep are of one pass"
+            "--job takes --total, --host-total or --limit; --log, --ratio, --budget, --sweep and --format are of one pass"
         )
     if args.policy == "all":
         raise UsageError("--job needs one policy, not all")
@@ -250,6 +251,10 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
             for name in names:
                 progress.say(f"{name} at {tenths * 10} %", 1)
                 found[-1].append(_simulate(trace, name, tenths / 10, budget, tier, bound)[0])
+    if "plan" in names:  # the policies that are compared are shown as they are
+        column = names.index("plan")
+        for row, best in zip(found, _with_smaller([row[column] for row in found]), strict=True):
+            row[column] = best
     if args.picture:
         points = [[plot.Point(r.ratio, r.overhead, r.lower_bound, r.policy) for r in row] for row in found]
         plot.slowdown(
@@ -269,6 +274,15 @@ def _sweep(args: argparse.Namespace, trace: Trace) -> int:
     if args.picture:
         print(args.picture)
     return 0
+
+
+def _with_smaller(curve: list[Result]) -> list[Result]:
+    return [
+        replace(
+            curve[k], ratio=own.ratio, budget_bytes=own.budget_bytes, lower_bound=own.lower_bound, seconds=own.seconds
+        )
+        for own, k in zip(curve, no_worse([r.overhead for r in curve]), strict=True)
+    ]
 
 
 def _read(path: Path, form: str | None) -> Trace:

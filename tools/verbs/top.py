@@ -89,8 +89,11 @@ def _interval(word: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Watches; 0 when the user or the processes end it."""
-    if args.job and (args.serve is not None or args.picture is not None or args.json or args.pid is not None):
+    beside = args.serve is not None or args.picture is not None or args.json or args.ascii or args.pid is not None
+    if args.job and beside:
         raise UsageError("--job is a table of all ranks here: it goes with --once and --interval only")
+    if args.json and args.ascii:
+        raise UsageError("--json is no screen: it goes without --ascii")
     if args.picture is not None:
         _check_picture(args)
     if args.serve is not None:
@@ -267,8 +270,8 @@ def _serve(args: argparse.Namespace) -> int:
 def _check_picture(args: argparse.Namespace) -> None:
     if find_spec("textual") is None:
         raise UsageError("--picture needs the package textual: pip install 'memmgr[top]'")
-    if args.once or args.json:
-        raise UsageError("--picture is a screen of its own: it goes without --once and --json")
+    if args.once or args.json or args.ascii:
+        raise UsageError("--picture is a screen of its own: it goes without --once, --json and --ascii")
     if args.picture.suffix != ".svg":
         raise UsageError(f"--picture: {args.picture} does not end in .svg")
     check_output(args.picture, "--picture")

@@ -1,0 +1,38 @@
+"""Ctrl-C where an exception would not arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def ends_at_once(verb: str) -> Iterator[None]:
+    """Inside, Ctrl-C ends the process with the verb's line and code 130.
+
+    For torch on fake tensors: Python is called there from C++ that no exception may pass, which ends the process as a crash. Some
+    imports and finalizers take the exception for an error of their own, or for none.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):  # a stream may be in the middle of a line, or gone
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, f"memmgr {verb}: interrupted\n".encode())
+        os._exit(128 + number)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # who has another one knows why
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is end:  # and not one that a user's file has put there
+            signal.signal(signal.SIGINT, signal.default_int_handler)
