@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
+#include <unordered_set>
 
 #include "beat.h"
 #include "budget.h"
@@ -158,8 +159,10 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
     if (queues && budget.open) note_stream();  // whoever reads may queue no op
     for (const StoragePtr& s : storages) finish_pending_of(s.get());
     PyThreadState* saved = PyEval_SaveThread();
+    size_t next = 0;
     try {
       for (StoragePtr& s : storages) {
+        ++next;
         Cell* c = cell_of(s.get());
         if (!c && budget.open && written) grows_in_pool(s.get());
         if (!c && budget.open && adoptable(s.get()) && (written || s->nbytes() >= budget.options.small_bytes))
@@ -170,6 +173,13 @@ PyObject* new_pin(std::vector<StoragePtr> storages, bool written, bool region, b
         bring_back(c);
         if (written) begin_new_version(c);
       }
+    } catch (const c10::OutOfMemoryError&) {  // the others have to be in memory at once, too
+      std::unordered_set<const c10::StorageImpl*> others;
+      for (size_t i = next; i < storages.size(); ++i)
+        if (const Cell* c = cell_of(storages[i].get()); c && others.insert(storages[i].get()).second)
+          if (c->state.load() & kAbsent) refuse_beside(c->nbytes);
+      PyEval_RestoreThread(saved);
+      throw;
     } catch (...) {
       PyEval_RestoreThread(saved);
       throw;

@@ -390,6 +390,7 @@ uint64_t refused_bytes() {
   tl_refused_text.clear();
   return std::exchange(tl_refused_bytes, 0);
 }
+void refuse_beside(uint64_t nbytes) { tl_refused_bytes += nbytes; }
 void note_refused() { note_floor(refused_bytes()); }
 uint64_t floor_bytes() { return floor_mark.load(); }
 std::atomic<uint64_t> most_resident{0};

@@ -98,8 +98,9 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
 }
 // What this thread was refused last, once that is an error and not a try that was made again.
 void note_refused();
-uint64_t refused_bytes();  // the same, of a try
-std::string refusal();     // the error's text, once: what threw may have made another one of it
+void refuse_beside(uint64_t nbytes);  // this thread has to have so much besides what it found no room for
+uint64_t refused_bytes();             // the same, of a try
+std::string refusal();                // the error's text, once: what threw may have made another one of it
 uint64_t floor_bytes();
 void reset_floor();
 // The most that was resident after an op, since the same moment.

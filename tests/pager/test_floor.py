@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from budget.models import MODELS
 
 import memmgr
+from memmgr.native import pager as native
 
 STEPS = 2
 
@@ -62,3 +63,13 @@ def test_what_nobody_has_written_to_is_part_of_the_floor() -> None:
         held = [torch.empty(mb // 4).zero_() for _ in range(8)]
         torch.ones(mb // 4).add_(1)
         assert mm.stats()["floor_bytes"] < 3 * mb  # an op, and its second run
+
+
+def test_what_has_to_be_there_at_once_is_named_at_once(beyond: Callable[[str], int]) -> None:
+    """A compiled graph's arguments are pinned one by one; each error named one more of them."""
+    with memmgr.budget(beyond("2MB"), quiet=True):
+        inputs = [torch.randn(1 << 16) for _ in range(16)]
+        with pytest.raises(memmgr.BudgetError) as error:
+            native.load().pin([*inputs, *inputs], False, True)
+    need = 16 * (4 << 16)
+    assert need <= error.value.floor_bytes < beyond("2MB") + need
