@@ -354,10 +354,20 @@ void forget_foreign_calls() {
 
 // ---- who links libtorch ----
 
-std::vector<std::string> libraries_that_use_torch() {
-  std::vector<std::string> found;
+const std::vector<std::string>& libraries_that_use_torch() {
+  // Again only where the loader says that a library has come or gone: it is asked at every opening.
+  struct Known {
+    unsigned long long adds = 0, subs = 0;
+    std::vector<std::string> paths;
+  };
+  static auto* known = new Known;  // under the GIL
+  bool first = true;
   dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* out) {
+      [](dl_phdr_info* info, size_t, void* first) {
+        if (std::exchange(*static_cast<bool*>(first), false)) {
+          if (info->dlpi_adds == known->adds && info->dlpi_subs == known->subs) return 1;
+          *known = {info->dlpi_adds, info->dlpi_subs, {}};
+        }
         const char* names = nullptr;
         size_t length = 0;
         for (int i = 0; i < info->dlpi_phnum; ++i) {
@@ -371,11 +381,11 @@ std::vector<std::string> libraries_that_use_torch() {
         // glibc has relocated the address; where it has not (vdso), it is an offset.
         if (names && reinterpret_cast<uintptr_t>(names) > info->dlpi_addr && info->dlpi_name[0] &&
             memmem(names, length, "3c10", 4))
-          static_cast<std::vector<std::string>*>(out)->push_back(info->dlpi_name);
+          known->paths.push_back(info->dlpi_name);
         return 0;
       },
-      &found);
-  return found;
+      &first);
+  return known->paths;
 }
 
 }  // namespace memmgr::pager

@@ -66,7 +66,7 @@ void unguard_functions();
 PyObject* call_foreign(PyObject* function, PyObject* args, PyObject* kwargs);
 
 // The loaded libraries that name symbols of c10: who does not has no way to a tensor's bytes.
-std::vector<std::string> libraries_that_use_torch();
+const std::vector<std::string>& libraries_that_use_torch();
 
 // What runs above the kernel is caught by observers, from here on: ops of foreign namespaces whose C++ kernels are
 // composite or autograd's own, and the backwards of autograd functions that are written in C++.
