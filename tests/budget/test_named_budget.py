@@ -132,7 +132,9 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
     return int(mm.stats()["floor_bytes"]) - there
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "share", [0.1, pytest.param(0.4, marks=pytest.mark.slow), 0.7, pytest.param(0.8, marks=pytest.mark.slow), 0.95]
+)
 @pytest.mark.parametrize("model", TRAININGS)
 def test_the_budget_that_it_names_works_and_is_not_much_more(model: str, share: float) -> None:
     """Whatever the run was at: the first error is the last."""

@@ -144,7 +144,10 @@ def random_states(training: Training) -> set[bytes]:
     return legitimate
 
 
-@pytest.mark.parametrize(("policy", "share"), [("evict", 0.7), ("auto", 0.6), ("offload", 0.5), ("torture", 1.0)])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("evict", 0.7), ("auto", 0.6), ("offload", 0.5), pytest.param("torture", 1.0, marks=pytest.mark.slow)],
+)
 def test_an_interrupt_of_a_reader_leaves_nothing(policy: str, share: float) -> None:
     """The pager has Python only where bytes are read without an op, and around backward."""
     training, limit = limited(share)

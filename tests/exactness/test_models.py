@@ -7,9 +7,15 @@ import pytest
 from . import cases
 from .harness import HUGE_BYTES, MODES, assert_same, check, managed, need, reference
 
-# By turns 100 or 75 % in `make test`; the other is slow.
+# By turns 100 %, 75 % or neither in `make test`; the rest is slow.
+_QUICK_MODES = ({"auto@100"}, {"auto@75"}, set[str]())
 PARAMS = [
-    pytest.param(name, mode, marks=[pytest.mark.slow] * (c.slow or mode == MODES[1 + nth % 2]), id=f"{name}-{mode}")
+    pytest.param(
+        name,
+        mode,
+        marks=[pytest.mark.slow] * (c.slow or mode not in {"torture", "auto@50"} | _QUICK_MODES[nth % 3]),
+        id=f"{name}-{mode}",
+    )
     for nth, (name, c) in enumerate(cases.CASES.items())
     for mode in MODES
 ]

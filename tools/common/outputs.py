@@ -1,8 +1,11 @@
-"""Files that a verb writes: looked at before the work begins, and put in place whole."""
+"""What a verb writes: files are looked at before the work begins and put in place whole, and only it prints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from memmgr.tools.common.usage_error import UsageError
@@ -41,3 +44,17 @@ def write_whole(path: Path, text: str, errors: str = "strict") -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def quiet_output() -> Iterator[None]:
+    """HiGHS prints lines of its own to the process's output now and then, and --json promises one object."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +53,7 @@ from memmgr.policies.trace import TierLink, Trace, TraceError
 from memmgr.policies.trace.schedule import Step, judge_records, replay
 from memmgr.tools.common.console import ProgressBar, megabytes, table
 from memmgr.tools.common.dtr_log import read_dtr_log
-from memmgr.tools.common.outputs import check_output, write_whole
+from memmgr.tools.common.outputs import check_output, quiet_output, write_whole
 from memmgr.tools.common.sweep import no_worse
 from memmgr.tools.common.usage_error import UsageError
 from memmgr.tools.view import plot, simulate_job, sweep_text
@@ -145,20 +144,6 @@ def _one_line() -> Iterator[None]:
     except (TraceError, ValueError, OSError, simulate_job.Refused) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         raise UsageError(" ".join(text.split())) from None
-
-
-@contextmanager
-def _without_solvers_words() -> Iterator[None]:
-    """HiGHS prints lines of its own to the process's output now and then, and --json promises one object."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -351,7 +336,7 @@ def _simulate(
 ) -> tuple[Result, list[Step]]:
     decide = _policy(name, tier)
     began = time.perf_counter()
-    with _without_solvers_words():
+    with quiet_output():
         feasible, steps, why, away, clean, least = decide(trace, budget)
     seconds = time.perf_counter() - began
     rates: dict[str, Any] = {}
