@@ -211,13 +211,13 @@ PyCFunction erased(F* f) {
 
 // What takes the place of the C function of one that pybind11 has bound; null: it has not.
 PyCFunction guarding(PyObject* function) {
-  if (!PyCFunction_CheckExact(function)) return nullptr;
+  PyObject* self = PyCFunction_CheckExact(function) ? PyCFunction_GET_SELF(function) : nullptr;
+  if (!self || PyModule_CheckExact(self)) return nullptr;  // most: their definitions, which lie anywhere, are not read
+  // Each function of pybind11 has a self of its own, the record of its overloads.
+  if (!PyCapsule_CheckExact(self) && !std::strstr(Py_TYPE(self)->tp_name, "function_record")) return nullptr;
   const int flags = reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_flags;
   const bool array = flags == (METH_FASTCALL | METH_KEYWORDS);
   if (!array && flags != (METH_VARARGS | METH_KEYWORDS)) return nullptr;
-  PyObject* self = PyCFunction_GET_SELF(function);
-  // Each function of pybind11 has a self of its own, the record of its overloads.
-  if (!self || !(PyCapsule_CheckExact(self) || std::strstr(Py_TYPE(self)->tp_name, "function_record"))) return nullptr;
   return array ? erased(&call_with_array) : erased(&call_with_tuple);
 }
 
