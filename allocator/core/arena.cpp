@@ -43,11 +43,6 @@ struct ReclaimFrame {
 thread_local ReclaimFrame* reclaim_frames = nullptr;
 thread_local int own_work = 0;  // above 0: what this thread allocates would not be there without memmgr
 
-struct OwnWork {
-  OwnWork() { ++own_work; }
-  ~OwnWork() { --own_work; }
-};
-
 bool InReclaimOf(const Arena* arena) {
   for (ReclaimFrame* frame = reclaim_frames; frame != nullptr; frame = frame->outer) {
     if (frame->arena == arena) return true;
@@ -446,7 +441,6 @@ void* Arena::Alloc(uint64_t requested_bytes, End end, StreamOrder* order) {
 void* Arena::TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order) {
   if (requested_bytes == 0 || forked()) return nullptr;
   Hold hold(lock_);
-  const OwnWork own;
   Request request = MakeRequest(requested_bytes, End::kLow, order);
   const uint64_t most_bytes = RoundUpTo(request.requested_bytes, kLargeUnitShift);
   if (Shortage(most_bytes + std::min(keep_free, kAbsurdBytes)) > 0) return nullptr;

@@ -212,7 +212,7 @@ PyCFunction erased(F* f) {
 // What takes the place of the C function of one that pybind11 has bound; null: it has not.
 PyCFunction guarding(PyObject* function) {
   PyObject* self = PyCFunction_CheckExact(function) ? PyCFunction_GET_SELF(function) : nullptr;
-  if (!self || PyModule_CheckExact(self)) return nullptr;  // most: their definitions, which lie anywhere, are not read
+  if (!self || PyModule_CheckExact(self)) return nullptr;  // so that its definition, which lies anywhere, is not read
   // Each function of pybind11 has a self of its own, the record of its overloads.
   if (!PyCapsule_CheckExact(self) && !std::strstr(Py_TYPE(self)->tp_name, "function_record")) return nullptr;
   const int flags = reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_flags;
@@ -239,7 +239,6 @@ bool Libraries::hold(const void* code) {
 }
 
 bool Libraries::have_bound(PyObject* function) {
-  // Each library has pybind11's function of its own, through which all of its functions are called.
   return guarding(function) &&
          hold(reinterpret_cast<const void*>(reinterpret_cast<PyCFunctionObject*>(function)->m_ml->ml_meth));
 }
@@ -248,7 +247,9 @@ bool guard_function(PyObject* function, Libraries* libraries) {
   const PyCFunction guarded = guarding(function);
   if (!guarded) return false;
   PyMethodDef* def = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
-  if (def->ml_meth == guarded || (libraries && !libraries->have_bound(function))) return false;
+  if (def->ml_meth == guarded) return false;
+  // Each library has pybind11's function of its own, through which all of its functions are called.
+  if (libraries && !libraries->hold(reinterpret_cast<const void*>(def->ml_meth))) return false;
   PyObject* weak = PyWeakref_NewRef(function, nullptr);
   if (!weak) {
     PyErr_Clear();

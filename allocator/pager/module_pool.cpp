@@ -84,6 +84,7 @@ PyObject* py_tier_probe(PyObject*, PyObject* o) {
   if (PyErr_Occurred()) return nullptr;
   if (!budget.tier) Py_RETURN_NONE;
   const bool on_host = budget.pool->on_host();
+  const OwnWork own;
   void* p = nullptr;
   at::DataPtr block;
   if (!on_host)

@@ -178,7 +178,10 @@ bool begin_read(Cell* c) {
     last_user_is_gone(c);
     return true;
   }
-  r.bytes = c->pool->try_allocate(c->nbytes, 0);
+  {
+    const OwnWork own;
+    r.bytes = c->pool->try_allocate(c->nbytes, 0);
+  }
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
     end_move(c, true);
     drop_later(std::move(r.storage));

@@ -132,6 +132,7 @@ def _floor(make: Callable[[], models.Training], there: int, **options: Any) -> i
     return int(mm.stats()["floor_bytes"]) - there
 
 
+# The lowest, one in the middle and the highest in `make test`; each is a training and its search for a budget.
 @pytest.mark.parametrize(
     "share", [0.1, pytest.param(0.4, marks=pytest.mark.slow), 0.7, pytest.param(0.8, marks=pytest.mark.slow), 0.95]
 )

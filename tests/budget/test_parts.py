@@ -161,7 +161,7 @@ def offloaded_share(stats: dict[str, Any]) -> float:
 
 
 @pytest.mark.usefixtures("large_only")  # what a link takes for a small cell is its latency, which no throttle changes
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "convnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "convnet"])  # half a minute
 def test_auto_chooses_by_the_link(name: str) -> None:
     # What an op and the disk take is measured, and another process can make any one measurement wrong: medians of runs in
     # turn, and another three of each where they were all made beside somebody who wrote to the same disk.

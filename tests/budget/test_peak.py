@@ -69,6 +69,7 @@ def same_bits(seen: Seen, model: str) -> None:
     assert seen.result["digest"] == plain(model).result["digest"]
 
 
+# Each model at each share, inside or outside by turns: a run takes five seconds.
 @pytest.mark.parametrize(
     ("model", "share", "inside"), [(m, s, (m == "gpt") == (s == 0.5)) for m in SIZES for s in (0.75, 0.5)]
 )

@@ -144,6 +144,7 @@ def random_states(training: Training) -> set[bytes]:
     return legitimate
 
 
+# Torture takes as long as the other three, and test_threads interrupts it too.
 @pytest.mark.parametrize(
     ("policy", "share"),
     [("evict", 0.7), ("auto", 0.6), ("offload", 0.5), pytest.param("torture", 1.0, marks=pytest.mark.slow)],

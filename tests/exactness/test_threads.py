@@ -748,6 +748,7 @@ def _digest(t: torch.Tensor) -> bytes:
 # --- and their tests --------------------------------------------------------------------------------------------------
 
 
+# Auto does what both others do; each takes six seconds.
 @pytest.mark.parametrize("policy", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("evict", "offload"))])
 @pytest.mark.parametrize("name", ["generator_mutex_against_the_gil", "seeded_recipe_inside_the_generators_mutex"])
 def test_lock_inversion(name: str, policy: str) -> None:

@@ -164,7 +164,7 @@ void mm_arena_reset_counts(mm_arena*);  // of reclaims, searches and what they l
 // high-water mark of what the run would have needed unmanaged (live + outside + virtual). delta may be negative.
 void mm_arena_note_virtual(mm_arena*, int64_t delta);
 // While the sum of a thread's calls is above zero, what it allocates would not be there without memmgr and raises no
-// such mark; nor does mm_arena_try_alloc.
+// such mark.
 void mm_own_work(int delta);
 // For one that measures op by op beside mm_arena_reset_peak: what the run needs unmanaged now; *peak_bytes: the most
 // that it needed since the last call.
