@@ -22,8 +22,7 @@ from memmgr.policies import Policy, parse_policy
 from . import _device
 from ._conf import check_folder, is_off, local_ranks
 from ._errors import RankError
-from ._placement import DEFAULT as DEFAULT_PLACEMENT
-from ._placement import parse_placement
+from ._placement import default_placement, parse_placement
 from ._sizes import UNLIMITED, Need, is_binary, parse_budget, parse_host, parse_limit, parse_size, show_size
 from ._variables import refuse_unknown
 from .native.build import NotBuiltError
@@ -177,7 +176,7 @@ class budget:
         silent_seconds: float = SILENT_SECONDS,
         allocator: str = "auto",
         _throttle: int = 0,
-        _placement: str = DEFAULT_PLACEMENT,
+        _placement: str | None = None,
         _plan: bool = True,
     ) -> None:
         self._device = _device.resolve(device, allocator)
@@ -200,7 +199,7 @@ class budget:
             quiet=quiet,
             throttle=_throttle,
             small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
-            placement=parse_placement(_placement),
+            placement=parse_placement(_placement or default_placement(self._device.type)),
             plan=_plan,
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT = "remap"
 SEARCHES = {"remap": -1, "score": 0, "dte": 1, "window": 2}
 _REMAP_FIRST, _REMAP_LAST, _REMAP_NEVER = 0, 1, 2
 
@@ -26,7 +25,17 @@ class Placement:
 
 
 REMAP = Placement(SEARCHES["remap"], _REMAP_FIRST, False)
-"""The measured winner: the lowest floor, or a tie, and the fewest bytes that leave."""
+"""The CPU's default: the lowest floor, or a tie, and the fewest bytes that leave."""
+
+
+def default_placement(device_type: str) -> str:
+    """The placement of a budget whose caller names none.
+
+    On the CPU `mremap` moves a page's address in microseconds, so `remap` has the lowest floor at no cost. An accelerator's driver
+    takes longer to unmap and map a page than to copy it, and the streams have to be drained first, so a run of addresses is
+    made by evicting neighbours (`window`), and pages are moved only where that does not help.
+    """
+    return "remap" if device_type == "cpu" else "window"
 
 
 def parse_placement(text: str) -> Placement:

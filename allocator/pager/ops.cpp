@@ -205,12 +205,15 @@ const Names& writes_statistics() {
   return *n;
 }
 
-// Arguments that are written to without a word of it: what an RNN's forward keeps for its backwards is where these
-// compute, too. A second backward (`retain_graph`) meets them again.
+// Arguments that an op writes although its schema does not say so. The backwards of RNNs compute in what their forward
+// has kept for them, so that a second backward (`retain_graph`) meets it again. cuDNN and MIOpen advance the state of
+// their dropout generator in place; torch keeps it in one tensor a device and passes it to each forward.
 const std::unordered_map<std::string, std::string>& written_in_silence() {
   static const auto* n =
       new std::unordered_map<std::string, std::string>{{"aten::mkldnn_rnn_layer_backward", "workspace"},
+                                                       {"aten::_cudnn_rnn", "dropout_state"},
                                                        {"aten::_cudnn_rnn_backward", "reserve"},
+                                                       {"aten::miopen_rnn", "dropout_state"},
                                                        {"aten::miopen_rnn_backward", "reserve"}};
   return *n;
 }

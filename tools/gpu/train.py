@@ -1,0 +1,507 @@
+"""Trains one model several times in one process on a GPU and prints a JSON line for each run.
+
+    python train.py '{"model": "gpt2", "runs": [{"name": "none"}, {"name": "half", "of_activations": 0.5}]}'
+
+Started by its path by `check.py`, so that a process can leave memmgr out: `"plain": true` at the top never imports it, and all
+runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, as a user would, and its allocator serves all runs.
+
+Keys at the top: `model`, `tiny`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
+Keys of a run, all optional except `name`:
+    budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
+    `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
+    policy, placement, host, leave_out (pools/pool.h: StreamRule), verify: of the budget.
+    steps: measured steps; warm: steps before at least; settle: most steps until a plan is followed.
+    digest: of parameters, buffers and losses; default where `settle` does not make the number of steps vary;
+    profile: a path for a trace of two steps.
+    method: of a plain run: "none", "checkpoint" or "save_on_cpu".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import importlib.util
+import json
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+faulthandler.enable()
+SPEC: dict[str, Any] = json.loads(sys.argv[1])
+PLAIN = SPEC.get("plain", False)
+if not PLAIN:
+    import memmgr
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+DEVICE = SPEC.get("device", "cuda")
+ON_GPU = DEVICE == "cuda"
+TINY = SPEC.get("tiny", False)
+BEGUN = time.perf_counter()
+
+
+def say(**fields: Any) -> None:
+    """A JSON line, at once."""
+    print(json.dumps({"model": SPEC["model"], **fields}), flush=True)
+
+
+def _sibling(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "bench" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_gpu_train_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+Made = tuple[nn.Module, Callable[[], Tensor]]
+"""A model and a function that draws a batch and gives the loss."""
+
+
+def _autocast(on: bool) -> Any:
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=on)
+
+
+def gpt2(fp32: bool = False) -> Made:
+    """GPT-2 124M, 8 x 1,024 tokens, bf16 autocast; `fp32`: a small one in fp32 with math attention."""
+    gpt = _sibling("gpt")
+    sizes = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257, "dropout": 0.1}
+    batch = 8
+    if TINY or fp32:
+        sizes, batch = {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024, "dropout": 0.1}, 8
+    model = gpt.GPT(gpt.GPTConfig(**sizes))
+
+    def loss() -> Tensor:
+        tokens = torch.randint(sizes["vocabulary"], (batch, sizes["context"] + 1), device=DEVICE)
+        with _autocast(not fp32):
+            value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        return value
+
+    return model, loss
+
+
+def resnet(depth: int) -> Made:
+    """ResNet-50 at 224 x 224, batch 128, or a small ResNet-18; bf16 autocast, channels_last."""
+    import torchvision
+
+    batch, side = (128, 224) if not TINY else (16, 64)
+    if depth == 18:
+        batch, side = 32, 96
+    model = getattr(torchvision.models, f"resnet{depth}")().to(memory_format=torch.channels_last)
+
+    def loss() -> Tensor:
+        images = torch.randn(batch, 3, side, side, device=DEVICE).contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(1000, (batch,), device=DEVICE)
+        with _autocast(True):
+            return F.cross_entropy(model(images), labels)
+
+    return model, loss
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 256)
+        self.lstm = nn.LSTM(256, 512, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(512, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(tokens))[0])
+
+
+def lstm() -> Made:
+    """A two-layer LSTM with dropout: cuDNN advances the state of its dropout in place."""
+    model = _Recurrent()
+
+    def loss() -> Tensor:
+        tokens = torch.randint(256, (32, 65), device=DEVICE)
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss
+
+
+class _UNet(nn.Module):
+    def __init__(self, width: int = 24, levels: int = 3) -> None:
+        super().__init__()
+        widths = [width << level for level in range(levels + 1)]
+        self.down = nn.ModuleList(self._double(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(self._double(2 * w, w) for w in reversed(widths[:-1]))
+        self.head = nn.Conv2d(width, 3, 1)
+
+    @staticmethod
+    def _double(inside: int, outside: int) -> nn.Sequential:
+        parts = [nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(4, outside), nn.SiLU()]
+        parts += [nn.Conv2d(outside, outside, 3, padding=1), nn.GroupNorm(4, outside), nn.SiLU()]
+        return nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = skips.pop()
+        for grow, up in zip(self.grow, self.up, strict=True):
+            x = up(torch.cat([grow(x), skips.pop()], 1))
+        out: Tensor = self.head(x)
+        return out
+
+
+def unet() -> Made:
+    """A small U-Net in fp32."""
+    model = _UNet()
+
+    def loss() -> Tensor:
+        images = torch.randn(8, 3, 128, 128, device=DEVICE)
+        out: Tensor = model(images)
+        return F.mse_loss(out, images)
+
+    return model, loss
+
+
+class _Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20000, 64, mode="sum") for _ in range(4))
+        self.top = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.BatchNorm1d(512), nn.Linear(512, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))
+
+
+def recommender() -> Made:
+    """Embedding bags and a small network."""
+    model = _Recommender()
+
+    def loss() -> Tensor:
+        ids = torch.randint(20000, (2048, 4, 8), device=DEVICE)
+        return F.binary_cross_entropy_with_logits(model(ids).squeeze(1), torch.rand(2048, device=DEVICE))
+
+    return model, loss
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "gpt2": gpt2,
+    "gpt_fp32": lambda: gpt2(fp32=True),
+    "resnet50": lambda: resnet(50),
+    "resnet18": lambda: resnet(18),
+    "lstm": lstm,
+    "unet": unet,
+    "recommender": recommender,
+}
+
+
+# ---- what is watched -------------------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """The highest use of the GPU's memory that NVML reports, read on a thread."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._ask: Callable[[], int] | None = None
+        with contextlib.suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._ask = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            threading.Thread(target=self._loop, daemon=True).start()
+
+    def _loop(self) -> None:
+        while self._ask is not None:
+            self.peak = max(self.peak, self._ask())
+            time.sleep(0.01)
+
+    def now(self) -> int:
+        """Bytes in use on the GPU, of all processes."""
+        return self._ask() if self._ask is not None else 0
+
+
+def synchronize() -> None:
+    """Waits for the GPU."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def digest(model: nn.Module, losses: list[Tensor]) -> str:
+    """SHA-256 of the parameters, the buffers and the losses."""
+    sha = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers(), *losses]:
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:16]
+
+
+def native_figures() -> dict[str, int]:
+    """Counters of the device and of the link below it."""
+    from memmgr.native import pager
+
+    native = pager.load()
+    figures: dict[str, int] = {}
+    with contextlib.suppress(Exception):
+        figures |= {f"device.{key}": value for key, value in native.device_stats().items()}
+    with contextlib.suppress(Exception):
+        figures |= {f"tier.{key}": value for key, value in native.tier_stats().items()}
+    return figures
+
+
+KEPT = (
+    "evictions evicted_bytes offloads offload_bytes reloads reload_bytes clean_drops recomputes recompute_seconds "
+    "rematerializations stall_seconds room_seconds reclaims reads_ahead late_reads write_backs planned_passes passes "
+    "short_periods plans plan_seconds trials refused_kinds retries ops recorded_ops admission_waits copies_before_write "
+    "search_seconds"
+).split()
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Of counters; a key that was not there counts from zero."""
+    return {key: round(value - before.get(key, 0), 6) for key, value in after.items() if value != before.get(key, 0)}
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+MEASURED: dict[str, int] = {}
+nvml = Nvml() if ON_GPU else None
+
+
+@contextlib.contextmanager
+def budget(run: dict[str, Any]) -> Iterator[Any]:
+    """The budget that the run asks for, or none."""
+    if PLAIN or not ({"budget", "of_activations", "of_need", "measure"} & run.keys()):
+        yield None
+        return
+    from memmgr.native import pager
+
+    limit = run.get("budget")
+    if "of_activations" in run:
+        limit = MEASURED["fixed"] + int(run["of_activations"] * (MEASURED["need"] - MEASURED["fixed"]))
+    if "of_need" in run:
+        limit = int(run["of_need"] * MEASURED["need"])
+    options = {key: run[key] for key in ("policy", "host", "verify") if key in run}
+    if "placement" in run:
+        options["_placement"] = run["placement"]
+    if limit is not None:
+        options.setdefault("host", SPEC.get("host", "6GiB"))
+    if "log" in run:
+        options["log"] = run["log"]
+    begun = time.perf_counter()
+    with memmgr.budget(limit, device=DEVICE, quiet=True, **options) as mm:
+        say(run=run["name"], event="opened", budget=limit, seconds=round(time.perf_counter() - begun, 3))
+        pager.load().leave_out(run.get("leave_out", 0))
+        try:
+            yield mm
+        finally:
+            pager.load().leave_out(0)
+
+
+def forward_of(method: str, model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The loss under a method of saving memory that torch itself has."""
+    if method == "checkpoint":
+        blocks = [m for m in model.modules() if type(m).__name__ in ("Block", "Bottleneck", "BasicBlock")]
+        for block in blocks:
+            inner = block.forward
+            block.forward = lambda *args, _inner=inner: checkpoint(_inner, *args, use_reentrant=False)
+        return loss
+    if method == "save_on_cpu":
+
+        def saved() -> Tensor:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return loss()
+
+        return saved
+    return loss
+
+
+def run_once(run: dict[str, Any]) -> None:
+    """Trains as the run says and prints its figures."""
+    out: dict[str, Any] = {"run": run["name"], "event": "result"}
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.reset_peak_memory_stats()
+    if nvml is not None:
+        nvml.peak = nvml.now()
+        out["nvml_before"] = nvml.peak
+    with budget(run) as mm:
+        torch.manual_seed(11)
+        with torch.device(DEVICE):
+            model, loss = MODELS[SPEC["model"]]()
+        loss = forward_of(run.get("method", "none"), model, loss)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        losses: list[Tensor] = []
+
+        def step() -> None:
+            value = loss()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.detach())
+
+        warm_times = []
+        warm, most = run.get("warm", 2), run.get("settle", 0)
+        plans, since = -1, 0
+        settle_begun = time.perf_counter()
+        for taken in range(max(warm, most)):
+            begun = time.perf_counter()
+            step()
+            synchronize()
+            warm_times.append(round(time.perf_counter() - begun, 4))
+            if mm is None or taken + 1 < warm:
+                continue
+            stats = mm.stats()
+            since = since + 1 if stats["plans"] == plans else 0
+            plans = stats["plans"]
+            if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 3):
+                break
+            if time.perf_counter() - settle_begun > run.get("settle_seconds", 8):
+                break
+        out["warm"] = warm_times[:4] + ["..."] * (len(warm_times) > 8) + warm_times[max(4, len(warm_times) - 4) :]
+        out["warm_steps"], out["settle_seconds"] = len(warm_times), round(time.perf_counter() - settle_begun, 2)
+        before = (mm.stats(), native_figures()) if mm is not None else ({}, {})
+        steps = run.get("steps", 5)
+        host_times, marks = [], []
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            at = time.perf_counter()
+            step()
+            host_times.append(time.perf_counter() - at)
+            if ON_GPU:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+        synchronize()
+        out["step"] = round((time.perf_counter() - begun) / steps, 5)
+        out["host_step"] = round(statistics.median(host_times), 5)
+        if len(marks) > 2:
+            out["device_steps"] = [round(a.elapsed_time(b), 2) for a, b in zip(marks, marks[1:], strict=False)]
+        if mm is not None:
+            stats, figures = mm.stats(), native_figures()
+            kept = {key: stats[key] for key in KEPT if key in stats}
+            out["per_step"] = {
+                key: round(value / steps, 6)
+                for key, value in (
+                    difference(kept, {k: before[0].get(k, 0) for k in kept}) | difference(figures, before[1])
+                ).items()
+            }
+            out |= {
+                "peak": stats["resident_bytes.peak"],
+                "committed_peak": stats["committed_bytes.peak"],
+                "budget": stats.get("budget_bytes"),
+                "plans": stats["plans"],
+                "plan_seconds": round(stats["plan_seconds"], 3),
+                "planned_passes": stats["planned_passes"],
+                "passes": stats["passes"],
+                "tier_peak": stats["tier_bytes.peak"],
+                "link": stats.get("link_bytes_per_second"),
+                "driver_errors": figures.get("device.driver_errors"),
+                "refused_kinds": stats["refused_kinds"],
+                "trials": stats["trials"],
+            }
+            made = mm._runtime.plans.latest() if hasattr(mm, "_runtime") and mm._runtime else None
+            if made is not None:
+                out["planned"] = {
+                    "overhead": round(made.overhead, 4),
+                    "lower_bound": made.lower_bound,
+                    "rematerialized": made.rematerialized,
+                    "offloaded": made.offloaded,
+                }
+            out["plan_errors"] = mm._runtime.plans.errors() if mm._runtime else []
+        if ON_GPU:
+            with contextlib.suppress(RuntimeError):
+                out["torch_peak"] = torch.cuda.max_memory_allocated()
+        if nvml is not None:
+            out["nvml_peak"] = nvml.peak
+        if run.get("measure"):
+            optimizer.zero_grad()
+            MEASURED["need"] = int(out["peak"])
+            synchronize()
+            MEASURED["fixed"] = int(mm.stats()["resident_bytes.current"])
+            out |= MEASURED
+        out["first_losses"] = [float(value).hex() for value in losses[:3]]
+        if run.get("digest", not most):  # after a number of steps that is the same in each run
+            out["digest"] = digest(model, losses)
+        if run.get("profile") and ON_GPU:
+            out |= profiled(step, run["profile"])
+        say(**out)
+        del model, loss, optimizer, losses, step
+
+
+def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
+    """Two steps under torch's profiler: kernels, copies, and how much of the copies lies under kernels; the trace goes to `path`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    worker = _sibling("worker")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        step()
+        synchronize()
+    copies: dict[str, list[tuple[float, float]]] = {"DtoH": [], "HtoD": []}
+    kernels: list[tuple[float, float]] = []
+    for event in profiler.events() or []:
+        if event.device_type.name != "CUDA":
+            continue
+        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        if "Memcpy" in event.name:
+            for way in copies:
+                if way in event.name:
+                    copies[way].append(span)
+        elif "Memset" not in event.name:
+            kernels.append(span)
+    busy = worker.union(kernels)
+    found: dict[str, Any] = {"kernel_seconds": round(worker.length(busy), 5)}
+    for way, spans in copies.items():
+        copying = worker.union(spans)
+        hidden = sum(worker.within(busy, *span) for span in copying)
+        found[way] = {"seconds": round(worker.length(copying), 5), "under_kernels": round(hidden, 5), "count": len(spans)}
+    found["strips"] = worker.strips(
+        {"kernels": busy, "to host": worker.union(copies["DtoH"]), "to GPU": worker.union(copies["HtoD"])}, columns=140
+    )
+    with contextlib.suppress(Exception):
+        profiler.export_chrome_trace(path)
+    return found
+
+
+def main() -> None:
+    """All runs, one after the other; one that fails is told, and the others are tried."""
+    if SPEC.get("deterministic"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with contextlib.suppress(Exception):
+        torch.backends.cudnn.benchmark = SPEC.get("benchmark", False)
+    if ON_GPU:
+        torch.cuda.init()
+        torch.zeros(1, device=DEVICE)
+    say(event="begun", plain=PLAIN, torch=torch.__version__, seconds=round(time.perf_counter() - BEGUN, 2))
+    good = 0
+    for run in SPEC["runs"]:
+        if time.perf_counter() - BEGUN > SPEC.get("seconds", 1e9):
+            say(run=run["name"], event="skipped", why="no time left")
+            continue
+        try:
+            run_once(run)
+            good += 1
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            say(run=run["name"], event="failed", error=f"{type(error).__name__}: {error}"[:1500], stack=text[-3000:])
+            if "CUDA error" in text or "illegal" in text:
+                sys.exit(4)
+    sys.exit(0 if good else 5)
+
+
+if __name__ == "__main__":
+    main()
