@@ -344,8 +344,10 @@ Block* Arena::Back(Heap* heap, Block* block, Request* request) {
 inline void* Arena::HandOut(Heap* heap, Block* block, Request* request) {
   if (StreamOrder* order = request->order) {
     order->touched = sets_.Mask(block->touched);
+    order->times = block->times;
     order->frees = stats_.frees;
     block->touched = sets_.Of(order->own);
+    block->times = {{kTail, 0, 0}};
     block->home = order->home;
   }
   stats_.live_bytes += request->bytes;
@@ -532,7 +534,7 @@ inline void Arena::Release(Block* block, uint64_t offset) {
   Verify("free");
 }
 
-uint64_t Arena::Free(void* p) {
+uint64_t Arena::Free(void* p, uint64_t now) {
   if (p == nullptr || forked()) return 0;
   std::lock_guard hold(lock_);
   const uint64_t offset = Offset(p);
@@ -544,6 +546,7 @@ uint64_t Arena::Free(void* p) {
     abort();
   }
   const uint64_t bytes = block->bytes;
+  if (block->touched != 0) block->times.at[0] = now;
   Release(block, offset);
   return bytes;
 }
@@ -560,40 +563,71 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
 
 // ---- stream order ----------------------------------------------------------------------------------------------
 
-void Arena::Waited(const void* p, const StreamOrder& order) {
+void Arena::Waited(const void* p, const StreamOrder& order, uint64_t now) {
   std::lock_guard hold(lock_);
   if (forked() || stats_.frees != order.frees) return;
   const Block* block = FindLive(Offset(p));
   for (Block* run : {block->previous, block->next}) {
     if (run == nullptr || run->live || run->touched == 0) continue;
-    if ((sets_.Mask(run->touched) & ~order.touched) == 0) run->touched = sets_.Of(order.own);
+    if ((sets_.Mask(run->touched) & ~order.touched) != 0 || !run->times.NoLaterThan(order.times)) continue;
+    run->touched = sets_.Of(order.own);
+    run->times = {{now, 0, 0}};
   }
 }
 
-void Arena::Return(void* p, StreamMask touched) {
+void Arena::Inherit(const void* p, const StreamOrder& order) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() ? nullptr : FindLive(Offset(p));
+  if (block == nullptr) return;
+  block->touched = sets_.Of(order.touched | order.own);
+  block->times = order.touched != 0 ? order.times : StreamTimes{};
+}
+
+void Arena::Return(void* p, const StreamOrder& order) {
   std::lock_guard hold(lock_);
   if (forked()) return;
   Block* block = FindLive(Offset(p));
-  block->touched = sets_.Of(touched);
+  block->touched = sets_.Of(order.touched);
+  block->times = order.times;
   Release(block, Offset(p));
 }
 
-void Arena::Touch(const void* p, StreamMask by) {
+void Arena::Touch(const void* p, StreamMask by, size_t kind, uint64_t now) {
   std::lock_guard hold(lock_);
   Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
-  if (block != nullptr) block->touched = sets_.Union(block->touched, sets_.Of(by));
+  if (block == nullptr) return;
+  block->touched = sets_.Union(block->touched, sets_.Of(by));
+  block->times.at[kind] = std::max(block->times.at[kind], now);
 }
 
-void Arena::Untouch(const void* p, StreamMask by) {
+void Arena::Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind) {
   std::lock_guard hold(lock_);
   Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
-  if (block != nullptr) block->touched = sets_.Of(sets_.Mask(block->touched) & ~by);
+  if (block == nullptr) return;
+  const StreamMask rest = sets_.Mask(block->touched) & ~by;
+  block->touched = sets_.Of(rest);
+  if (kind != 0 && (rest & of_kind) == 0) block->times.at[kind] = 0;
 }
 
-StreamMask Arena::Touched(const void* p) {
+void Arena::NoteUse(const void* p, uint64_t time) {
   std::lock_guard hold(lock_);
-  const Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
-  return block != nullptr ? sets_.Mask(block->touched) : 0;
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block != nullptr) block->times.at[0] = time;
+}
+
+StreamMask Arena::TakeTouched(const void* p, StreamTimes* times) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block == nullptr) return 0;
+  *times = block->times;
+  block->times.at[0] = kTail;
+  return sets_.Mask(block->touched);
+}
+
+void Arena::Settled(const void* p, StreamMask by) {
+  std::lock_guard hold(lock_);
+  Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
+  if (block != nullptr) block->touched = sets_.Of(by);
 }
 
 int64_t Arena::Home(const void* p) {

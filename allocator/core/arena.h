@@ -44,6 +44,7 @@ struct StreamOrder {
   bool at_once = false;                 // do nothing that may wait or call back: give nothing back, do not reclaim
   StreamMask allowed = ~StreamMask{0};  // memory that other streams touched is not wanted
   StreamMask touched = 0;               // out: who has to be waited for, the stream itself included
+  StreamTimes times{};                  // out: and for what of their work
   uint64_t frees = 0;                   // out: of the arena, up to then
 };
 
@@ -74,17 +75,26 @@ class Arena final : private ForkAware {
   // `order` is for memory in stream order; nullptr where there are no streams.
   void* Alloc(uint64_t requested_bytes, End end, StreamOrder* order = nullptr);
   void* TryAlloc(uint64_t requested_bytes, uint64_t keep_free, StreamOrder* order = nullptr);
-  uint64_t Free(void* p);  // its bytes
+  // Its bytes. `now`: the device's clock, where there are streams.
+  uint64_t Free(void* p, uint64_t now = 0);
   // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
-  // whoever waits for this stream from now on waits for those others too.
-  void Waited(const void* p, const StreamOrder& order);
-  // As if p had never been handed out: `touched` is what Alloc said.
-  void Return(void* p, StreamMask touched);
+  // whoever waits for this stream from now on waits for those others too. `now`: the clock after that wait.
+  void Waited(const void* p, const StreamOrder& order, uint64_t now);
+  // The stream that asked has not waited: p is in use by whoever touched it before, and nobody else has used it yet.
+  void Inherit(const void* p, const StreamOrder& order);
+  // As if p had never been handed out: `order` is what Alloc said.
+  void Return(void* p, const StreamOrder& order);
 
   // All of these for live blocks.
-  void Touch(const void* p, StreamMask by);
-  void Untouch(const void* p, StreamMask by);
-  StreamMask Touched(const void* p);
+  void Touch(const void* p, StreamMask by, size_t kind, uint64_t now);
+  // `of_kind`: all streams of that kind.
+  void Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind);
+  // The program's last use of the block was before `time`, whichever of the streams that touched it had it.
+  void NoteUse(const void* p, uint64_t time);
+  // What has to be waited for now. What NoteUse said holds for one look.
+  StreamMask TakeTouched(const void* p, StreamTimes* times);
+  // All work that was queued on the block is behind the work of `by`.
+  void Settled(const void* p, StreamMask by);
   int64_t Home(const void* p);  // the number of its stream; -1: no block begins at p
   // Between the two the CPU waits for every stream: what runs were touched by before the first is done at the second.
   // One such pair at a time.

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -58,8 +59,11 @@ struct alignas(64) Block {
   };
   uint8_t pool = 0;
   bool live = false;
+  // Of `touched`. A live block's uses by the program's streams are not told here: their time is kTail, or what
+  // Arena::NoteUse says until somebody has waited for it.
+  StreamTimes times;
 };
-static_assert(sizeof(Block) == 64, "one cache line");
+static_assert(offsetof(Block, times) == 64, "what has to do with streams lies beyond the first cache line");
 
 // Descriptors, recycled. They are never given back before the arena ends: a few hundred bytes per hundred blocks.
 class BlockPool {

@@ -7,6 +7,7 @@
 #include <bit>
 #include <mutex>
 #include <new>
+#include <utility>
 
 #include "ordering.h"
 
@@ -18,6 +19,12 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 // CUDA promises 256 bytes for any address that it hands out, torch's own allocator 512: cuBLAS looks at the alignment
 // when it chooses a kernel, and a workspace that is not at 256 is an error.
 constexpr int kBlockShift = 9;
+constexpr size_t kAskedMarks = 8;    // pending ones of a stream, from which on its oldest is asked
+constexpr size_t kMostMarks = 1024;  // of these every second one is given up: a later one does as well
+
+// See device.h: it says the number of the newest mark.
+std::atomic<uint64_t> the_clock{1};
+thread_local bool deferring = false;
 
 uint64_t NextSerial() {
   static std::atomic<uint64_t> serial{0};
@@ -45,6 +52,9 @@ Device::~Device() {
   IgnoreForks();
   arena_.reset();
   const memmgr::EnsureContext context(driver_, ordinal_);
+  for (const Marks& marks : marks_)
+    for (const Marks::One& mark : marks.pending)
+      if (!marks.copies) events_.push_back(mark.event);
   for (CUevent event : events_) driver_.EventDestroy(event);
   for (CUstream stream : made_) driver_.StreamDestroy(stream);
 }
@@ -98,7 +108,7 @@ int Device::Close(Device* device) {
 
 void Device::AfterForkInChild() {
   forked_.store(true, std::memory_order_relaxed);
-  for (Lock* lock : {&streams_lock_, &events_lock_, &lent_lock_, &settling_, &pools_lock_}) lock->Renew();
+  for (Lock* lock : {&streams_lock_, &events_lock_, &lent_lock_, &settling_, &pools_lock_, &marks_lock_}) lock->Renew();
 }
 
 CUresult Device::Memory(size_t* free_bytes, size_t* total_bytes) const {
@@ -153,9 +163,12 @@ CUstream Device::MakeStream(CUresult* error) {
   *error = context.error();
   if (*error == CUDA_SUCCESS) *error = Noted(driver_.StreamCreate(&stream, CU_STREAM_NON_BLOCKING));
   if (*error != CUDA_SUCCESS) return nullptr;
+  const int number = Number(stream);
   std::lock_guard hold(streams_lock_);
+  const size_t kind = 1 + made_.size() % (kStreamKinds - 1);
   made_.push_back(stream);
   given_.reserve(made_.size());
+  if (number >= 0) of_kind_[kind] |= Bit(number);
   return stream;
 }
 
@@ -246,13 +259,121 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
   return SynchronizeContext();
 }
 
+// ---- marks -----------------------------------------------------------------------------------------------------
+
+const std::atomic<uint64_t>& Device::Clock() { return the_clock; }
+
+bool Device::Defer(bool on) { return std::exchange(deferring, on); }
+
+// A stream that shares its bit is taken for one of the program's, as are those that cannot be numbered.
+size_t Device::KindOf(CUstream stream) {
+  const int number = Number(stream);
+  if (number < 0 || number >= kSharedBit) return 0;
+  std::lock_guard hold(streams_lock_);
+  for (size_t kind = 1; kind < kStreamKinds; ++kind)
+    if ((of_kind_[kind] & Bit(number)) != 0) return kind;
+  return 0;
+}
+
+// Under marks_lock_.
+Device::Marks* Device::MarksOf(int number) {
+  while (marks_.size() <= static_cast<size_t>(number)) marks_.emplace_back();
+  return &marks_[static_cast<size_t>(number)];
+}
+
+// Under marks_lock_. Those of copies are ended by their tier.
+void Device::ForgetPassedMarks(Marks* marks) {
+  if (marks->copies || marks->pending.size() < kAskedMarks) return;
+  while (!marks->pending.empty() && driver_.EventQuery(marks->pending.front().event) == CUDA_SUCCESS) {
+    marks->passed = marks->pending.front().number;
+    ReturnEvent(marks->pending.front().event);
+    marks->pending.pop_front();
+  }
+  if (marks->pending.size() < kMostMarks) return;
+  std::deque<Marks::One> rest;
+  for (size_t i = 0; i < marks->pending.size(); ++i) {
+    if (i % 2 == 0)
+      ReturnEvent(marks->pending[i].event);
+    else
+      rest.push_back(marks->pending[i]);
+  }
+  marks->pending = std::move(rest);
+}
+
+void Device::Mark(CUstream stream) {
+  if (forked()) return;
+  const int number = Number(stream);
+  const auto context = EnsureContext();
+  if (number < 0 || context.error() != CUDA_SUCCESS) return;
+  const RelaxedCapture relaxed(driver_);
+  CUresult error;
+  if (Capturing(stream, &error) || error != CUDA_SUCCESS) return;
+  std::lock_guard hold(marks_lock_);
+  Marks* marks = MarksOf(number);
+  ForgetPassedMarks(marks);
+  CUevent event = TakeEvent();
+  if (event == nullptr) return;
+  // Before the event is recorded: what another thread queues while the clock still says less is in front of it.
+  const uint64_t mark = the_clock.fetch_add(1) + 1;
+  if (Noted(driver_.EventRecord(event, stream)) == CUDA_SUCCESS)
+    marks->pending.push_back({mark, event});
+  else
+    ReturnEvent(event);
+}
+
+// The stream is one tier's, which queues under its own lock: nothing comes in between.
+uint64_t Device::MarkCopy(CUstream stream, CUevent event) {
+  const int number = Number(stream);
+  std::lock_guard hold(marks_lock_);
+  const uint64_t mark = the_clock.fetch_add(1) + 1;
+  if (number < 0) return mark;
+  try {
+    Marks* marks = MarksOf(number);
+    marks->copies = true;
+    marks->pending.push_back({mark, event});
+  } catch (const std::bad_alloc&) {  // the stream's tail is waited for instead
+  }
+  return mark;
+}
+
+void Device::MarkEnded(CUstream stream, uint64_t mark) {
+  const int number = Number(stream);
+  if (number < 0) return;
+  std::lock_guard hold(marks_lock_);
+  Marks* marks = MarksOf(number);
+  while (!marks->pending.empty() && marks->pending.front().number <= mark) marks->pending.pop_front();
+  marks->passed = std::max(marks->passed, mark);
+}
+
+// All work of `other` that was queued when the clock said `time`.
+int Device::WaitUntil(CUstream waiter, CUstream other, uint64_t time) {
+  const int number = Number(other);
+  if (number < 0 || time == kTail) return WaitForTail(waiter, other);
+  {
+    std::lock_guard hold(marks_lock_);
+    const Marks* marks = MarksOf(number);
+    if (marks->passed > time) return 0;
+    const auto mark = std::upper_bound(marks->pending.begin(), marks->pending.end(), time,
+                                       [](uint64_t t, const Marks::One& one) { return t < one.number; });
+    if (mark != marks->pending.end()) {
+      const auto context = EnsureContext();
+      const RelaxedCapture relaxed(driver_);
+      if (context.error() == CUDA_SUCCESS && driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS) {
+        ++waits_;
+        return 0;
+      }
+    }
+  }
+  return WaitForTail(waiter, other);
+}
+
 // The streams that could not be waited for, as their bits.
-StreamMask Device::WaitFor(CUstream waiter, StreamMask touched) {
+StreamMask Device::WaitFor(CUstream waiter, StreamMask touched, const StreamTimes& times) {
   try {
     if ((touched & kAnything) != 0) return Synchronize() == 0 ? 0 : touched;
     StreamMask failed = 0;
     for (CUstream other : StreamsOf(touched, waiter))
-      if (WaitForTail(waiter, other) != 0) failed |= Bit(Number(other));
+      if (WaitUntil(waiter, other, times.at[KindOf(other)]) != 0) failed |= Bit(Number(other));
     return failed;
   } catch (const std::bad_alloc&) {
     return touched;
@@ -261,9 +382,28 @@ StreamMask Device::WaitFor(CUstream waiter, StreamMask touched) {
 
 int Device::WaitForTouched(CUstream waiter, const void* block) {
   StreamMask touched = 0;
-  if (IfLent(block, [&](const Lent& lent) { touched = lent.touched; }))
-    return WaitFor(waiter, touched) == 0 ? 0 : -EBUSY;
-  return WaitFor(waiter, arena_->Touched(block)) == 0 ? 0 : -EBUSY;
+  StreamTimes times;
+  const bool lent = IfLent(block, [&](Lent& found) {
+    touched = found.touched;
+    times = found.times;
+    found.times.at[0] = kTail;
+  });
+  if (!lent) touched = arena_->TakeTouched(block, &times);
+  return WaitFor(waiter, touched, times) == 0 ? 0 : -EBUSY;
+}
+
+void Device::NoteUse(const void* block, uint64_t time) {
+  if (!IfLent(block, [&](Lent& lent) { lent.times.at[0] = time; })) arena_->NoteUse(block, time);
+}
+
+void Device::Settled(const void* block) {
+  const auto bit_of = [&](CUstream home) {
+    const int number = Number(home);
+    return number < 0 ? kAnything : Bit(number);
+  };
+  if (IfLent(block, [&](Lent& lent) { lent.touched = bit_of(lent.home); })) return;
+  const int64_t home = arena_->Home(block);
+  if (home >= 0) arena_->Settled(block, Bit(static_cast<int>(home)));
 }
 
 int Device::Synchronize() {
@@ -318,8 +458,13 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
                     .home = static_cast<uint16_t>(number),
                     .pool = active_pool_.load(std::memory_order_relaxed),
                     .at_once = true};
+  const bool deferred = std::exchange(deferring, false);  // what is allocated on the way to it is not
+  const auto again = [&](void* placed) {
+    deferring = deferred;
+    return placed;
+  };
   void* p = Place(request, &order);
-  if (p != nullptr && Foreign(order.touched, number) == 0) return p;
+  if (p != nullptr && !deferred && Foreign(order.touched, number) == 0) return p;
   const auto context = EnsureContext();
   CUresult error;
   const bool captured = Capturing(stream, &error);
@@ -327,19 +472,24 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
   for (StreamMask avoid = captured ? Foreign(~StreamMask{0}, number) : 0;;) {
     if (p != nullptr) {
       const StreamMask foreign = Foreign(order.touched, number);
-      if (foreign == 0) return p;
-      const StreamMask failed = captured ? foreign : Order<"reuse.touched">([&] { return WaitFor(stream, foreign); });
+      if (deferred && !captured && (order.touched & kAnything) == 0) {
+        arena_->Inherit(p, order);
+        return again(p);
+      }
+      if (foreign == 0) return again(p);
+      const StreamMask failed =
+          captured ? foreign : Order<"reuse.touched">([&] { return WaitFor(stream, foreign, order.times); });
       if (failed == 0) {
         ++cross_reuses_;
-        arena_->Waited(p, order);
-        return p;
+        arena_->Waited(p, order, the_clock.load());
+        return again(p);
       }
-      arena_->Return(p, order.touched);
+      arena_->Return(p, order);
       avoid |= failed;
     }
     order.allowed = ~avoid;
     p = Place(request, &order);
-    if (p == nullptr) return nullptr;
+    if (p == nullptr) return again(nullptr);
   }
 }
 
@@ -350,15 +500,21 @@ void* Device::TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream) {
 }
 
 void Device::Free(void* p) {
-  arena_->Free(p);
+  arena_->Free(p, Order<"freed.time">([] { return the_clock.load(); }));
   if (unused_pools_.load(std::memory_order_relaxed) > 0) EndUnusedPools();
 }
 
 void Device::Touch(const void* block, CUstream by) {
   const int number = Number(by);
   const StreamMask bit = number < 0 ? kAnything : Bit(number);
+  const size_t kind = KindOf(by);
+  const uint64_t now = Order<"used.time">([] { return the_clock.load(); });
   Order<"used.touched">([&] {
-    if (!IfLent(block, [&](Lent& lent) { lent.touched |= bit; })) arena_->Touch(block, bit);
+    const bool lent = IfLent(block, [&](Lent& found) {
+      found.touched |= bit;
+      found.times.at[kind] = std::max(found.times.at[kind], now);
+    });
+    if (!lent) arena_->Touch(block, bit, kind, now);
     return 0;
   });
 }
@@ -366,7 +522,14 @@ void Device::Touch(const void* block, CUstream by) {
 void Device::Untouch(const void* block, CUstream by) {
   const int number = Number(by);
   if (number < 0 || number >= kSharedBit) return;
-  if (!IfLent(block, [&](Lent& lent) { lent.touched &= ~Bit(number); })) arena_->Untouch(block, Bit(number));
+  if (IfLent(block, [&](Lent& lent) { lent.touched &= ~Bit(number); })) return;
+  const size_t kind = KindOf(by);
+  StreamMask of_kind;
+  {
+    std::lock_guard hold(streams_lock_);
+    of_kind = of_kind_[kind];
+  }
+  arena_->Untouch(block, Bit(number), kind, of_kind);
 }
 
 CUstream Device::Home(const void* block) {

@@ -3,8 +3,16 @@
 // Streams are numbered as they are seen. A set of streams is a mask: the first 62 streams have a bit each, all later
 // ones share one, and the last bit stands for work that we know nothing about.
 //
+// A mark is an event in a stream with a number. Numbers come from one clock for the whole process, which goes on by one
+// at each mark. Work that was queued on a stream while the clock said t is over when any mark of that stream with a
+// number above t has passed. A block carries such a time for each kind of stream that touched it, so that who needs its
+// memory waits for the first mark above that time, and not for the stream's tail. Copies leave a mark each, since
+// their end has an event anyway; the program's streams get one from mm_device_mark every few ops. Where a stream has
+// no such mark yet its tail is waited for: longer than needed, never shorter.
+//
 // Locks, in the order in which they may be taken: the arena's for room, settling_, the arena's; streams_lock_,
-// events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. No driver call is made under the arena's lock
+// events_lock_, pools_lock_, lent_lock_ and that of the pages are leaves. marks_lock_ is taken before streams_lock_ and
+// events_lock_ and after all others. No driver call is made under the arena's lock
 // but those that map pages: they do not wait for streams. Whoever waits for a stream holds at most the lock for room
 // and settling_, which frees and host functions never take; but a host function must not call memmgr (CUDA forbids host
 // functions to call the driver, and an allocation may).
@@ -12,6 +20,7 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,6 +55,21 @@ class Device final : private ForkAware, private Settler {
   void* TryAlloc(uint64_t bytes, uint64_t keep_free, CUstream stream);
   void Free(void* p);
   void Touch(const void* block, CUstream by);  // mm_device_used
+  // The last use of the live block by the program was queued when the clock said `time` (mm_device_note_use). Holds for
+  // the next wait for the block.
+  void NoteUse(const void* block, uint64_t time);
+  // A mark at the tail of a stream of the program (mm_device_mark).
+  void Mark(CUstream stream);
+  // A mark by an event that was recorded on a stream of MakeStream just now; its number. Until MarkEnded the event is
+  // not used for anything else.
+  uint64_t MarkCopy(CUstream stream, CUevent event);
+  void MarkEnded(CUstream stream, uint64_t number);  // it has passed, and so have those before it
+  // Blocks that the calling thread allocates do not make their stream wait: who waits for the block waits for its
+  // former users, too. Only for what a copy on another stream fills before its home uses it.
+  static bool Defer(bool on);
+  static const std::atomic<uint64_t>& Clock();  // mm_device_clock
+  // All that was queued on the live block is behind what `by` does next, or its home waits for.
+  void Settled(const void* block);
   // All that `by`, a stream of MakeStream, had to do with the live block is over, or its home waits for it already.
   // Only its one user can know that.
   void Untouch(const void* block, CUstream by);
@@ -109,7 +133,21 @@ class Device final : private ForkAware, private Settler {
 
   void* AllocAt(const Request& request, CUstream stream);
   void* Place(const Request& request, StreamOrder* order);
-  StreamMask WaitFor(CUstream waiter, StreamMask touched);
+  // The marks of one stream, by number. An event of a copy is the tier's.
+  struct Marks {
+    struct One {
+      uint64_t number;
+      CUevent event;
+    };
+    std::deque<One> pending;
+    uint64_t passed = 0;  // the newest that is known to have
+    bool copies = false;
+  };
+  StreamMask WaitFor(CUstream waiter, StreamMask touched, const StreamTimes& times);
+  int WaitUntil(CUstream waiter, CUstream other, uint64_t time);
+  Marks* MarksOf(int number);
+  void ForgetPassedMarks(Marks* marks);
+  size_t KindOf(CUstream stream);
   int SynchronizeContext();
   int Settle(StreamMask touched) override;
   int SynchronizeAll(StreamMask touched);
@@ -138,10 +176,17 @@ class Device final : private ForkAware, private Settler {
   Lock events_lock_;
   std::vector<CUevent> events_;  // not in use
 
+  // In the order of creation: memmgr's own streams are of the kinds 1 and 2 by turns (a tier makes two).
+  std::array<StreamMask, kStreamKinds> of_kind_{};  // under streams_lock_
+
+  Lock marks_lock_;
+  std::deque<Marks> marks_;  // by the stream's number
+
   struct Lent {
     uint64_t bytes;
     CUstream home;
     StreamMask touched;
+    StreamTimes times;
   };
   // Of the block at this address, if it is one that was lent: what `f` makes of it.
   template <typename F>

@@ -66,6 +66,21 @@ void mm_device_used(mm_device* device, void* p, mm_stream stream) {
   Guarded(0, [&] { return Of(device)->Touch(p, stream), 0; });
 }
 
+const uint64_t* mm_device_clock(void) {
+  static_assert(sizeof(std::atomic<uint64_t>) == sizeof(uint64_t) && std::atomic<uint64_t>::is_always_lock_free);
+  return reinterpret_cast<const uint64_t*>(&memmgr::Device::Clock());
+}
+
+void mm_device_mark(mm_device* device, mm_stream stream) {
+  Guarded(0, [&] { return Of(device)->Mark(stream), 0; });
+}
+
+void mm_device_note_use(mm_device* device, const void* p, uint64_t time) {
+  Guarded(0, [&] { return Of(device)->NoteUse(p, time), 0; });
+}
+
+int mm_device_defer_waits(int on) { return memmgr::Device::Defer(on != 0) ? 1 : 0; }
+
 mm_stream mm_device_home(mm_device* device, const void* p) { return Of(device)->Home(p); }
 
 int mm_device_wait(mm_device* device, mm_stream waiter, mm_stream other) {

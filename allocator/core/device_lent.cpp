@@ -14,7 +14,7 @@ void Device::Lend(const void* block, uint64_t bytes, CUstream home) {
     lends_.store(true, std::memory_order_relaxed);
     Lent& lent = lent_[block];
     more -= static_cast<int64_t>(lent.bytes);  // an end that nobody told
-    lent = {bytes, home, number < 0 ? kAnything : Bit(number)};
+    lent = {bytes, home, number < 0 ? kAnything : Bit(number), {{kTail, 0, 0}}};
   }
   arena_->AddOutside(more);
 }
@@ -34,7 +34,7 @@ void Device::LentEnds(const void* block) {
   const StreamMask foreign = number < 0 ? kAnything : Foreign(lent.touched, number);
   if (foreign == 0) return;
   Order<"lent.touched">([&] {
-    const StreamMask failed = WaitFor(lent.home, foreign);
+    const StreamMask failed = WaitFor(lent.home, foreign, lent.times);
     return failed == 0 ? 0 : SynchronizeAll(failed);  // a home that is being captured waits for nothing outside
   });
 }

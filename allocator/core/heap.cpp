@@ -214,6 +214,7 @@ Block* Heap::SplitOff(Block* run, uint64_t at) {
   upper->offset = at;
   upper->bytes = run->offset + run->bytes - at;
   upper->touched = Order<"split.touched">([&] { return run->touched; });
+  upper->times = Order<"split.time">([&] { return run->times; });
   upper->pool = run->pool;
   upper->previous = run;
   upper->next = run->next;
@@ -251,6 +252,15 @@ void Heap::Free(Block* block) {
   Coalesce(block);
 }
 
+// Before their sets are joined.
+static void JoinTimes(Block* run, const Block& other) {
+  if (other.touched == 0) return;
+  if (run->touched == 0)
+    run->times = other.times;
+  else
+    Order<"coalesce.time">([&] { return run->times.Raise(other.times), 0; });
+}
+
 void Heap::Coalesce(Block* block) {
   block->live = false;
   Block* before = block->previous;
@@ -258,6 +268,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(before);
     before->bytes += block->bytes;
     before->holes += block->holes;
+    JoinTimes(before, *block);
     before->touched = Order<"coalesce.touched">([&] { return sets_->Union(before->touched, block->touched); });
     before->next = block->next;
     (block->next != nullptr ? block->next->previous : last_) = before;
@@ -269,6 +280,7 @@ void Heap::Coalesce(Block* block) {
     Withdraw(after);
     block->bytes += after->bytes;
     block->holes += after->holes;
+    JoinTimes(block, *after);
     block->touched = Order<"coalesce.touched">([&] { return sets_->Union(block->touched, after->touched); });
     block->next = after->next;
     (after->next != nullptr ? after->next->previous : last_) = block;
@@ -290,6 +302,7 @@ void Heap::EndPool(uint8_t pool, StreamMask also) {
     Withdraw(run);
     run->pool = 0;
     run->touched = sets_->Union(run->touched, also_id);
+    run->times.at.fill(kTail);
     Coalesce(run);
   }
 }

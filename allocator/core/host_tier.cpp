@@ -77,6 +77,7 @@ void HostTier::Close() {
   Order<"close.reads">([&] { return driver().StreamSynchronize(links_[kRead].stream); });
   for (Link& link : links_) {
     for (const OperationRef& operation : link.under_way) {
+      device_->MarkEnded(link.stream, operation->mark);
       events_.push_back(operation->begin);
       events_.push_back(operation->end);
     }
@@ -138,6 +139,7 @@ int HostTier::Queue(Direction direction, const Slot& slot, void* block, int erro
     }
     return error;
   }
+  operation->mark = device_->MarkCopy(link.stream, operation->end);
   operation->number = link.begun++;
   (direction == kWrite ? stats_.queued_write_bytes : stats_.queued_read_bytes) += slot.bytes;
   *out = std::move(operation);
@@ -170,6 +172,7 @@ void HostTier::Finish(Link* link, CUresult result) {
   } else {
     operation->error = DriverErrno(result);
   }
+  device_->MarkEnded(link->stream, operation->mark);
   events_.push_back(std::exchange(operation->begin, nullptr));
   events_.push_back(std::exchange(operation->end, nullptr));
   operation->done = true;
@@ -316,6 +319,7 @@ int HostTier::Read(mm_slot id, void* to, Urgency urgency) {
     int error = Errno(Order<"reload.target">([&] { return device_->WaitForTouched(stream, to); }));
     if (error == 0) error = Order<"reload.write_done">([&] { return WaitFor(stream, slot->write.get()); });
     if (error != 0) return error;
+    device_->Settled(to);
     Order<"reload.filling">([&] { device_->Touch(to, stream); });
     OperationRef read;
     error = Queue(kRead, *slot, to, injected, &read);

@@ -73,6 +73,7 @@ class HostTier final : public Tier, private ForkAware {
     uint64_t number = 0;  // among those of its direction
     uint64_t bytes = 0;
     const void* block = nullptr;
+    uint64_t mark = 0;        // of its end (device.h)
     CUevent begin = nullptr;  // both NULL once it is done
     CUevent end = nullptr;
     bool done = false;

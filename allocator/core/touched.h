@@ -15,6 +15,25 @@ namespace memmgr {
 using StreamMask = uint64_t;
 using TouchedId = uint16_t;  // 0: no stream
 
+// When the streams of a touched set were last told to use the memory, on the device's clock of marks (device.h).
+// Streams are of three kinds: the program's, and memmgr's own, which are told apart by which of two they are. A
+// stream's time is that of its kind; the times of kinds that are not in the set mean nothing.
+constexpr size_t kStreamKinds = 3;
+constexpr uint64_t kTail = ~uint64_t{0};  // not known: the end of what is queued counts
+
+struct StreamTimes {
+  std::array<uint64_t, kStreamKinds> at{};
+
+  void Raise(const StreamTimes& other) {
+    for (size_t kind = 0; kind < kStreamKinds; ++kind) at[kind] = at[kind] < other.at[kind] ? other.at[kind] : at[kind];
+  }
+  bool NoLaterThan(const StreamTimes& other) const {
+    for (size_t kind = 0; kind < kStreamKinds; ++kind)
+      if (at[kind] > other.at[kind]) return false;
+    return true;
+  }
+};
+
 class TouchedSets {
  public:
   static constexpr TouchedId kEverything = 1;  // all bits; also what stands for a set when there are no more ids

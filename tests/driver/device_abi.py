@@ -41,6 +41,7 @@ _SIGNATURES = {
     "mm_device_alloc": (_P, [_P, c.c_size_t, _P, c.c_int]),
     "mm_device_try_alloc": (_P, [_P, c.c_size_t, c.c_uint64, _P]),
     "mm_device_free": (None, [_P, _P]),
+    "mm_device_mark": (None, [_P, _P]),
     "mm_device_used": (None, [_P, _P, _P]),
     "mm_device_home": (_P, [_P, _P]),
     "mm_device_wait_block": (c.c_int, [_P, _P, _P]),

@@ -57,6 +57,8 @@ class Program:
         """The number of bytes that a check found wrong."""
         device = self.device
         for _ in range(steps):
+            if self.dice.random() < 0.3:
+                self._mark()
             chance = self.dice.random()
             if chance < 0.45 or not self.blocks:
                 self._alloc(self.dice.choice(self.streams))
@@ -99,6 +101,10 @@ class Program:
 
     def _check(self, stream: int, block: Block) -> None:
         self.driver.check(stream, block.address, block.size, block.value, self.wrong)
+
+    def _mark(self) -> None:
+        stream = self.dice.choice(self.streams)
+        self.device.core.mm_device_mark(self.device.handle, stream)
 
     def _use_elsewhere(self, block: Block) -> None:
         home, other = self.device.home(block.address), self.dice.choice(self.streams)

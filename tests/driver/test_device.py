@@ -25,9 +25,10 @@ KIB = 1024
 MODES = {PROMPT: "prompt", RANDOM: "random", LATE: "late", THREADED: "threaded"}
 # The waits of device.cpp, heap.cpp; host_tier.cpp's have their own tests.
 NAMES = (
-    "close.all coalesce.touched fetch.done pool.touched reuse.touched split.touched synchronize.all trim.touched"
-    " used.touched"
+    "close.all coalesce.time coalesce.touched fetch.done freed.time pool.touched reuse.touched split.time split.touched"
+    " synchronize.all trim.touched used.touched"
 ).split()
+OF_COPIES = "used.time"  # since when a copy is at work on a block: test_tier_waits.py
 LENT = "lent.touched"  # of blocks that are another allocator's
 
 OpenDevice = Callable[..., Device]
@@ -363,7 +364,7 @@ def test_the_list_of_names_is_complete() -> None:
         build.CORE / name for name in ("device.cpp", "device_lent.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")
     ]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
-    assert found == {*NAMES, LENT}
+    assert found == {*NAMES, LENT, OF_COPIES}
 
 
 def test_no_wait_passes_by_the_names() -> None:
@@ -377,14 +378,17 @@ def test_no_wait_passes_by_the_names() -> None:
         "error = driver_.EventRecord(event, other);",
         "if (error == CUDA_SUCCESS) error = driver_.StreamWaitEvent(waiter, event, 0);",
         "if (driver_.StreamSynchronize(other) == CUDA_SUCCESS) {",
+        "if (Noted(driver_.EventRecord(event, stream)) == CUDA_SUCCESS)",  # Mark: nobody waits yet
+        # WaitUntil, as WaitForTail
+        "if (context.error() == CUDA_SUCCESS && driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS) {",
         "if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);",  # SynchronizeAll
     ]
     calls = {
         "SynchronizeContext": 5,  # close.all, synchronize.all, its definition; what cannot be asked, in the two helpers
-        "WaitForTail": 2,  # its definition, WaitFor
-        # its definition, WaitForTouched (offload.touched, reload.target; one that is lent, one that is not), reuse.touched,
-        # lent.touched
-        "WaitFor": 5,
+        "WaitForTail": 3,  # its definition, WaitUntil where there is no mark
+        "WaitUntil": 2,  # its definition, WaitFor
+        # its definition, WaitForTouched (offload.touched, reload.target), reuse.touched, lent.touched
+        "WaitFor": 4,
         "SynchronizeAll": 3,  # its definition, trim.touched, lent.touched
     }
     found = {name: len(re.findall(rf"(?<![\w.]){name}\(", re.sub(r"//.*", "", source))) for name in calls}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes as c
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import build
+from .test_device import OF_COPIES
 from .fake import LATE, PROMPT, RANDOM, FakeDriver
-from .workload import WrongBytes, run_seed
+from .tier_abi import Device, HostTier
+from .workload import WrongBytes, pattern, run_seed
 
 SOURCE = (build.CORE / "host_tier.cpp").read_text()
 NAMES = re.findall(r'\bOrder<"([^"]+)">', SOURCE)
@@ -20,7 +24,7 @@ SEEDS = range(100)
 ORDERING = r"StreamWaitEvent|StreamSynchronize|EventSynchronize|CtxSynchronize|WaitForTouched|WaitForTail|->Touch"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, OF_COPIES])
 def test_leaving_it_out_is_noticed(core, driver: FakeDriver, name: str, tmp_path: Path) -> None:
     """At least one seed fails without it, by its bytes, and the same seed passes with it."""
     # Only what lies between the slab and a file calls these.
@@ -64,6 +68,94 @@ def test_a_device_that_is_always_idle_needs_none(core, driver: FakeDriver) -> No
     for name in NAMES:
         for seed in range(3):
             run_seed(core, driver, seed, PROMPT, omit=name)
+
+
+MIB = 1 << 20
+
+
+class Scene:
+    """A device on which only that runs for which somebody waits, a stream of the program, and a tier."""
+
+    def __init__(self, core: c.CDLL, driver: FakeDriver):
+        driver.reset(5, LATE)
+        driver.cuInit(0)
+        driver.use_device(0)
+        self.core, self.driver, self.stream = core, driver, driver.stream()
+        self.device = Device(core, driver.path, budget=64 * MIB)
+        self.tier = HostTier(self.device, 32 * MIB)
+
+    def filled(self, value: int) -> int:
+        block = self.device.alloc(4 * MIB, self.stream)
+        self.driver.fill(self.stream, block, 4 * MIB, value)
+        return block
+
+    def clock(self) -> int:
+        return c.c_uint64.from_address(self.core.mm_device_clock()).value
+
+    def mark(self) -> None:
+        self.core.mm_device_mark(self.device.handle, self.stream)
+
+    def run(self) -> None:
+        """The stream's work, and what it waits for."""
+        self.driver("cuStreamSynchronize", self.stream)
+
+    def close(self) -> None:
+        self.tier.close()
+        for block in list(self.device.live):
+            self.device.free(block)
+        assert self.device.close() == 0
+
+
+@pytest.fixture
+def scene(core, driver: FakeDriver) -> Iterator[Scene]:
+    scene = Scene(core, driver)
+    yield scene
+    scene.close()
+
+
+def test_the_next_owner_waits_for_the_copy_and_not_for_later_ones(scene: Scene) -> None:
+    """A's memory is taken again; a copy of B was queued behind that of A and has not run when compute goes on."""
+    first, second = scene.filled(1), scene.filled(2)
+    of_first = scene.tier.write(first, 4 * MIB)
+    scene.device.free(first)
+    of_second = scene.tier.write(second, 4 * MIB)
+    assert scene.device.alloc(4 * MIB, scene.stream) == first
+    scene.run()
+    assert (scene.tier.poll(of_first), scene.tier.poll(of_second)) == (1, 0)
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_copy_waits_for_the_last_use_and_not_for_later_work(scene: Scene, noted: bool) -> None:
+    """A was last used before a mark; what the program queues behind it need not run for A's copy."""
+    cold = scene.filled(1)
+    used = scene.clock()
+    scene.mark()
+    later = scene.filled(7)
+    if noted:
+        scene.core.mm_device_note_use(scene.device.handle, cold, used)
+    slot = scene.tier.write(cold, 4 * MIB)
+    assert scene.tier.wait(slot) == 0
+    ran = c.string_at(later, 64) == pattern(7, 64)
+    assert ran == (not noted)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_a_reload_waits_for_who_had_its_memory_and_not_for_later_work(scene: Scene, deferred: bool) -> None:
+    block, beside = scene.filled(1), scene.filled(5)
+    slot = scene.tier.write(block, 4 * MIB)
+    assert scene.tier.wait(slot) == 0
+    scene.device.free(block)
+    scene.mark()
+    busy = scene.device.alloc(8 * MIB, scene.stream)
+    scene.driver.fill(scene.stream, busy, 8 * MIB, 9)
+    scene.core.mm_device_defer_waits(deferred)
+    target = scene.device.alloc(4 * MIB, scene.stream)
+    scene.core.mm_device_defer_waits(0)
+    assert (target, beside) == (block, block + 4 * MIB)
+    assert scene.tier.read(slot, target) == 0
+    assert scene.tier.wait(slot) == 0
+    assert c.string_at(target, 64) == pattern(1, 64)
+    assert (c.string_at(busy, 64) == pattern(9, 64)) == (not deferred)
 
 
 def test_other_names_are_refused(core) -> None:

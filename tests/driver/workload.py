@@ -36,6 +36,7 @@ class Cell:
     ready: int | None = None  # an event behind the program's last write to the block; None: the tier filled it
     behind: set[int] = field(default_factory=set)  # streams that have waited for the block's bytes
     slot: int | None = None
+    used: int = 0  # what the clock said after the last op on the block
 
 
 class Workload:
@@ -78,7 +79,7 @@ class Workload:
         actions: list[tuple[Callable[[], None], int]] = [
             (self.make, 6), (self.check, 8), (self.overwrite, 4), (self.hidden_write, 2), (self.write_early, 4),
             (self.offload, 6), (self.drop_clean, 3), (self.prefetch, 4), (self.drop_unused, 2), (self.free_slot, 3),
-            (self.die, 2), (self.spill, 1), (self.wait, 1), (self.poll, 1), (self.overtake, 1),
+            (self.die, 2), (self.spill, 1), (self.wait, 1), (self.poll, 1), (self.overtake, 1), (self.mark, 8),
         ]  # fmt: skip
         names = [action for action, _ in actions]
         weights = [weight for _, weight in actions]
@@ -116,8 +117,18 @@ class Workload:
             self.driver.add(stream, cell.block, source[0].block, size, delta)
         else:
             self.driver.fill(stream, cell.block, size, delta)
+        self.note(cell, *source)
         cell.ready = self.record(stream)
         self.cells.append(cell)
+
+    def mark(self) -> None:
+        """Now and then, as the pager does between ops."""
+        self.library.mm_device_mark(self.device.handle, self.rng.choice(self.streams))
+
+    def note(self, *cells: Cell) -> None:
+        """An op has used them, and is queued."""
+        for cell in cells:
+            cell.used = c.c_uint64.from_address(self.library.mm_device_clock()).value
 
     def check(self) -> None:
         """An op that reads the cell and compares, at the time when the device runs it."""
@@ -129,6 +140,7 @@ class Workload:
             assert cell.block is not None
             self.checks += 1
             self.driver.check(stream, cell.block, cell.size, cell.value, self.wrong)
+            self.note(cell)
 
     def overwrite(self) -> None:
         """In place, on the home stream: a new version in the same block. The old one lives on in its slot, if any."""
@@ -146,6 +158,7 @@ class Workload:
             else:
                 self.cells.remove(cell)
             self.driver.add(home, block, block, cell.size, delta)
+            self.note(new)
             new.ready = self.record(home)
             self.cells.append(new)
 
@@ -160,6 +173,7 @@ class Workload:
             delta = self.rng.randrange(1, 255)
             self.driver.add(other, cell.block, cell.block, cell.size, delta)
             cell.value = (cell.value + delta) % 256
+            self.note(cell)
             cell.ready, cell.behind = self.record(other), {other}
 
     # ---- the manager's moves -----------------------------------------------------------------------------------------
@@ -170,6 +184,8 @@ class Workload:
 
     def write(self, cell: Cell) -> bool:
         call = self.rng.choice([self.tier.write, self.tier.write_now])
+        if self.rng.random() < 0.7:
+            self.library.mm_device_note_use(self.device.handle, cell.block, cell.used)
         slot = call(cell.block, cell.size)
         if slot < 0:
             assert slot == -ENOSPC
@@ -198,7 +214,11 @@ class Workload:
 
     def reload(self, cell: Cell, stream: int) -> None:
         assert cell.slot is not None and cell.block is None
+        deferred = self.rng.random() < 0.6
+        self.library.mm_device_defer_waits(deferred)
         cell.block, cell.home, cell.ready = self.device.alloc(cell.size, stream), stream, None
+        self.library.mm_device_defer_waits(0)
+        self.note(cell)  # nothing has used it; its filling is the tier's own
         self.reads += 1
         now = self.rng.random() < 0.3
         if not now:

@@ -4,15 +4,16 @@
 // Words used here (beside those of core.h):
 //   stream      a queue of device work; work on one stream runs in order, streams run beside each other
 //   tail        the end of what is queued on a stream now
+//   mark        a numbered event in a stream; the clock says the number of the newest mark of all streams
 //   to wait     a stream holds its later work until another one's tail, as it is now, has passed; the CPU goes on
 //   home        the stream in whose order a block was allocated
 //   touched     the streams whose queued work may still use a piece of memory: its home, and those it was handed to
 //               (mm_device_used). Runs that are coalesced have the union
-// The rule that everything here follows: who gets memory waits for the tails of all streams that touched it, but its
-// own. A tail may be later than the last use, so a wait can be longer than it must be, never shorter; no event is kept
-// per block, nothing is polled, and the CPU never waits in a free. In an allocation it waits only where pages have to
-// be unmapped to be mapped elsewhere (never during a capture), and for work that nothing can be recorded for: of a
-// stream that its owner destroyed, or of a released pool's graphs.
+// The rule that everything here follows: who gets memory waits for the last use of it by every stream that touched it,
+// but its own. What is waited for is the stream's first mark after that use, or its tail where there is none yet, so a
+// wait can be longer than it must be, never shorter; no event is kept per block, and the CPU never waits in a free. In
+// an allocation it waits only where pages have to be unmapped to be mapped elsewhere (never during a capture), and for
+// work that nothing can be recorded for: of a stream that its owner destroyed, or of a released pool's graphs.
 //
 // Threading: as in core.h. Whatever context a thread has, it has afterwards.
 #ifndef MEMMGR_DEVICE_H
@@ -67,6 +68,18 @@ void* mm_device_alloc(mm_device*, size_t bytes, mm_stream stream, int side);
 void* mm_device_try_alloc(mm_device*, size_t bytes, uint64_t keep_free, mm_stream stream);
 void mm_device_free(mm_device*, void* p);             // in stream order; never waits
 void mm_device_used(mm_device*, void* p, mm_stream);  // work on this stream uses the block, now or up to its end
+// A mark at the tail of a stream of the program: copies of what was used before it need not wait for what comes after.
+// Does nothing during a capture. Called every few ops.
+void mm_device_mark(mm_device*, mm_stream);
+// The clock, to be read with an atomic load after work was queued: that work is over when a mark of its stream with a
+// greater number has passed.
+const uint64_t* mm_device_clock(void);
+// The program's last use of the live block was queued before the clock said `time`. Holds for the next mm_tier_write of
+// it, which then does not wait for later work; without it that waits for the tails of the streams.
+void mm_device_note_use(mm_device*, const void* p, uint64_t time);
+// While it is on, blocks that the calling thread allocates do not make their stream wait for former users of the
+// memory: the first mm_tier_read into them does. Nothing else may use such a block before. Says what it was.
+int mm_device_defer_waits(int on);
 mm_stream mm_device_home(mm_device*, const void* p);  // of the live block that begins at p; NULL also for none
 // Work put on `waiter` from now on comes after the tail of `other` (as it is now), or of all streams that touched the
 // block. 0 or the driver's error.
