@@ -17,7 +17,8 @@ from ._machine import memory_bytes
 from ._sizes import UNLIMITED
 
 DRIVER_VARIABLE = _cuda.DRIVER_VARIABLE
-# What is page-locked is taken from the machine at once, so by default no more than a run of three times its budget needs.
+# What is page-locked is taken from the machine as it is needed, and is no longer anybody else's: by default no more than a run
+# of three times its budget needs.
 HOST_TIER_BUDGETS = 2
 
 

@@ -32,6 +32,8 @@ enum : int {
   CUDA_ERROR_INVALID_HANDLE = 400,
   CUDA_ERROR_NOT_READY = 600,
   CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+  CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
+  CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
   CUDA_ERROR_NOT_PERMITTED = 800,
   CUDA_ERROR_NOT_SUPPORTED = 801,
   CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
@@ -100,6 +102,8 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t*, const CUmemAllocationProp*, int))         \
   X(MemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned flags))                                                 \
   X(MemFreeHost, "cuMemFreeHost", (void*))                                                                            \
+  X(MemHostRegister, "cuMemHostRegister_v2", (void*, size_t, unsigned flags))                                         \
+  X(MemHostUnregister, "cuMemHostUnregister", (void*))                                                                \
   X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr to, const void* from, size_t, CUstream))                    \
   X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void* to, CUdeviceptr from, size_t, CUstream))                          \
   X(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr to, CUdeviceptr from, size_t, CUstream))                    \

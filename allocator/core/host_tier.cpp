@@ -12,7 +12,6 @@ namespace memmgr {
 namespace {
 
 constexpr uint64_t kGrain = 512;
-constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE: page-locked for every context of the process
 
 uint64_t RoundUp(uint64_t bytes) { return (bytes + kGrain - 1) & ~(kGrain - 1); }
 
@@ -35,9 +34,8 @@ class InDriver {
 
 // ---- life ------------------------------------------------------------------------------------------------------
 
-HostTier::HostTier(Device* device, uint64_t capacity_bytes) : device_(device), capacity_bytes_(capacity_bytes) {
-  stats_.capacity_bytes = capacity_bytes;
-}
+HostTier::HostTier(Device* device, uint64_t capacity_bytes)
+    : device_(device), slab_(device->driver(), device->ordinal(), capacity_bytes) {}
 
 HostTier* HostTier::Open(Device* device, uint64_t capacity_bytes, std::string* wrong) {
   const mm_driver& driver = device->driver();
@@ -48,22 +46,16 @@ HostTier* HostTier::Open(Device* device, uint64_t capacity_bytes, std::string* w
   }
   const InDriver in(device);
   std::unique_ptr<HostTier, void (*)(HostTier*)> tier(new HostTier(device, capacity), [](HostTier* t) { delete t; });
-  tier->space_.Give(0, capacity);
-  void* slab = nullptr;
-  CUresult error = driver.MemHostAlloc(&slab, capacity, kPortable);
-  if (error != CUDA_SUCCESS) {
-    *wrong = "cannot page-lock " + std::to_string(capacity) + " bytes of host memory: " + DriverText(driver, error);
-    return nullptr;
-  }
-  tier->slab_ = static_cast<char*>(slab);
+  if (!tier->slab_.Open(wrong)) return nullptr;
+  CUresult error = CUDA_SUCCESS;
   for (Link& link : tier->links_) {
     link.stream = device->MakeStream(&error);
     if (link.stream != nullptr) continue;
     *wrong = "cannot make a stream for copies: " + DriverText(driver, error);
     if (tier->links_[kWrite].stream != nullptr) device->GiveStream(tier->links_[kWrite].stream);
-    driver.MemFreeHost(slab);
     return nullptr;
   }
+  tier->slab_.Start({tier->links_[kWrite].stream, tier->links_[kRead].stream});
   tier->WatchForks();
   return tier.release();
 }
@@ -73,6 +65,7 @@ void HostTier::Close() {
   if (forked_.load()) return;
   IgnoreForks();
   const InDriver in(device_);
+  slab_.Stop();
   Order<"close.writes">([&] { return driver().StreamSynchronize(links_[kWrite].stream); });
   Order<"close.reads">([&] { return driver().StreamSynchronize(links_[kRead].stream); });
   for (Link& link : links_) {
@@ -84,7 +77,6 @@ void HostTier::Close() {
     device_->GiveStream(link.stream);
   }
   for (CUevent event : events_) driver().EventDestroy(event);
-  driver().MemFreeHost(slab_);
   delete this;
 }
 
@@ -102,8 +94,8 @@ int HostTier::TakeEvent(CUevent* event) {
 CUresult HostTier::Copy(Direction direction, const Slot& slot, void* block) {
   const auto on_device = reinterpret_cast<CUdeviceptr>(block);
   return direction == kWrite
-             ? driver().MemcpyDtoHAsync(slab_ + slot.offset, on_device, slot.bytes, links_[kWrite].stream)
-             : driver().MemcpyHtoDAsync(on_device, slab_ + slot.offset, slot.bytes, links_[kRead].stream);
+             ? driver().MemcpyDtoHAsync(slab_.At(slot.offset), on_device, slot.bytes, links_[kWrite].stream)
+             : driver().MemcpyHtoDAsync(on_device, slab_.At(slot.offset), slot.bytes, links_[kRead].stream);
 }
 
 // The copy between its two events, behind what the caller made the stream wait for. An error leaves nothing under way.
@@ -228,16 +220,25 @@ HostTier::Slot* HostTier::Find(mm_slot id) {
   return slot->held && IdOf(slot) == id ? slot : nullptr;
 }
 
-HostTier::Slot* HostTier::TakeSlot(uint64_t bytes) {
-  if (unused_.empty()) {
-    unused_.reserve(slots_.size() + 1);  // giving back must not throw
-    slots_.emplace_back();
-    slots_.back().index = static_cast<uint32_t>(slots_.size() - 1);
-    unused_.push_back(&slots_.back());
-  }
+// Where more has to be page-locked first this waits, without the lock, or says -EAGAIN. -ENOSPC: there is no room.
+int HostTier::TakeSlot(uint64_t bytes, bool wait, Hold* hold, Slot** out) {
   const uint64_t room = RoundUp(bytes);
-  const uint64_t offset = space_.Take(room);
-  if (offset == SlotSpace::kNone) return nullptr;
+  uint64_t offset, ticket = 0;
+  for (;;) {
+    if (unused_.empty()) {
+      unused_.reserve(slots_.size() + 1);  // giving back must not throw
+      slots_.emplace_back();
+      slots_.back().index = static_cast<uint32_t>(slots_.size() - 1);
+      unused_.push_back(&slots_.back());
+    }
+    offset = slab_.Take(room, &ticket);
+    if (offset == LockedMemory::kNone) return -ENOSPC;
+    if (offset != LockedMemory::kSoon) break;
+    if (!wait) return -EAGAIN;
+    hold->unlock();
+    slab_.Await(ticket);
+    hold->lock();
+  }
   Slot* slot = unused_.back();
   unused_.pop_back();
   slot->held = true;
@@ -246,7 +247,8 @@ HostTier::Slot* HostTier::TakeSlot(uint64_t bytes) {
   slot->bytes = bytes;
   stats_.used_bytes += room;
   stats_.used_peak_bytes = std::max(stats_.used_peak_bytes, stats_.used_bytes);
-  return slot;
+  *out = slot;
+  return 0;
 }
 
 void HostTier::GiveSlot(Slot* slot) {
@@ -256,7 +258,7 @@ void HostTier::GiveSlot(Slot* slot) {
   slot->read = nullptr;
   stats_.used_bytes -= slot->room_bytes;
   unused_.push_back(slot);
-  space_.Give(slot->offset, slot->room_bytes);
+  slab_.Give(slot->offset, slot->room_bytes);
 }
 
 // The write stream waits for reads from the slots that this room belonged to before.
@@ -281,17 +283,18 @@ int HostTier::WaitForFormerReaders(uint64_t begin, uint64_t end) {
 mm_slot HostTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   if (forked_.load()) return -ECANCELED;
   if (from == nullptr || bytes == 0) return -EINVAL;
-  if (bytes > capacity_bytes_) return -ENOSPC;
+  if (bytes > slab_.capacity_bytes()) return -ENOSPC;
   const InDriver in(device_);
   if (in.error() != 0) return in.error();
   Hold hold(mutex_);
   Poll();
   const int injected = InjectedError(kWrite);
   if (injected != 0 && urgency == Urgency::kNow) return injected;
-  Slot* slot = TakeSlot(bytes);
-  if (slot == nullptr) return -ENOSPC;
+  Slot* slot = nullptr;
+  int error = TakeSlot(bytes, true, &hold, &slot);
+  if (error != 0) return error;
   const CUstream stream = links_[kWrite].stream;
-  int error = WaitForFormerReaders(slot->offset, slot->offset + slot->room_bytes);
+  error = WaitForFormerReaders(slot->offset, slot->offset + slot->room_bytes);
   if (error == 0) error = Errno(Order<"offload.touched">([&] { return device_->WaitForTouched(stream, from); }));
   if (error == 0) {
     Order<"offload.source">([&] { device_->Touch(from, stream); });
@@ -390,7 +393,7 @@ const void* HostTier::Bytes(mm_slot id) {
   Hold hold(mutex_);
   const Slot* slot = Find(id);
   if (slot == nullptr) return nullptr;
-  const char* const bytes = slab_ + slot->offset;
+  const char* const bytes = slab_.At(slot->offset);
   const OperationRef write = slot->write;
   return Order<"bytes.write">([&] { return Synchronize(write, &hold); }) == 0 ? bytes : nullptr;
 }
@@ -412,13 +415,13 @@ void HostTier::Free(mm_slot id) {
 
 mm_slot HostTier::Reserve(uint64_t bytes, bool wait, void** room) {
   if (forked_.load()) return -ECANCELED;
-  if (bytes > capacity_bytes_) return -ENOSPC;
+  if (bytes > slab_.capacity_bytes()) return -ENOSPC;
   const InDriver in(device_);
   if (in.error() != 0) return in.error();
   Hold hold(mutex_);
   Poll();
-  Slot* slot = TakeSlot(bytes);
-  if (slot == nullptr) return -ENOSPC;
+  Slot* slot = nullptr;
+  if (const int error = TakeSlot(bytes, wait, &hold, &slot); error != 0) return error;
   const mm_slot id = IdOf(slot);
   std::vector<OperationRef> before;
   for (const Fence& fence : fences_) {
@@ -431,7 +434,7 @@ mm_slot HostTier::Reserve(uint64_t bytes, bool wait, void** room) {
   }
   slot->write = std::make_shared<Operation>();
   slot->write->done = true;
-  *room = slab_ + slot->offset;
+  *room = slab_.At(slot->offset);
   for (const OperationRef& operation : before)  // whether it went well is no concern of this slot
     Order<"reserve.slot_reuse">([&] { return Synchronize(operation, &hold); });
   return id;
@@ -456,6 +459,7 @@ void HostTier::Stats(mm_tier_stats* out) {
   Hold hold(mutex_);
   Poll();
   *out = stats_;
+  out->capacity_bytes = slab_.capacity_bytes();
 }
 
 void HostTier::Inject(int write_errno, int after_writes, int read_errno, int after_reads) {

@@ -1,12 +1,13 @@
-// HostTier: blocks of a device parked in one page-locked slab, in stream order.
+// HostTier: blocks of a device parked in page-locked memory (the slab: locked_memory.h), in stream order.
 //
 // Words:
 //   slot       room in the slab, with one operation after the other: its write, then any number of reads
 //   operation  a copy between two events. Those of one direction are on one stream, so they end in the order in which
 //              they began
 //   fence      room that was given back while a copy from it or into it may still run
-// The CPU waits in Wait, Bytes and Close only. What keeps the copies exact are the calls below, each by its name
-// (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong without it:
+// The CPU waits in Wait, Bytes and Close only, and in Write while the slab grows. What keeps the copies exact are the
+// calls below, each by its name (ordering.h); for each, tests/driver/test_host_tier.py shows that the bytes go wrong
+// without it:
 //
 //   write    the write stream waits for    offload.touched     all streams that touched the block
 //                                          offload.slot_reuse  reads of who had this piece of the slab before
@@ -35,7 +36,7 @@
 #include "device.h"
 #include "driver.h"
 #include "fork.h"
-#include "slot_space.h"
+#include "locked_memory.h"
 #include "tier.h"
 
 namespace memmgr {
@@ -61,6 +62,8 @@ class HostTier final : public Tier, private ForkAware {
   mm_slot Reserve(uint64_t bytes, bool wait, void** room);
   // From any host memory into a live block, as a read of a slot would; returns when the bytes are there.
   int Fill(const void* from, uint64_t bytes, void* to);
+  // Of the slab; less once it cannot grow any further.
+  uint64_t capacity_bytes() const { return slab_.capacity_bytes(); }
 
   void AfterForkInChild() override { forked_.store(true); }
 
@@ -115,7 +118,7 @@ class HostTier final : public Tier, private ForkAware {
 
   Slot* Find(mm_slot id);
   mm_slot IdOf(const Slot* slot) const;
-  Slot* TakeSlot(uint64_t bytes);
+  int TakeSlot(uint64_t bytes, bool wait, Hold* hold, Slot** out);
   void GiveSlot(Slot* slot);
   int TakeEvent(CUevent* event);
   CUresult Copy(Direction direction, const Slot& slot, void* block);
@@ -128,13 +131,11 @@ class HostTier final : public Tier, private ForkAware {
   int Synchronize(OperationRef operation, Hold* hold);
 
   Device* const device_;
-  const uint64_t capacity_bytes_;
   std::atomic<bool> forked_{false};
-  char* slab_ = nullptr;
+  LockedMemory slab_;  // has a lock of its own, a leaf
 
   std::mutex mutex_;  // everything below; the device's own lock is taken inside it
   std::array<Link, 2> links_;
-  SlotSpace space_;
   std::deque<Slot> slots_;  // addresses stay valid
   std::vector<Slot*> unused_;
   std::vector<Fence> fences_;

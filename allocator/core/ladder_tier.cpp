@@ -21,9 +21,7 @@ LadderTier* LadderTier::Open(Device* device, uint64_t host_bytes, const std::str
     host->Close();
     return nullptr;
   }
-  mm_tier_stats stats{};
-  host->Stats(&stats);
-  auto* ladder = new LadderTier(host, file, stats.capacity_bytes);
+  auto* ladder = new LadderTier(host, file);
   ladder->WatchForks();
   return ladder;
 }
@@ -117,9 +115,9 @@ LadderTier::Entry* LadderTier::SinkOldest() {
 void LadderTier::SinkAhead() {
   mm_tier_stats host{};
   host_->Stats(&host);
-  uint64_t soon = host_bytes_ - host.used_bytes;
+  uint64_t soon = host.capacity_bytes - host.used_bytes;
   for (const mm_slot id : sinking_) soon += Find(id)->bytes;
-  while (soon < host_bytes_ / kAheadShare) {
+  while (soon < host.capacity_bytes / kAheadShare) {
     const Entry* entry = SinkOldest();
     if (entry == nullptr) return;
     soon += entry->bytes;
@@ -155,10 +153,10 @@ bool LadderTier::MakeRoom(Hold* hold) {
 
 mm_slot LadderTier::Write(const void* from, uint64_t bytes, Urgency urgency) {
   if (forked_.load()) return -ECANCELED;
-  if (bytes > host_bytes_) return -ENOSPC;
   Hold hold(mutex_);
   mm_slot host;
   while ((host = host_->Write(from, bytes, urgency)) == -ENOSPC) {
+    if (bytes > host_->capacity_bytes()) return -ENOSPC;  // it may have become less
     if (GiveRoom()) continue;
     if (urgency == Urgency::kQueued) {
       SinkAhead();

@@ -57,7 +57,7 @@ class LadderTier final : public Tier, private ForkAware {
     int error = 0;           // of a rise that failed, until the next read
   };
 
-  LadderTier(HostTier* host, FileTier* file, uint64_t host_bytes) : host_(host), file_(file), host_bytes_(host_bytes) {}
+  LadderTier(HostTier* host, FileTier* file) : host_(host), file_(file) {}
   ~LadderTier() = default;
   Entry* Find(mm_slot id);
   void Settle(mm_slot id, Entry* entry);
@@ -71,7 +71,6 @@ class LadderTier final : public Tier, private ForkAware {
 
   HostTier* const host_;
   FileTier* const file_;
-  const uint64_t host_bytes_;
   std::atomic<bool> forked_{false};
 
   std::mutex mutex_;  // everything below; the tiers' own locks are taken inside it

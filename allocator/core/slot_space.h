@@ -1,5 +1,5 @@
-// SlotSpace: which bytes of the tier's file are free. Address-ordered best fit with coalescing, as in the arena; a
-// plain ordered map will do, because every operation here is followed by milliseconds of disk.
+// SlotSpace: which bytes of a tier's file, or of its page-locked memory, are free. Address-ordered best fit with
+// coalescing, as in the arena; a plain ordered map will do, because every operation here is followed by a copy.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@ class SlotSpace {
 
   void Give(uint64_t offset, uint64_t bytes) {
     auto after = by_offset_.lower_bound(offset);
-    if (after != by_offset_.end() && after->first == offset + bytes) {
+    if (after != by_offset_.end() && after->first == offset + bytes && !walls_.contains(after->first)) {
       const uint64_t after_bytes = after->second;
       Remove(offset + bytes, after_bytes);
       bytes += after_bytes;
     }
     after = by_offset_.lower_bound(offset);
-    if (after != by_offset_.begin()) {
+    if (after != by_offset_.begin() && !walls_.contains(offset)) {
       const auto [before, before_bytes] = *std::prev(after);
       if (before + before_bytes == offset) {
         Remove(before, before_bytes);
@@ -41,6 +41,12 @@ class SlotSpace {
     }
     Add(offset, bytes);
   }
+
+  // Free bytes on both sides of a wall stay two runs. To be set while the bytes on one side are not free.
+  void AddWall(uint64_t offset) { walls_.insert(offset); }
+  void RemoveWall(uint64_t offset) { walls_.erase(offset); }
+  // Takes a whole run: bytes that were given, and none beside them that are free, but for walls.
+  void Withdraw(uint64_t offset, uint64_t bytes) { Remove(offset, bytes); }
 
   // The free bytes that end where the file does: what growing the file need not add.
   uint64_t FreeAtEnd(uint64_t file_bytes) const {
@@ -61,6 +67,7 @@ class SlotSpace {
 
   std::map<uint64_t, uint64_t> by_offset_;
   std::set<std::pair<uint64_t, uint64_t>> by_size_;
+  std::set<uint64_t> walls_;
 };
 
 }  // namespace memmgr

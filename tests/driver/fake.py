@@ -8,6 +8,7 @@ from pathlib import Path
 PROMPT, RANDOM, LATE, THREADED = range(4)
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_UNSUPPORTED = 201, 400, 600, 700, 900
+ALREADY_REGISTERED, NOT_REGISTERED, NOT_SUPPORTED = 712, 713, 801
 
 HOST_FN = c.CFUNCTYPE(None, c.c_void_p)
 
@@ -54,6 +55,8 @@ _SIGNATURES = {
     "cuMemGetAllocationGranularity": [_SIZES, c.POINTER(AllocationProperties), c.c_int],
     "cuMemHostAlloc": [c.POINTER(_P), c.c_size_t, c.c_uint],
     "cuMemFreeHost": [_P],
+    "cuMemHostRegister_v2": [_P, c.c_size_t, c.c_uint],
+    "cuMemHostUnregister": [_P],
     "cuMemcpyHtoDAsync_v2": [c.c_uint64, _P, c.c_size_t, _P],
     "cuMemcpyDtoHAsync_v2": [_P, c.c_uint64, c.c_size_t, _P],
     "cuMemcpyDtoDAsync_v2": [c.c_uint64, c.c_uint64, c.c_size_t, _P],
@@ -78,6 +81,7 @@ _CONTROLS = {
     "fake_reset": (None, [c.c_uint64, c.c_int]),
     "fake_drain": (None, []),
     "fake_fail_next": (None, [c.c_char_p, c.c_int, c.c_int]),
+    "fake_fail_times": (None, [c.c_char_p, c.c_int, c.c_int]),
     "fake_break": (None, [c.c_int]),
     "fake_set_integrated": (None, [c.c_int]),
     "fake_call_count": (c.c_uint64, [c.c_char_p]),

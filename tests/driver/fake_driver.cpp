@@ -126,9 +126,15 @@ struct Mapping {
   bool accessible = false;
 };
 
+struct PageLocked {
+  uint64_t bytes = 0;
+  bool registered = false;  // the memory is the caller's
+};
+
 struct Fault {
   int after = 0;
   int code = 0;
+  int times = 1;
 };
 
 struct Fake {
@@ -149,7 +155,7 @@ struct Fake {
   std::map<uint64_t, uint64_t> reservations;  // address -> bytes
   std::map<uint64_t, Physical> physical;
   std::map<uint64_t, Mapping> mappings;
-  std::map<uint64_t, uint64_t> host;  // page-locked
+  std::map<uint64_t, PageLocked> host;
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
   bool integrated = false;
@@ -256,7 +262,27 @@ bool IsPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   auto at = fake->host.upper_bound(address);
   if (at == fake->host.begin()) return false;
   --at;
-  return address + bytes <= at->first + at->second;
+  return address + bytes <= at->first + at->second.bytes;
+}
+
+// Some of it, but not as one range: a driver takes no copy from or to such memory, nor does it lock it again.
+bool IsPartlyPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
+  auto at = fake->host.lower_bound(address + bytes);
+  if (at == fake->host.begin()) return false;
+  --at;
+  return address < at->first + at->second.bytes && !IsPageLocked(fake, address, bytes);
+}
+
+// The system looks, so that there is no fault. What cannot be written to cannot be locked.
+bool IsWritable(uint64_t address, uint64_t bytes) {
+  const int file = memfd_create("fake_driver_looks", MFD_CLOEXEC);
+  bool writable = true;
+  for (const uint64_t at : {address, address + bytes - 1}) {
+    writable = writable && pwrite(file, reinterpret_cast<const void*>(at), 1, 0) == 1 &&
+               pread(file, reinterpret_cast<void*>(at), 1, 0) == 1;
+  }
+  close(file);
+  return writable;
 }
 
 // True: leave it undone.
@@ -448,9 +474,9 @@ struct Call {
     if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
     ++fake.calls[plain];
     const auto fault = fake.faults.find(plain);
-    if (fault != fake.faults.end() && fault->second.after-- == 0) {
+    if (fault != fake.faults.end() && fault->second.after-- <= 0) {
       error = fault->second.code;
-      fake.faults.erase(fault);
+      if (--fault->second.times == 0) fake.faults.erase(fault);
       return;
     }
     if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED && IsUnsafe(plain)) {
@@ -472,9 +498,11 @@ struct Call {
 
   // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
   static bool IsUnsafe(const std::string& name) {
-    static const std::set<std::string> names = {"cuMemAlloc",    "cuMemFree",      "cuMemCreate",     "cuMemMap",
-                                                "cuMemUnmap",    "cuMemSetAccess", "cuMemHostAlloc",  "cuMemFreeHost",
-                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize"};
+    static const std::set<std::string> names = {
+        "cuMemAlloc",       "cuMemFree",     "cuMemCreate",       "cuMemMap",            "cuMemUnmap",    "cuMemSetAccess",
+        "cuMemHostAlloc",   "cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamQuery", "cuEventQuery",
+        "cuCtxSynchronize",
+    };
     return names.count(name) > 0;
   }
   // NULL and cudaStreamLegacy: the current device's default stream.
@@ -620,6 +648,9 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
       break;
     case CUDA_ERROR_ILLEGAL_ADDRESS:
       *text = "an illegal memory access was encountered";
+      break;
+    case CUDA_ERROR_NOT_SUPPORTED:
+      *text = "operation not supported";
       break;
     case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
       *text = "operation not permitted when stream is capturing";
@@ -855,7 +886,7 @@ CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   *memory = MapAnonymous(bytes, PROT_READ | PROT_WRITE);
   if (*memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   if (bytes <= kPoisonLimit) memset(*memory, kPoison, bytes);
-  call.fake.host[reinterpret_cast<uint64_t>(*memory)] = bytes;
+  call.fake.host[reinterpret_cast<uint64_t>(*memory)] = {bytes, false};
   return CUDA_SUCCESS;
 }
 
@@ -863,9 +894,32 @@ CUresult cuMemFreeHost(void* memory) {
   BEGIN("cuMemFreeHost");
   const auto address = reinterpret_cast<uint64_t>(memory);
   const auto at = call.fake.host.find(address);
-  if (at == call.fake.host.end()) return CUDA_ERROR_INVALID_VALUE;
-  call.MustNotBeUsed("cuMemFreeHost", {address, address + at->second});
-  Forbid(address, at->second);
+  if (at == call.fake.host.end() || at->second.registered) return CUDA_ERROR_INVALID_VALUE;
+  call.MustNotBeUsed("cuMemFreeHost", {address, address + at->second.bytes});
+  Forbid(address, at->second.bytes);
+  call.fake.host.erase(at);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
+  BEGIN("cuMemHostRegister");
+  constexpr unsigned kPortable = 1;
+  const auto address = reinterpret_cast<uint64_t>(memory);
+  if (memory == nullptr || bytes == 0 || flags > kPortable) return CUDA_ERROR_INVALID_VALUE;
+  if (IsPageLocked(&call.fake, address, bytes) || IsPartlyPageLocked(&call.fake, address, bytes)) {
+    return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+  }
+  if (!IsWritable(address, bytes)) return CUDA_ERROR_INVALID_VALUE;
+  call.fake.host[address] = {bytes, true};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void* memory) {
+  BEGIN("cuMemHostUnregister");
+  const auto address = reinterpret_cast<uint64_t>(memory);
+  const auto at = call.fake.host.find(address);
+  if (at == call.fake.host.end() || !at->second.registered) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  call.MustNotBeUsed("cuMemHostUnregister", {address, address + at->second.bytes});
   call.fake.host.erase(at);
   return CUDA_SUCCESS;
 }
@@ -877,6 +931,7 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CU
   if (!IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto source = reinterpret_cast<uint64_t>(from);
   if (IsPageLocked(&call.fake, source, bytes)) return call.QueueCopy(stream, to, source, bytes);
+  if (IsPartlyPageLocked(&call.fake, source, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory is read before the call returns.
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
@@ -893,6 +948,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
   if (!IsUsable(&call.fake, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto target = reinterpret_cast<uint64_t>(to);
   if (IsPageLocked(&call.fake, target, bytes)) return call.QueueCopy(stream, target, from, bytes);
+  if (IsPartlyPageLocked(&call.fake, target, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory has been written when the call returns.
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   if (call.RefusedByCapture(stream)) return call.error;
@@ -1091,7 +1147,9 @@ void fake_reset(uint64_t seed, int mode) {
   fake.changed.wait(hold, [&] { return fake.workers == 0; });
   for (const auto& [address, allocation] : fake.memory) Forbid(address, allocation.bytes);
   for (const auto& [address, mapping] : fake.mappings) Forbid(address, mapping.bytes);
-  for (const auto& [address, bytes] : fake.host) Forbid(address, bytes);
+  for (const auto& [address, locked] : fake.host) {
+    if (!locked.registered) Forbid(address, locked.bytes);
+  }
   fake.memory.clear();
   fake.mappings.clear();
   fake.host.clear();
@@ -1125,7 +1183,15 @@ void fake_fail_next(const char* name, int after, int code) {
   Hold hold(fake.mutex);
   std::string plain = name;
   if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
-  fake.faults[plain] = {after, code};
+  fake.faults[plain] = {after, code, 1};
+}
+
+// So do the next `times` calls of this name (without a version); 0: none does.
+void fake_fail_times(const char* name, int times, int code) {
+  Fake& fake = Get();
+  Hold hold(fake.mutex);
+  fake.faults.erase(name);
+  if (times > 0) fake.faults[name] = {0, code, times};
 }
 
 // A kernel fails: the context is of no use from now on. 0: all is well.
@@ -1231,8 +1297,8 @@ uint64_t fake_capture_violations() {
   return fake.capture_violations;
 }
 
-// How many there are now: memory, bytes (of devices), handles, maps, reservations, host, streams, events, work;
-// NULL: all but bytes and work.
+// How many there are now: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges), host
+// bytes, streams, events, work; NULL: all but work and what counts bytes.
 uint64_t fake_outstanding(const char* what) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1246,6 +1312,8 @@ uint64_t fake_outstanding(const char* what) {
   streams -= kMaxDevices;
   uint64_t bytes = 0;
   for (const Device& device : fake.devices) bytes += device.used;
+  uint64_t host_bytes = 0;
+  for (const auto& [address, locked] : fake.host) host_bytes += locked.bytes;
   const std::map<std::string, uint64_t> counts = {
       {"memory", fake.memory.size()}, {"handles", fake.physical.size()},
       {"maps", fake.mappings.size()}, {"reservations", fake.reservations.size()},
@@ -1258,6 +1326,7 @@ uint64_t fake_outstanding(const char* what) {
     return sum;
   }
   if (strcmp(what, "bytes") == 0) return bytes;
+  if (strcmp(what, "host bytes") == 0) return host_bytes;
   if (strcmp(what, "work") == 0) return work;
   const auto at = counts.find(what);
   if (at == counts.end()) Die("what is %s?", what);

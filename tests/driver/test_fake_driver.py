@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from .fake import (
+    ALREADY_REGISTERED,
     CAPTURE_UNSUPPORTED,
     HOST_FN,
     INVALID_CONTEXT,
@@ -19,6 +20,7 @@ from .fake import (
     LATE,
     NOT_INITIALIZED,
     NOT_READY,
+    NOT_REGISTERED,
     OUT_OF_MEMORY,
     PROMPT,
     RANDOM,
@@ -88,6 +90,26 @@ def test_copies(driver: FakeDriver, mode: int) -> None:
     driver("cuMemcpyDtoHAsync_v2", c.addressof(pageable), b, SIZE, stream)
     assert pageable.raw == text
     assert driver.cuMemcpyDtoDAsync_v2(b, a, SIZE + 1, stream) == INVALID_VALUE
+
+
+def test_a_copy_stays_inside_what_was_registered_at_once(driver: FakeDriver) -> None:
+    stream, block = driver.stream(), driver.alloc(SIZE)
+    memory = c.create_string_buffer(2 * SIZE)
+    start = c.addressof(memory)
+    for part in (start, start + SIZE):
+        driver("cuMemHostRegister_v2", part, SIZE, 1)
+    assert (driver.outstanding(b"host"), driver.outstanding(b"host bytes")) == (2, 2 * SIZE)
+    assert driver.cuMemHostRegister_v2(start + 1, SIZE, 1) == ALREADY_REGISTERED
+    for name, *between in (("cuMemcpyDtoHAsync_v2", start + 9, block), ("cuMemcpyHtoDAsync_v2", block, start + 9)):
+        assert getattr(driver, name)(*between, SIZE, stream) == INVALID_VALUE
+    driver("cuMemcpyDtoHAsync_v2", start + SIZE, block, SIZE, stream)
+    assert driver.cuMemHostUnregister(start + 1) == NOT_REGISTERED
+    assert driver.cuMemFreeHost(start) == INVALID_VALUE
+    driver("cuStreamSynchronize", stream)
+    for part in (start, start + SIZE):
+        driver("cuMemHostUnregister", part)
+    assert driver.outstanding(b"host") == 0
+    assert driver.cuMemHostRegister_v2(1 << 20, SIZE, 1) == INVALID_VALUE  # nothing is there
 
 
 def test_mapping_and_limits(driver: FakeDriver) -> None:

@@ -145,9 +145,14 @@ def test_bad_arguments(bench: Bench) -> None:
 def test_page_locking_that_fails_says_so(core, driver: FakeDriver) -> None:
     bench = Bench(core, driver, PROMPT)
     streams = driver.outstanding(b"streams")
-    driver.fail_next(b"cuMemHostAlloc", 0, OUT_OF_MEMORY)
-    with pytest.raises(OSError, match=r"cannot page-lock 1048576 bytes of host memory: out of memory"):
+    cannot = "cannot page-lock 1048576 bytes of host memory: out of memory"
+    driver.fail_next(b"cuMemHostRegister", 0, OUT_OF_MEMORY)
+    with pytest.raises(OSError, match=rf"{cannot} .* that worked is 524288 bytes: lower host= to that"):
         HostTier(bench.device, 1 << 20)
+    driver.fail_times(b"cuMemHostRegister", 1000, OUT_OF_MEMORY)
+    with pytest.raises(OSError, match=rf"{cannot} .*\. No smaller size worked: pass host="):
+        HostTier(bench.device, 1 << 20)
+    driver.fail_times(b"cuMemHostRegister", 0, 0)
     with pytest.raises(OSError, match="at least 512"):
         HostTier(bench.device, 511)
     assert driver.outstanding(b"streams") == streams and driver.outstanding(b"host") == 1

@@ -44,6 +44,7 @@ _SIGNATURES = {
     "mm_tier_inject": (None, [_P, c.c_int, c.c_int, c.c_int, c.c_int]),
     "mm_test_leave_out": (c.c_int, [c.c_char_p]),
     "mm_test_wait_names": (c.c_char_p, []),
+    "mm_test_lock_pieces": (c.c_int, [_U64, _U64, c.c_int]),
 }
 UNLIMITED = 2**64 - 1
 MAPPED, PLAIN = 0, 1

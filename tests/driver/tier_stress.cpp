@@ -69,7 +69,7 @@ void Train(Shared* shared, int seed) {
   Expect(shared->driver->StreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS, "no stream");
   while (!shared->stop) {
     ++shared->rounds;
-    const size_t bytes = 1 + dice() % 4000;
+    const size_t bytes = 1 + dice() % 6000;  // some are larger than a piece
     const auto value = static_cast<unsigned char>(dice());
     void* block = mm_device_alloc(shared->device, bytes, stream, MM_SIDE_LOW);
     Expect(block != nullptr, "no memory");
@@ -138,6 +138,7 @@ int main(int argc, char** argv) {
   if (shared.driver == nullptr) Fail(text);
   shared.device = mm_device_open(shared.driver, 0, 64 << 20, MM_MEMORY_MAPPED, text, sizeof text);
   if (shared.device == nullptr) Fail(text);
+  mm_test_lock_pieces(4096, 4096, 1);
   shared.tier = mm_tier_open_host(shared.device, 32 << 10, text, sizeof text);
   if (shared.tier == nullptr) Fail(text);
   std::vector<std::thread> threads;

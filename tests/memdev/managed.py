@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import hashlib
@@ -29,6 +30,8 @@ POLICIES = ("auto", "evict", "offload", "torture")
 
 def _start(mode: str, seed: int, **options: Any) -> Handles:
     handles = start(mode=mode, seed=seed, **options)
+    # As much as is asked for, at once, and untouched: the same calls in each run, and no gigabyte of this machine.
+    load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     return handles
 
@@ -56,9 +59,12 @@ def _convnet() -> scenarios.Case:
 MODELS = {"mlp": _wide_mlp, "gpt": _gpt, "convnet": _convnet}
 
 
-def trains(mode: str, seed: int, models: list[str], policies: list[str]) -> dict[str, Any]:
-    """Each model without memmgr, without a limit, and under budgets: digests and figures."""
+def trains(mode: str, seed: int, models: list[str], policies: list[str], piece: int = 0) -> dict[str, Any]:
+    """Each model without memmgr, without a limit, and under budgets: digests and figures. `piece`: bytes of host memory
+    that are page-locked at a time."""
     handles = _start(mode, seed)
+    if piece:
+        load_core().mm_test_lock_pieces(ctypes.c_uint64(piece // 8), ctypes.c_uint64(piece), 1)
     out: dict[str, Any] = {}
     for name in models:
         plain = scenarios._train(MODELS[name], DEVICE)
@@ -70,8 +76,9 @@ def trains(mode: str, seed: int, models: list[str], policies: list[str]) -> dict
             for policy in policies:
                 with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
                     digest = scenarios._train(MODELS[name], DEVICE)
+                    locked = [scenarios.outstanding(handles, what) for what in (b"host", b"host bytes")]
                 errors = pager.load().device_stats()["driver_errors"]
-                runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": errors, **mm.stats()}
+                runs[f"{policy} {share}"] = {"digest": digest, "driver_errors": errors, "locked": locked, **mm.stats()}
         out[name] = {"plain": plain, "free": free, "need": need, "runs": runs}
     out["left"] = _left(handles)
     return out

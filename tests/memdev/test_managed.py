@@ -31,6 +31,11 @@ CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
         "trains",
         {"mode": "threaded", "seed": 5, "models": ["gpt"], "policies": POLICIES[2:]},
     ),
+    "trains in pieces": (
+        "managed",
+        "trains",
+        {"mode": "random", "seed": 2, "models": ["gpt"], "policies": POLICIES[2:], "piece": 1 << 16},
+    ),
     "unwound": ("managed", "unwound", LATE),
     "lengths": ("managed", "lengths", LATE),
     "by chance": ("managed", "by_chance", LATE),
@@ -45,7 +50,7 @@ def children() -> Iterator[Any]:
     yield from child.each_once(CHILDREN)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, "in pieces"))
 def test_training_has_the_bits_of_training_without_memmgr(children: Any, mode: str) -> None:
     seen = children(f"trains {mode}")
     assert seen.pop("left") == NOTHING
@@ -56,6 +61,14 @@ def test_training_has_the_bits_of_training_without_memmgr(children: Any, mode: s
             assert run["resident_bytes.peak"] <= run["budget_bytes"] < model["need"], (name, how)
             assert run["evictions"] + run["offloads"] > 0, (name, how)
             assert run["driver_errors"] == run["tier_errors"] == 0, (name, how)
+
+
+def test_host_memory_is_page_locked_as_it_is_needed(children: Any) -> None:
+    """In pieces of 64 KiB some blocks need one of their own."""
+    for how, run in children("trains in pieces")["gpt"]["runs"].items():
+        ranges, locked_bytes = run["locked"]
+        assert ranges > 1, how
+        assert locked_bytes <= 2 * run["tier_bytes.peak"] + (1 << 17), how
 
 
 def test_policies_do_what_they_are_for(children: Any) -> None:

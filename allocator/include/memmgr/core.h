@@ -205,8 +205,8 @@ typedef struct mm_tier mm_tier;
 typedef int64_t mm_slot;  // >= 0, or a negative errno
 
 typedef struct {
-  uint64_t capacity_bytes;
-  uint64_t used_bytes;  // slots that are held
+  uint64_t capacity_bytes;  // of page-locked memory (device.h) less, once no more of it can be had
+  uint64_t used_bytes;      // slots that are held
   uint64_t used_peak_bytes;
   uint64_t file_bytes;
   uint64_t written_bytes;  // payload, since open

@@ -123,10 +123,13 @@ void mm_device_stats_get(mm_device*, mm_device_stats* out);
 
 // ---- the host tier ---------------------------------------------------------------------------------------------
 
-// One page-locked slab of `capacity_bytes`, copies on two side streams. A tier like the one of core.h; what differs:
+// Page-locked memory of at most `capacity_bytes`, copies on two side streams. It is locked in pieces ahead of need, by
+// a thread of its own, never much more than is used. A piece that cannot be locked ends the growth: capacity_bytes of
+// the statistics is then what is locked. A tier like the one of core.h; what differs:
 //   write, write_now  the source is the start of a live block of the device. Both only queue: the copy runs behind
 //                     every stream that touched the block, the block counts as touched by the copy, so it may be freed
-//                     at once, and nobody may write to it until then (a stream that will: mm_tier_use)
+//                     at once, and nobody may write to it until then (a stream that will: mm_tier_use). They wait
+//                     where a piece has to be locked first
 //   read              the target is the start of a live block; the copy runs behind its home's tail and the slot's
 //                     write. Whoever uses the block first calls mm_tier_use
 //   read_now          read, and the block's home waits for it
@@ -154,6 +157,9 @@ const void* mm_tier_bytes(mm_tier*, mm_slot);
 // each. Other builds have no such wait to leave out, and return -1.
 int mm_test_leave_out(const char* wait);
 const char* mm_test_wait_names(void);
+// How page-locked memory of tiers that are opened from now on grows: its first piece, the later ones (0: as usual), and
+// whether memory is touched before it is locked (a double of the driver needs no pages). In all builds.
+int mm_test_lock_pieces(uint64_t first_bytes, uint64_t piece_bytes, int touch);
 
 #if defined(__GNUC__)
 #pragma GCC visibility pop
