@@ -173,6 +173,7 @@ int mm_tier_read_now(mm_tier* tier, mm_slot slot, void* dst) {
 int mm_tier_order(mm_tier* tier, mm_slot slot) { return Of(tier)->OrderMemory(slot); }
 int mm_tier_use(mm_tier* tier, mm_slot slot, mm_stream stream) { return Of(tier)->Use(slot, stream); }
 const void* mm_tier_bytes(mm_tier* tier, mm_slot slot) { return Of(tier)->Bytes(slot); }
+uint64_t mm_tier_ended(mm_tier* tier) { return Of(tier)->Ended(); }
 int mm_tier_poll(mm_tier* tier, mm_slot slot) { return Of(tier)->Poll(slot); }
 int mm_tier_wait(mm_tier* tier, mm_slot slot) { return Of(tier)->Wait(slot); }
 void mm_tier_free(mm_tier* tier, mm_slot slot) {

@@ -365,14 +365,26 @@ int HostTier::OrderMemory(mm_slot id) {
 
 int HostTier::Poll(mm_slot id) {
   if (forked_.load()) return -ECANCELED;
-  const InDriver in(device_);
   Hold hold(mutex_);
-  Poll();
-  const Slot* slot = Find(id);
-  if (slot == nullptr) return -EBADF;
-  const Operation* last = slot->read != nullptr ? slot->read.get() : slot->write.get();
-  if (!slot->write->done || !last->done) return 0;
-  return last->error != 0 ? last->error : 1;
+  for (bool looked = false;; looked = true) {
+    const Slot* slot = Find(id);
+    if (slot == nullptr) return -EBADF;
+    const Operation* last = slot->read != nullptr ? slot->read.get() : slot->write.get();
+    if (slot->write->done && last->done) return last->error != 0 ? last->error : 1;
+    if (looked) return 0;
+    const InDriver in(device_);
+    Poll();
+  }
+}
+
+uint64_t HostTier::Ended() {
+  if (forked_.load()) return 0;
+  Hold hold(mutex_);
+  if (!links_[kWrite].under_way.empty() || !links_[kRead].under_way.empty()) {
+    const InDriver in(device_);
+    Poll();
+  }
+  return links_[kWrite].done + links_[kRead].done;
 }
 
 int HostTier::Wait(mm_slot id) {

@@ -49,6 +49,7 @@ class HostTier final : public Tier, private ForkAware {
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
+  uint64_t Ended() override;
   int Wait(mm_slot id) override;
   void Free(mm_slot id) override;
   void Stats(mm_tier_stats* out) override;

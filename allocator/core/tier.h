@@ -1,6 +1,7 @@
 // Tier: a place below the device where bytes can be parked. The C ABI of tiers (core.h, device.h) calls this.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "memmgr/device.h"
@@ -17,6 +18,8 @@ class Tier {
   virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;
   virtual int Poll(mm_slot id) = 0;
+  // A number that is another one whenever an operation has ended since the last look; a look at what is oldest.
+  virtual uint64_t Ended() { return ++looks_; }
   virtual int Wait(mm_slot id) = 0;
   virtual void Free(mm_slot id) = 0;
   virtual void Stats(mm_tier_stats* out) = 0;
@@ -32,6 +35,9 @@ class Tier {
   ~Tier() = default;
   Tier(const Tier&) = delete;
   Tier& operator=(const Tier&) = delete;
+
+ private:
+  std::atomic<uint64_t> looks_{0};
 };
 
 }  // namespace memmgr

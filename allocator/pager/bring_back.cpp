@@ -1,5 +1,6 @@
 // Coming back: made again, read back or unpacked, by whoever touches the cell.
 #include <cstring>
+#include <optional>
 
 #include "budget.h"
 #include "captures.h"
@@ -92,7 +93,11 @@ void bring_back(Cell* c) {
       }
     }
     if (!bytes) {
-      bytes = c->pool->allocate(c->nbytes);
+      {
+        std::optional<FilledByTier> filled;
+        if (absence != Absence::kPacked) filled.emplace();
+        bytes = c->pool->allocate(c->nbytes);
+      }
       if (absence == Absence::kPacked) {
         mm_bits_unpack(&c->bits, bytes.get(), c->nbytes);
       } else {

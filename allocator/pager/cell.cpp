@@ -305,11 +305,14 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   if (c->version) note_ghost_locked(c->version, c);
   const uint32_t standing = c->standing_pins;
   unstand_all_locked(c);
+  note_used(c);
   const uint32_t before = c->state.fetch_add(kDead - standing, std::memory_order_acq_rel);
   if ((before & kPinMask) == standing && !(before & kBusy)) last_user_is_gone_locked(c, &remains);
 }
 
 // ---- pins ----
+
+const uint64_t* const device_clock = mm_device_clock();
 
 bool pin_living_locked(Cell* c, uint64_t now) {
   uint32_t state = c->state.load(std::memory_order_acquire);
@@ -321,6 +324,7 @@ bool pin_living_locked(Cell* c, uint64_t now) {
 }
 
 bool end_move_locked(Cell* c, bool absent) {
+  note_used(c);
   uint32_t now = c->state.load();
   while (!c->state.compare_exchange_weak(now, (now & ~(kBusy | kAbsent)) | (absent ? kAbsent : 0u),
                                          std::memory_order_acq_rel)) {
@@ -378,6 +382,7 @@ void stand_pinned_locked(Cell* c) {
 
 void stand_unpinned_locked(Cell* c) {
   c->standing_pins--;
+  note_used(c);
   c->state.fetch_sub(1, std::memory_order_acq_rel);  // its storage lives, so this is not the last user
 }
 

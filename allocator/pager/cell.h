@@ -60,9 +60,15 @@ constexpr uint32_t kDead = 1u << 29;  // the storage has died
 constexpr uint32_t kBusy = 1u << 30;  // somebody moves the bytes
 constexpr uint32_t kAbsent = 1u << 31;
 
+// What the clock of a device's marks says (memmgr/device.h): work that is queued by now is older than any later mark.
+extern const uint64_t* const device_clock;
+inline uint64_t device_time() { return __atomic_load_n(device_clock, __ATOMIC_ACQUIRE); }
+
 struct Cell {
   std::atomic<uint32_t> state{0};  // pins, and the bits above
   std::atomic<uint64_t> last_touch{0};
+  // No use of the bytes was queued later than at this time of the device's clock. Set wherever a pin or a move ends.
+  std::atomic<uint64_t> used_at{device_time()};
   uint64_t nbytes = 0;
   uint64_t serial = 0;   // stands for the address where addresses are compared; a range of nbytes, used once
   Pool* pool = nullptr;  // that the bytes come from
@@ -224,7 +230,9 @@ inline bool pin(Cell* c, uint64_t now) {
 // ends the cell is then on his way.
 bool pin_living_locked(Cell* c, uint64_t now);
 void last_user_is_gone(Cell* c);
+inline void note_used(Cell* c) { c->used_at.store(device_time(), std::memory_order_relaxed); }
 inline void unpin(Cell* c) {
+  note_used(c);
   const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);
   if (C10_UNLIKELY((before & kDead) && (before & kPinMask) == 1 && !(before & kBusy))) last_user_is_gone(c);
 }

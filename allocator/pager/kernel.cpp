@@ -121,7 +121,10 @@ uint64_t room_for_states() { return mm_arena_budget(budget.arena) / 4 * 3; }
 
 void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack,
           Moment* moment) {
-  if (C10_UNLIKELY(queues)) note_stream();
+  if (C10_UNLIKELY(queues)) {
+    note_stream();
+    mark_now_and_then();
+  }
   Depth depth;
   std::optional<Admitted> admitted;  // ends after the pins
   Frame frame;
@@ -192,6 +195,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
     put_back();
     if (info->kind != OpClass::kMetadata) touch_arguments(frame, info, stack->data() + base, n);
   }
+  if (C10_UNLIKELY(queues)) note_queued(frame.bytes());
   if (C10_UNLIKELY(tl_foreign != nullptr)) tl_foreign->keep(frame);
   if (C10_UNLIKELY(reducers_listening.load(std::memory_order_relaxed))) keep_accumulated(frame);
   // An optimizer's new states have no bytes until it touches them, where room is short: else nobody would gain by it.

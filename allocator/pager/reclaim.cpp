@@ -178,6 +178,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     if (!drop && !packed && c->slot < 0) {
       const void* from = c->bytes.get();
       lock.unlock();
+      note_last_use(c);
       mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
       if (slot == -ENOSPC && drop_clean_copies()) slot = mm_tier_write_now(budget.tier, from, c->nbytes);
       lock.lock();

@@ -52,6 +52,22 @@ void note_profiler(bool on) {
 void note_queued_home(Cell* c) {
   const void* p = c->bytes.get();
   c->home = p && c->pool->owns(p) ? c->pool->home(p) : kNobodys;
+  note_used(c);
+}
+
+void tell_last_use(const Cell* c) {
+  if (!rule_holds(kRuleLastUse)) return;
+  mm_device_note_use(c->pool->queue(), c->bytes.get(), c->used_at.load(std::memory_order_relaxed));
+}
+
+Unmarked& unmarked() {
+  thread_local Unmarked work;
+  return work;
+}
+
+void mark_stream() {
+  unmarked() = {};
+  if (budget.pool && budget.tier) mm_device_mark(budget.pool->queue(), budget.pool->stream());
 }
 
 void use_queued(Cell* c) {

@@ -21,6 +21,42 @@ inline void note_home(Cell* c) {
   if (C10_UNLIKELY(!c->pool->on_host())) note_queued_home(c);
 }
 
+// Before a copy of the bytes below is queued: it need not wait for what was queued after their last use. The caller has
+// the cell busy.
+void tell_last_use(const Cell* c);
+inline void note_last_use(const Cell* c) {
+  if (C10_UNLIKELY(!c->pool->on_host())) tell_last_use(c);
+}
+
+// What this thread has queued since its stream's last mark.
+struct Unmarked {
+  uint64_t bytes = 0;
+  uint32_t ops = 0;
+  bool due() const { return bytes >= (uint64_t{16} << 20) || ops >= 16; }
+};
+Unmarked& unmarked();
+void mark_stream();
+// Between two ops.
+inline void mark_now_and_then() {
+  if (C10_UNLIKELY(unmarked().due())) mark_stream();
+}
+inline void note_queued(uint64_t bytes) {
+  unmarked().bytes += bytes;
+  ++unmarked().ops;
+}
+
+// While it lives, a block that this thread takes makes its stream wait for nobody: a read of the tier fills it, and
+// waits for the block's former users itself.
+struct FilledByTier {
+  FilledByTier() : before_(mm_device_defer_waits(1)) {}
+  ~FilledByTier() { mm_device_defer_waits(before_); }
+  FilledByTier(const FilledByTier&) = delete;
+  FilledByTier& operator=(const FilledByTier&) = delete;
+
+ private:
+  const int before_;
+};
+
 void use_queued(Cell* c);
 // What this thread queues from now on may use the bytes. The caller has a pin, and they are there.
 inline void use_here(Cell* c) {

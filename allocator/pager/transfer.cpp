@@ -8,6 +8,7 @@
 #include "observe.h"
 #include "pools/pool.h"
 #include "reclaim.h"
+#include "streams.h"
 
 namespace memmgr::pager {
 
@@ -23,6 +24,8 @@ struct Read {
 struct Transfers {
   std::vector<Cell*> writes;
   std::vector<Read> reads;
+  const mm_tier* polled = nullptr;  // all of them were looked at when it said `ended`
+  uint64_t ended = 0;
   const mm_tier* seen_of = nullptr;  // the link was measured up to here
   mm_tier_stats seen{};
 };
@@ -132,6 +135,7 @@ bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 
 bool begin_write_locked(Cell* c) {
   if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
+  note_last_use(c);
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
   counters.writes_ahead++;  // one that the tier refuses at once, too
   if (slot >= 0) {
@@ -180,6 +184,7 @@ bool begin_read(Cell* c) {
   }
   {
     const OwnWork own;
+    const FilledByTier filled;
     r.bytes = c->pool->try_allocate(c->nbytes, 0);
   }
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
@@ -235,6 +240,9 @@ void poll_transfers() {
   Trash trash;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
+    const uint64_t ended = mm_tier_ended(budget.tier);
+    if (std::exchange(transfers().polled, budget.tier) == budget.tier && ended == transfers().ended) return;
+    transfers().ended = ended;
     const std::vector<Cell*> writes = transfers().writes;
     for (Cell* c : writes)
       if (const int result = mm_tier_poll(budget.tier, c->writing)) end_write_locked(c, result, &trash);

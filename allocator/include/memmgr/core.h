@@ -248,6 +248,7 @@ int mm_tier_read_now(mm_tier*, mm_slot, void* dst);
 // 1: nothing under way on this slot and the last operation succeeded; 0: under way; negative errno: the last operation
 // failed.
 int mm_tier_poll(mm_tier*, mm_slot);
+uint64_t mm_tier_ended(mm_tier*);  // the same number as before: no poll says anything new
 // Blocks until nothing is under way on this slot; 0 or a negative errno. An operation still in the queue is moved to
 // its front.
 int mm_tier_wait(mm_tier*, mm_slot);

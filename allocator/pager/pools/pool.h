@@ -25,6 +25,7 @@ enum StreamRule : uint32_t {
   kRuleLate = 128,      // who may be behind an event of a step waits for its slices that ran after that
   kRuleWhere = 256,     // a slice is queued where its step would have been
   kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
+  kRuleLastUse = 512,   // no rule: a copy below waits for the last use of the bytes, and not for all that is queued
   kSampled = 32,        // no rule: a sample of what leaves has a checksum, which waits for the device
 };
 
