@@ -157,10 +157,16 @@ uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   Block* large = large_.Detach(pages, nullptr);
   Block* small = large_.away_pages() < pages ? small_.Detach(pages - large_.away_pages(), nullptr) : nullptr;
   StreamMask touched = 0;
-  for (Block* list : {large, small})
-    for (Block* piece = list; piece != nullptr; piece = piece->left) touched |= sets_.Mask(piece->touched);
+  StreamTimes times;
+  for (Block* list : {large, small}) {
+    for (Block* piece = list; piece != nullptr; piece = piece->left) {
+      if (piece->touched == 0) continue;
+      touched |= sets_.Mask(piece->touched);
+      times.Raise(piece->times);
+    }
+  }
   hold->unlock();
-  const bool settled = (large == nullptr && small == nullptr) || pages_.settle(pages_.user, touched) == 0;
+  const bool settled = (large == nullptr && small == nullptr) || pages_.settle(pages_.user, touched, times) == 0;
   uint64_t given = 0;
   const auto come_back = [&](Heap* heap, Block* list, char* base) {
     while (list != nullptr) {
@@ -197,6 +203,7 @@ void Arena::ObeyBudget() {
 void Arena::ObeyBudgetNow(Hold* hold) {
   const uint64_t excess = ExcessPages(0);
   if (excess > 0) GiveBackSettled(hold, excess);
+  LetGo();
 }
 
 void NoteOwnWork(int delta) { own_work += delta; }
@@ -413,9 +420,13 @@ void* Arena::MakeRoom(Hold* hold, Request* request) {
   for (int round = 0;; ++round) {
     request->room = 0;
     void* p = Try(request);
-    if (p != nullptr || request->room == 0) return p;
+    if (p != nullptr || request->room == 0) {
+      if (round > 0) LetGo();
+      return p;
+    }
     if (!helped || round == kRoundsForRoom) {
       request->need = request->room * pages_.page_bytes;
+      LetGo();
       return nullptr;
     }
     // Even after "nothing": somebody else may have given back what this needs meanwhile.
@@ -557,6 +568,7 @@ uint64_t Arena::Trim(uint64_t keep_bytes) {
   const uint64_t keep_pages = keep_bytes / pages_.page_bytes;
   const uint64_t spare = spare_pages();
   const uint64_t given = spare > keep_pages ? GiveBackSettled(&hold, spare - keep_pages) : 0;
+  LetGo();
   Verify("trim");
   return given * pages_.page_bytes;
 }

@@ -177,6 +177,10 @@ class Arena final : private ForkAware {
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
   void ChooseChunk();
+  // Pages that were given back for a request and not used for it are nobody's.
+  void LetGo() {
+    if (waits()) pages_.let_go(pages_.user);
+  }
   bool waits() const { return pages_.give_back == GiveBack::kAfterSettle; }
   void ResidentChanged();
   std::string CheckLocked() const;

@@ -304,7 +304,7 @@ void Device::ForgetPassedMarks(Marks* marks) {
   marks->pending = std::move(rest);
 }
 
-void Device::Mark(CUstream stream) {
+void Device::MarkTail(CUstream stream) {
   if (forked()) return;
   const int number = Number(stream);
   const auto context = EnsureContext();
@@ -349,23 +349,33 @@ void Device::MarkEnded(CUstream stream, uint64_t mark) {
   marks->passed = std::max(marks->passed, mark);
 }
 
+// Puts the first mark above `time` in front of what the waiter does next.
+Device::Mark Device::WaitForMark(CUstream waiter, int number, uint64_t time) {
+  if (time == kTail) return Mark::kNone;
+  std::lock_guard hold(marks_lock_);
+  Marks* marks = MarksOf(number);
+  ForgetPassedMarks(marks);
+  if (marks->passed > time) return Mark::kPassed;
+  const auto mark = std::upper_bound(marks->pending.begin(), marks->pending.end(), time,
+                                     [](uint64_t t, const Marks::One& one) { return t < one.number; });
+  if (mark == marks->pending.end()) return Mark::kNone;
+  return driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS ? Mark::kQueued : Mark::kNone;
+}
+
 // All work of `other` that was queued when the clock said `time`.
 int Device::WaitUntil(CUstream waiter, CUstream other, uint64_t time) {
   const int number = Number(other);
-  if (number < 0 || time == kTail) return WaitForTail(waiter, other);
-  {
-    std::lock_guard hold(marks_lock_);
-    const Marks* marks = MarksOf(number);
-    if (marks->passed > time) return 0;
-    const auto mark = std::upper_bound(marks->pending.begin(), marks->pending.end(), time,
-                                       [](uint64_t t, const Marks::One& one) { return t < one.number; });
-    if (mark != marks->pending.end()) {
-      const auto context = EnsureContext();
-      const RelaxedCapture relaxed(driver_);
-      if (context.error() == CUDA_SUCCESS && driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS) {
+  const auto context = EnsureContext();
+  if (number >= 0 && context.error() == CUDA_SUCCESS) {
+    const RelaxedCapture relaxed(driver_);
+    switch (WaitForMark(waiter, number, time)) {
+      case Mark::kQueued:
         ++waits_;
         return 0;
-      }
+      case Mark::kPassed:
+        return 0;
+      case Mark::kNone:
+        break;
     }
   }
   return WaitForTail(waiter, other);
@@ -421,28 +431,45 @@ int Device::Synchronize() {
   return error;
 }
 
-int Device::Settle(StreamMask touched) {
+int Device::Settle(StreamMask touched, const StreamTimes& times) {
   try {
-    return Order<"trim.touched">([&] { return SynchronizeAll(touched); });
+    return Order<"trim.touched">([&] { return SynchronizeAll(touched, times); });
   } catch (const std::bad_alloc&) {
     return -ENOMEM;
   }
 }
 
-int Device::SynchronizeAll(StreamMask touched) {
+// For marks a stream of ours waits, and the CPU for that one: a mark's event may be used again meanwhile.
+int Device::SynchronizeAll(StreamMask touched, const StreamTimes& times) {
   if ((touched & kAnything) != 0) return Synchronize();
   const auto context = EnsureContext();
   if (context.error() != CUDA_SUCCESS) return DriverErrno(Noted(context.error()));
   const RelaxedCapture relaxed(driver_);
-  for (CUstream stream : StreamsOf(touched, reinterpret_cast<CUstream>(-1))) {
+  CUstream settler = settler_stream_.load();
+  if (settler == nullptr && times.at != StreamTimes{{kTail, kTail, kTail}}.at) {
     CUresult error;
+    settler = MakeStream(&error);  // without one whole streams are waited for
+    settler_stream_.store(settler);
+  }
+  bool by_marks = false;
+  for (CUstream stream : StreamsOf(touched, reinterpret_cast<CUstream>(-1))) {
+    CUresult error = CUDA_SUCCESS;
+    const int number = Number(stream);
+    if (number >= 0 && settler != nullptr) {
+      const Mark found = WaitForMark(settler, number, times.at[KindOf(stream)]);
+      by_marks |= found == Mark::kQueued;
+      if (found != Mark::kNone) continue;
+    }
     if (Capturing(stream, &error)) return -EBUSY;
     ++synchronizations_;
     if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);
     if (Noted(error) == CUDA_SUCCESS) continue;
     if (const int failed = SynchronizeContext(); failed != 0) return failed;
   }
-  return 0;
+  if (!by_marks || driver_.StreamQuery(settler) == CUDA_SUCCESS) return 0;
+  ++synchronizations_;
+  if (Noted(driver_.StreamSynchronize(settler)) == CUDA_SUCCESS) return 0;
+  return SynchronizeContext();
 }
 
 // ---- allocate and free -----------------------------------------------------------------------------------------

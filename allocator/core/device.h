@@ -59,7 +59,7 @@ class Device final : private ForkAware, private Settler {
   // the next wait for the block.
   void NoteUse(const void* block, uint64_t time);
   // A mark at the tail of a stream of the program (mm_device_mark).
-  void Mark(CUstream stream);
+  void MarkTail(CUstream stream);
   // A mark by an event that was recorded on a stream of MakeStream just now; its number. Until MarkEnded the event is
   // not used for anything else.
   uint64_t MarkCopy(CUstream stream, CUevent event);
@@ -144,13 +144,16 @@ class Device final : private ForkAware, private Settler {
     bool copies = false;
   };
   StreamMask WaitFor(CUstream waiter, StreamMask touched, const StreamTimes& times);
+  enum class Mark { kNone, kPassed, kQueued };
+  Mark WaitForMark(CUstream waiter, int number, uint64_t time);
   int WaitUntil(CUstream waiter, CUstream other, uint64_t time);
   Marks* MarksOf(int number);
   void ForgetPassedMarks(Marks* marks);
   size_t KindOf(CUstream stream);
   int SynchronizeContext();
-  int Settle(StreamMask touched) override;
-  int SynchronizeAll(StreamMask touched);
+  int Settle(StreamMask touched, const StreamTimes& times) override;
+  // The CPU waits: for all that these streams have queued, or had queued at a time.
+  int SynchronizeAll(StreamMask touched, const StreamTimes& times = {{kTail, kTail, kTail}});
   CUevent TakeEvent();
   void ReturnEvent(CUevent event);
   Pool* FindPool(uint64_t a, uint64_t b);
@@ -178,6 +181,8 @@ class Device final : private ForkAware, private Settler {
 
   // In the order of creation: memmgr's own streams are of the kinds 1 and 2 by turns (a tier makes two).
   std::array<StreamMask, kStreamKinds> of_kind_{};  // under streams_lock_
+
+  std::atomic<CUstream> settler_stream_{nullptr};  // on which the CPU waits for marks
 
   Lock marks_lock_;
   std::deque<Marks> marks_;  // by the stream's number

@@ -72,7 +72,7 @@ const uint64_t* mm_device_clock(void) {
 }
 
 void mm_device_mark(mm_device* device, mm_stream stream) {
-  Guarded(0, [&] { return Of(device)->Mark(stream), 0; });
+  Guarded(0, [&] { return Of(device)->MarkTail(stream), 0; });
 }
 
 void mm_device_note_use(mm_device* device, const void* p, uint64_t time) {

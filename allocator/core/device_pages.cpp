@@ -2,14 +2,19 @@
 
 #include <errno.h>
 
+#include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cstdlib>
 #include <mutex>
+#include <utility>
 
 namespace memmgr {
 namespace {
 
 constexpr size_t kPlainPageBytes = size_t{1} << 16;
+constexpr size_t kUsualPage = size_t{2} << 20;
+constexpr size_t kMostPage = size_t{64} << 20;
 constexpr uint64_t kManyBytes = uint64_t{256} << 20;
 
 CUdeviceptr Address(void* at) { return reinterpret_cast<CUdeviceptr>(at); }
@@ -23,6 +28,15 @@ CUmemAllocationProp Properties(int ordinal) {
 
 CUmemAccessDesc AccessOf(int ordinal) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, ordinal}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+}
+
+// One 4,096th of the device's memory, so that the ends of some hundred runs of blocks stay small beside it, and no less
+// than the driver's least; MEMMGR_CUDA_PAGE (bytes) says otherwise.
+size_t PageBytes(size_t granularity, size_t total_bytes) {
+  const char* asked = getenv("MEMMGR_CUDA_PAGE");
+  const size_t usual = total_bytes / 4096 > kUsualPage ? total_bytes / 4096 : granularity;
+  const size_t wanted = asked != nullptr ? strtoull(asked, nullptr, 10) : usual;
+  return std::clamp(std::bit_floor(std::max<size_t>(wanted, 1)), granularity, std::max(granularity, kMostPage));
 }
 
 class Timed {
@@ -55,16 +69,21 @@ CUresult DevicePages::UseMapped() {
   if (!std::has_single_bit(granularity)) return CUDA_ERROR_NOT_SUPPORTED;
   CUdevice device = 0;
   int integrated = 0;
+  size_t free_bytes = 0, total_bytes = 0;
+  if (driver_.MemGetInfo(&free_bytes, &total_bytes) != CUDA_SUCCESS) total_bytes = 0;
   if (driver_.DeviceGet(&device, ordinal_) == CUDA_SUCCESS &&
       driver_.DeviceGetAttribute(&integrated, CU_DEVICE_ATTRIBUTE_INTEGRATED, device) == CUDA_SUCCESS)
     integrated_ = integrated != 0;
-  ops_.page_bytes = granularity;
+  ops_.page_bytes = PageBytes(granularity, total_bytes);
   ops_.give_back = GiveBack::kAfterSettle;
   ops_.reserve = [](void* user, size_t bytes) { return Of(user)->Reserve(bytes); };
   ops_.commit = [](void* user, void* at, size_t bytes) { return Of(user)->Commit(Address(at), bytes); };
   ops_.decommit = [](void* user, void* at, size_t bytes) { return Of(user)->Decommit(Address(at), bytes); };
   ops_.release = [](void* user, void* base, size_t bytes) { Of(user)->Release(Address(base), bytes); };
-  ops_.settle = [](void* user, StreamMask touched) { return Of(user)->settler_->Settle(touched); };
+  ops_.settle = [](void* user, StreamMask touched, const StreamTimes& times) {
+    return Of(user)->settler_->Settle(touched, times);
+  };
+  ops_.let_go = [](void* user) { Of(user)->LetGo(); };
   return CUDA_SUCCESS;
 }
 
@@ -97,6 +116,8 @@ CUresult DevicePages::UsePlain() {
 void* DevicePages::Reserve(size_t bytes) {
   const EnsureContext context(driver_, ordinal_);
   auto mapped = std::make_unique<PageMap>(bytes / ops_.page_bytes);
+  handles_.assign(bytes / ops_.page_bytes, 0);
+  kept_.reserve(handles_.size());  // to give back must not throw
   if (context.error() != CUDA_SUCCESS || driver_.MemAddressReserve(&base_, bytes, 0, 0, 0) != CUDA_SUCCESS) {
     errno = ENOMEM;
     return nullptr;
@@ -126,15 +147,35 @@ int DevicePages::Allow(int peer_ordinal) {
   return CUDA_SUCCESS;
 }
 
-CUresult DevicePages::MapPage(CUdeviceptr at) {
-  const CUmemAllocationProp properties = Properties(ordinal_);
+CUresult DevicePages::MapPage(uint64_t page) {
   CUmemGenericAllocationHandle handle = 0;
-  CUresult error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
-  if (error != CUDA_SUCCESS) return error;
-  error = driver_.MemMap(at, ops_.page_bytes, 0, handle, 0);
-  Noted(driver_.MemRelease(handle));
-  if (error == CUDA_SUCCESS) ++counts_.maps;
+  if (!kept_.empty()) {
+    handle = kept_.back();
+    kept_.pop_back();
+  } else {
+    const CUmemAllocationProp properties = Properties(ordinal_);
+    const CUresult error = driver_.MemCreate(&handle, ops_.page_bytes, &properties, 0);
+    if (error != CUDA_SUCCESS) return error;
+  }
+  const CUresult error = driver_.MemMap(At(page), ops_.page_bytes, 0, handle, 0);
+  if (error == CUDA_SUCCESS) {
+    handles_[page] = handle;
+    ++counts_.maps;
+  } else {
+    Noted(driver_.MemRelease(handle));
+  }
   return error;
+}
+
+void DevicePages::LetGo() {
+  std::lock_guard hold(lock_);
+  if (kept_.empty()) return;
+  const EnsureContext context(driver_, ordinal_);
+  if (context.error() != CUDA_SUCCESS) return;
+  const RelaxedCapture relaxed(driver_);
+  const Timed timed(&counts_.unmap_nanoseconds);
+  for (const CUmemGenericAllocationHandle handle : kept_) Noted(driver_.MemRelease(handle));
+  kept_.clear();
 }
 
 // A page costs tens of microseconds: what is far from fitting is not tried a page at a time. What is near may fit: the
@@ -153,6 +194,7 @@ uint64_t DevicePages::UnmapPages(uint64_t first, uint64_t end) {
     if (Noted(driver_.MemUnmap(At(page), ops_.page_bytes)) != CUDA_SUCCESS) return page;
     mapped_->Clear(page, page + 1);
     ++counts_.unmaps;
+    kept_.push_back(std::exchange(handles_[page], 0));
   }
   return end;
 }
@@ -169,7 +211,7 @@ int DevicePages::Commit(CUdeviceptr at, size_t bytes) {
   for (uint64_t page = first; page < end && error == CUDA_SUCCESS; ++page) {
     // What the driver once refused to unmap is still there.
     if (mapped_->CountHoles(page, page + 1) == 0) continue;
-    error = MapPage(At(page));
+    error = MapPage(page);
     if (error == CUDA_SUCCESS) mapped_->Set(page, page + 1);
   }
   if (error == CUDA_SUCCESS) {
@@ -206,6 +248,8 @@ void DevicePages::Release(CUdeviceptr base, size_t bytes) {
     const uint64_t refused = UnmapPages(page, end);
     page = refused < end ? refused + 1 : end;
   }
+  for (const CUmemGenericAllocationHandle handle : kept_) Noted(driver_.MemRelease(handle));
+  kept_.clear();
   Noted(driver_.MemAddressFree(base, bytes));
 }
 

@@ -1,10 +1,11 @@
 // The pages of a device's arena, through the driver.
 //
-// Mapped: one handle for each page, because a mapping cannot be unmapped in part; the handle is let go of as soon as it
-// is mapped, so that the mapping alone keeps the memory and unmapping gives it back. Nothing is pooled: the driver's
-// figures are ours at any time, and others get at once what we do not use. The price is a cuMemCreate for each page
-// that moves.
-// Plain: one allocation of the whole range. Its pages count as committed from their first use on and never go back.
+// Mapped: one handle for each page, because a mapping cannot be unmapped in part. A page that is given back to be
+// mapped elsewhere keeps its handle until then (let_go): to make a new one takes as long as to map it. Nothing else is
+// pooled: the driver's figures are ours at any time, and others get at once what we do not use. What a page costs the
+// driver hardly depends on its size (an H100: 50 us to move one of 2 MiB and one of 32 MiB), so a large device has
+// larger pages than the driver's least. Plain: one allocation of the whole range. Its pages count as committed from
+// their first use on and never go back.
 #pragma once
 
 #include <atomic>
@@ -21,7 +22,7 @@ namespace memmgr {
 class Settler {
  public:
   // The CPU waits for what these streams have queued. 0 or -errno. Never called with a lock of the arena.
-  virtual int Settle(StreamMask touched) = 0;
+  virtual int Settle(StreamMask touched, const StreamTimes& times) = 0;
 
  protected:
   ~Settler() = default;
@@ -67,7 +68,8 @@ class DevicePages {
   int Commit(CUdeviceptr at, size_t bytes);
   int Decommit(CUdeviceptr at, size_t bytes);
   void Release(CUdeviceptr base, size_t bytes);
-  CUresult MapPage(CUdeviceptr at);
+  CUresult MapPage(uint64_t page);
+  void LetGo();
   bool HasRoom(uint64_t pages) const;
   uint64_t UnmapPages(uint64_t first, uint64_t end);
   CUdeviceptr At(uint64_t page) const { return base_ + page * ops_.page_bytes; }
@@ -86,8 +88,10 @@ class DevicePages {
 
   Lock lock_;  // below that of the arena, which is not held when pages are given back
   std::unique_ptr<PageMap> mapped_;
-  uint64_t pages_ = 0;                   // of the whole range
-  std::vector<CUmemAccessDesc> access_;  // who may use the pages: the device itself, then its peers
+  std::vector<CUmemGenericAllocationHandle> handles_;  // by page
+  std::vector<CUmemGenericAllocationHandle> kept_;     // of pages that were unmapped and are not mapped again yet
+  uint64_t pages_ = 0;                                 // of the whole range
+  std::vector<CUmemAccessDesc> access_;                // who may use the pages: the device itself, then its peers
 };
 
 }  // namespace memmgr

@@ -59,6 +59,7 @@ HostPages::HostPages() {
           .decommit = Decommit,
           .release = Release,
           .settle = nullptr,
+          .let_go = nullptr,
           .moving = can_move ? Moving : nullptr};
 }
 

@@ -34,8 +34,11 @@ struct PageOps {
   int (*commit)(void* user, void* at, size_t bytes);      // 0 or -errno, with nothing committed
   int (*decommit)(void* user, void* at, size_t bytes);    // 0 or -errno; the addresses stay reserved, contents are lost
   void (*release)(void* user, void* base, size_t bytes);  // undoes reserve
-  // Waits until what these streams have queued is done. 0 or -errno: the pages stay. nullptr unless kAfterSettle.
-  int (*settle)(void* user, StreamMask touched);
+  // Waits until what these streams had queued by then is done. 0 or -errno: the pages stay. nullptr unless
+  // kAfterSettle.
+  int (*settle)(void* user, StreamMask touched, const StreamTimes& times);
+  // What decommit has kept for the next commit is the system's again. nullptr unless kAfterSettle.
+  void (*let_go)(void* user);
   // Until it is called with 0, whole chunks of the pages that are given back may be taken for those that are committed,
   // with what is in them: that spares giving them to the system and having them cleared. Under the arena's lock.
   // nullptr: there is no such way.

@@ -379,14 +379,18 @@ def test_no_wait_passes_by_the_names() -> None:
         "if (error == CUDA_SUCCESS) error = driver_.StreamWaitEvent(waiter, event, 0);",
         "if (driver_.StreamSynchronize(other) == CUDA_SUCCESS) {",
         "if (Noted(driver_.EventRecord(event, stream)) == CUDA_SUCCESS)",  # Mark: nobody waits yet
-        # WaitUntil, as WaitForTail
-        "if (context.error() == CUDA_SUCCESS && driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS) {",
-        "if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);",  # SynchronizeAll
+        # WaitForMark
+        "return driver_.StreamWaitEvent(waiter, mark->event, 0) == CUDA_SUCCESS ? Mark::kQueued : Mark::kNone;",
+        # SynchronizeAll
+        "if (error == CUDA_SUCCESS) error = driver_.StreamSynchronize(stream);",
+        "if (Noted(driver_.StreamSynchronize(settler)) == CUDA_SUCCESS) return 0;",
     ]
     calls = {
-        "SynchronizeContext": 5,  # close.all, synchronize.all, its definition; what cannot be asked, in the two helpers
-        "WaitForTail": 3,  # its definition, WaitUntil where there is no mark
+        # close.all, synchronize.all, its definition; what cannot be asked, in the helpers
+        "SynchronizeContext": 6,
+        "WaitForTail": 2,  # its definition, WaitUntil where there is no mark
         "WaitUntil": 2,  # its definition, WaitFor
+        "WaitForMark": 3,  # its definition, WaitUntil, SynchronizeAll
         # its definition, WaitForTouched (offload.touched, reload.target), reuse.touched, lent.touched
         "WaitFor": 4,
         "SynchronizeAll": 3,  # its definition, trim.touched, lent.touched
