@@ -189,6 +189,7 @@ def budget_error(
     binary: bool = False,
     states_stay: bool = True,
     compiled: str = "",
+    hidden_bytes: int = 0,
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
 
@@ -206,6 +207,7 @@ def budget_error(
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
         compiled: the compiled model in whose graph it happened, by its name; empty: in none.
+        hidden_bytes: of the device's memory that no tensor has: libraries' workspaces. They are held beside all that is named.
     """
 
     def size(count: int) -> str:
@@ -225,8 +227,9 @@ def budget_error(
     else:
         step = int(SPARE * max(floor, ahead.op_bytes, held.update_bytes))
     enough = max(floor, step, untried_bytes) if known or there_bytes else floor
-    enough = round_up(enough, binary=binary)
-    split = ", ".join(f"{name} {size(part)}" for name, part in sorted(held.kinds.items(), key=lambda item: -item[1]))
+    enough = round_up(enough + hidden_bytes, binary=binary)
+    kinds = held.kinds | ({"workspaces of libraries": hidden_bytes} if hidden_bytes else {})
+    split = ", ".join(f"{name} {size(part)}" for name, part in sorted(kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
     out = f"the {tier} tier below it is full: no space left" if short else "nothing more can leave"
     what = f"memmgr: the budget of {size(budget_bytes)} is spent, and {out}."

@@ -274,15 +274,21 @@ C10_ALWAYS_INLINE void finish_pending(const c10::OperatorHandle& op, const OpInf
 void pin_for_reader(Frame& frame, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
   const bool all = info->reads_raw == RawReads::kAll;
-  for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i)
-    if (stack[i].isTensor() && stack[i].unsafeToTensorImpl()->has_storage() &&
-        (all || c10::isIntegralType(stack[i].unsafeToTensorImpl()->dtype().toScalarType(), true)))
-      frame.value(stack[i], all);
+  const bool lists = info->reads_raw == RawReads::kWeights && !budget.pool->on_host();
+  for (size_t i = stack.size() - std::min(n, stack.size()); i < stack.size(); ++i) {
+    const c10::IValue& v = stack[i];
+    const bool read = v.isTensor()
+                          ? v.unsafeToTensorImpl()->has_storage() &&
+                                (all || c10::isIntegralType(v.unsafeToTensorImpl()->dtype().toScalarType(), true))
+                          : lists && v.isTensorList();
+    if (read) frame.value(v, all);
+  }
   frame.pin_all();
   frame.begin_writes();
 }
 
 // Torch's own composites that read raw: a packed sequence's batch sizes, say.
+template <c10::DispatchKey backend>
 void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   Frame read;
   std::optional<InKernel> inside;
@@ -294,7 +300,7 @@ void composite_that_reads_raw(const c10::OperatorHandle& op, c10::DispatchKeySet
     pin_for_reader(read, info, *stack);
     if (info->reads_raw == RawReads::kAll) scope.emplace();  // what its ops make it reads as well
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);  // the composite itself; its ops find us again
+  op.redispatchBoxed(c10::DispatchKeySet(backend), stack);  // the composite itself; its ops find us again
 }
 
 // In a compiled region: what it makes stays the region's. What it touches need not be: a custom op may know of more
@@ -405,7 +411,24 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) {
   for (const RawReader& reader : raw_readers())
-    m.impl(reader.name, torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw>());
+    if (reader.on_cpu)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::CPU>>());
+}
+
+// On an accelerator what is read raw there; the integers of the others lie on the CPU, where no such budget has cells.
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+  for (const RawReader& reader : raw_readers())
+    if (reader.reads == RawReads::kWeights)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::CUDA>>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  for (const RawReader& reader : raw_readers())
+    if (reader.reads == RawReads::kWeights)
+      m.impl(reader.name,
+             torch::CppFunction::makeFromBoxedFunction<&composite_that_reads_raw<c10::DispatchKey::PrivateUse1>>());
 }
 
 // Until now a kernel that passes the key over had its place (memmgr/_dispatch.py). Torch gives a place to nobody while

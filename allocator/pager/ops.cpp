@@ -244,10 +244,14 @@ static bool is_native(const c10::OperatorHandle& op) {
 
 const std::vector<RawReader>& raw_readers() {
   static const auto* readers =
-      new std::vector<RawReader>{{"lstm.data", RawReads::kIndices},
-                                 {"gru.data", RawReads::kIndices},
-                                 {"rnn_tanh.data", RawReads::kIndices},
-                                 {"rnn_relu.data", RawReads::kIndices},
+      new std::vector<RawReader>{{"lstm.data", RawReads::kWeights},
+                                 {"gru.data", RawReads::kWeights},
+                                 {"rnn_tanh.data", RawReads::kWeights},
+                                 {"rnn_relu.data", RawReads::kWeights},
+                                 {"lstm.input", RawReads::kWeights, false},
+                                 {"gru.input", RawReads::kWeights, false},
+                                 {"rnn_tanh.input", RawReads::kWeights, false},
+                                 {"rnn_relu.input", RawReads::kWeights, false},
                                  {"_pad_packed_sequence", RawReads::kIndices},
                                  {"_pack_padded_sequence_backward", RawReads::kIndices},
                                  {"tensor_split.tensor_indices_or_sections", RawReads::kIndices},

@@ -18,11 +18,17 @@ enum class OpClass : uint8_t {
 };
 
 // Of a composite: which of its arguments' addresses it takes, and then runs ops or writes (rule 9).
-enum class RawReads : uint8_t { kNone, kIndices, kAll };  // the integers among them
+//   kIndices  the integers among them
+//   kAll      all
+//   kWeights  on an accelerator its lists of tensors and the integers, on the CPU the integers: before cuDNN's RNNs
+//   torch
+//             compares where the weights lie with where they would lie in one buffer
+enum class RawReads : uint8_t { kNone, kIndices, kAll, kWeights };
 
 struct RawReader {
   const char* name;  // in aten
   RawReads reads;
+  bool on_cpu = true;  // there, too
 };
 const std::vector<RawReader>& raw_readers();
 

@@ -31,6 +31,9 @@ takes more for itself. Found, as the next, with the models of tests/budget."""
 GROWS = 1.27
 """What an op of backward takes at most, over the one that found no room."""
 
+HIDDEN_BYTES = 8 << 20
+"""Less than that is what an op that has failed has taken so far."""
+
 AGAIN = 1.2
 """Without a tier: what is made again beside an op, and gradients that wait for others, over the rest."""
 
@@ -60,6 +63,7 @@ class Native(Inventory, Protocol):
     def note_refused(self) -> None: ...
     def tier_stats(self) -> dict[str, int]: ...
     def resident_cells(self) -> list[tuple[int, int]]: ...
+    def resident(self) -> int: ...
 
 
 class Explainer:
@@ -132,9 +136,17 @@ class Explainer:
             binary=self._asked.binary,
             states_stay=not tier,
             compiled=self._compiled(),
+            hidden_bytes=self._hidden_bytes(held),
             failed=failed,
             there_bytes=there_bytes,
         )
+
+    def _hidden_bytes(self, held: Holdings) -> int:
+        """What a device's allocator has given to others than tensors: cuBLAS takes 32 MiB and more for each stream."""
+        if self._asked.device.type == "cpu":
+            return 0
+        hidden = self._native.resident() - sum(held.kinds.values())
+        return hidden if hidden > HIDDEN_BYTES else 0
 
     def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Ahead:
         """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
