@@ -38,6 +38,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "device_kernels.cu"
 #include "driver.h"
 
 namespace {
@@ -474,7 +475,7 @@ struct Call {
   static bool IsUnsafe(const std::string& name) {
     static const std::set<std::string> names = {"cuMemAlloc",    "cuMemFree",      "cuMemCreate",     "cuMemMap",
                                                 "cuMemUnmap",    "cuMemSetAccess", "cuMemHostAlloc",  "cuMemFreeHost",
-                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize"};
+                                                "cuStreamQuery", "cuEventQuery",   "cuCtxSynchronize", "cuModuleLoadData"};
     return names.count(name) > 0;
   }
   // NULL and cudaStreamLegacy: the current device's default stream.
@@ -878,6 +879,7 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CU
   const auto source = reinterpret_cast<uint64_t>(from);
   if (IsPageLocked(&call.fake, source, bytes)) return call.QueueCopy(stream, to, source, bytes);
   // Pageable memory is read before the call returns.
+  call.fake.calls["pageable bytes"] += bytes;
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
   call.Queue(
@@ -894,6 +896,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
   const auto target = reinterpret_cast<uint64_t>(to);
   if (IsPageLocked(&call.fake, target, bytes)) return call.QueueCopy(stream, target, from, bytes);
   // Pageable memory has been written when the call returns.
+  call.fake.calls["pageable bytes"] += bytes;
   if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   if (call.RefusedByCapture(stream)) return call.error;
   call.Queue(stream,
@@ -1075,6 +1078,114 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
   STREAM(stream, handle);
   if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
   call.Queue(stream, {nullptr, nullptr, [=] { function(user); }, {}});
+  return CUDA_SUCCESS;
+}
+
+// ---- kernels -----------------------------------------------------------------------------------------------------
+
+// The kernels of the core by name, whatever the image says: what each thread of a launch does is the function that the
+// device's kernel calls, from the same source.
+}  // extern "C"
+
+namespace {
+
+struct Launched {
+  std::function<void()> run;
+  std::vector<Range> uses;
+};
+
+template <typename T>
+T Argument(void** arguments, int number) {
+  T value;
+  memcpy(&value, arguments[number], sizeof value);
+  return value;
+}
+
+template <typename Each>
+void ForEachThread(uint64_t threads, Each each) {
+  for (uint64_t number = 0; number < threads; ++number) each(memmgr_kernels::Share{number, threads});
+}
+
+Launched LaunchedSum(void** arguments, uint64_t threads) {
+  const auto p = Argument<CUdeviceptr>(arguments, 0), result = Argument<CUdeviceptr>(arguments, 2);
+  const auto bytes = Argument<uint64_t>(arguments, 1);
+  return {[=] {
+            uint64_t sum = 0;
+            ForEachThread(threads, [&](memmgr_kernels::Share share) {
+              sum += memmgr_kernels::SumOf(reinterpret_cast<const unsigned char*>(p), bytes, share);
+            });
+            *reinterpret_cast<uint64_t*>(result) += sum;
+          },
+          {{p, p + bytes}, {result, result + sizeof(uint64_t)}}};
+}
+
+Launched LaunchedSame(void** arguments, uint64_t threads) {
+  const auto a = Argument<CUdeviceptr>(arguments, 0), b = Argument<CUdeviceptr>(arguments, 1);
+  const auto bytes = Argument<uint64_t>(arguments, 2);
+  const auto result = Argument<CUdeviceptr>(arguments, 3);
+  return {[=] {
+            ForEachThread(threads, [&](memmgr_kernels::Share share) {
+              if (memmgr_kernels::DiffersIn(reinterpret_cast<const unsigned char*>(a),
+                                            reinterpret_cast<const unsigned char*>(b), bytes, share))
+                *reinterpret_cast<uint64_t*>(result) = 1;
+            });
+          },
+          {{a, a + bytes}, {b, b + bytes}, {result, result + sizeof(uint64_t)}}};
+}
+
+Launched LaunchedFill(void** arguments, uint64_t threads) {
+  const auto p = Argument<CUdeviceptr>(arguments, 0);
+  const auto bytes = Argument<uint64_t>(arguments, 1), word = Argument<uint64_t>(arguments, 2);
+  return {[=] {
+            ForEachThread(threads, [&](memmgr_kernels::Share share) {
+              memmgr_kernels::FillWith(reinterpret_cast<unsigned char*>(p), bytes, word, share);
+            });
+          },
+          {{p, p + bytes}}};
+}
+
+struct Kernel {
+  const char* name;
+  Launched (*launched)(void** arguments, uint64_t threads);
+};
+Kernel kKernels[] = {{"mm_sum", LaunchedSum}, {"mm_same", LaunchedSame}, {"mm_fill", LaunchedFill}};
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  BEGIN("cuModuleLoadData");
+  if (strstr(static_cast<const char*>(image), ".entry") == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  *module = reinterpret_cast<CUmodule>(kKernels);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+  BEGIN("cuModuleUnload");
+  return module == reinterpret_cast<CUmodule>(kKernels) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  BEGIN("cuModuleGetFunction");
+  for (Kernel& kernel : kKernels) {
+    if (strcmp(kernel.name, name) != 0) continue;
+    *function = reinterpret_cast<CUfunction>(&kernel);
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
+                        unsigned threads_y, unsigned threads_z, unsigned, CUstream handle, void** arguments, void**) {
+  BEGIN("cuLaunchKernel");
+  STREAM(stream, handle);
+  if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
+  if (blocks == 0 || threads == 0 || threads > 1024 || blocks_y * blocks_z * threads_y * threads_z != 1)
+    return CUDA_ERROR_INVALID_VALUE;
+  Launched launched =
+      reinterpret_cast<Kernel*>(function)->launched(arguments, uint64_t{blocks} * uint64_t{threads});
+  call.Queue(stream, {nullptr, nullptr, std::move(launched.run), std::move(launched.uses)});
   return CUDA_SUCCESS;
 }
 
