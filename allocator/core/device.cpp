@@ -45,7 +45,11 @@ thread_local LastStream last_stream;
 // ---- life ------------------------------------------------------------------------------------------------------
 
 Device::Device(const mm_driver& driver, int ordinal)
-    : driver_(driver), ordinal_(ordinal), serial_(NextSerial()), pages_(driver, ordinal, this) {
+    : driver_(driver),
+      ordinal_(ordinal),
+      serial_(NextSerial()),
+      pages_(driver, ordinal, this),
+      kernels_(driver, ordinal) {
   WatchForks();
 }
 
@@ -110,6 +114,7 @@ int Device::Close(Device* device) {
 void Device::AfterForkInChild() {
   forked_.store(true, std::memory_order_relaxed);
   for (Lock* lock : {&streams_lock_, &events_lock_, &lent_lock_, &settling_, &pools_lock_, &marks_lock_}) lock->Renew();
+  kernels_.AfterForkInChild();
 }
 
 CUresult Device::Memory(size_t* free_bytes, size_t* total_bytes) const {
@@ -665,7 +670,7 @@ void Device::Stats(mm_device_stats* out) {
   out->unmaps = counts.unmaps;
   out->map_nanoseconds = counts.map_nanoseconds;
   out->unmap_nanoseconds = counts.unmap_nanoseconds;
-  out->driver_errors = driver_errors_ + counts.errors;
+  out->driver_errors = driver_errors_ + counts.errors + kernels_.errors();
   {
     std::lock_guard hold(streams_lock_);
     out->streams = streams_.size();

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "device_kernels.h"
 #include "device_pages.h"
 #include "driver.h"
 #include "fork.h"
@@ -46,6 +47,7 @@ class Device final : private ForkAware, private Settler {
 
   Arena& arena() { return *arena_; }
   const mm_driver& driver() const { return driver_; }
+  DeviceKernels& kernels() { return kernels_; }
   int ordinal() const { return ordinal_; }
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
   // While the result lives, the calling thread's context is this device's.
@@ -167,6 +169,7 @@ class Device final : private ForkAware, private Settler {
   const int ordinal_;
   const uint64_t serial_;  // no two devices of a process have the same
   DevicePages pages_;
+  DeviceKernels kernels_;
   std::unique_ptr<Arena> arena_;
   std::atomic<bool> forked_{false};
 

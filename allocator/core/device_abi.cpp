@@ -1,4 +1,6 @@
 // The C ABI of a device's memory: casts, and nothing that C++ throws gets past it.
+#include <errno.h>
+
 #include <string>
 
 #include "device.h"
@@ -9,6 +11,13 @@ namespace {
 using memmgr::Guarded;
 
 memmgr::Device* Of(mm_device* device) { return reinterpret_cast<memmgr::Device*>(device); }
+
+// A forked child makes no call of the driver, and what was pending at the fork stays so.
+template <typename Call>
+int OnKernels(mm_device* device, Call call) {
+  if (Of(device)->forked()) return -ECANCELED;
+  return Guarded(-ENOMEM, [&] { return call(Of(device)->kernels()); });
+}
 
 }  // namespace
 
@@ -96,7 +105,11 @@ int mm_device_is_capturing(mm_device* device, mm_stream stream) {
 }
 
 int mm_device_synchronize(mm_device* device) {
-  return Guarded(-1, [&] { return Of(device)->Synchronize(); });
+  return Guarded(-1, [&] {
+    const int error = Of(device)->Synchronize();
+    if (error == 0) Of(device)->kernels().EndDropped();
+    return error;
+  });
 }
 
 void mm_device_lend(mm_device* device, const void* p, uint64_t bytes, mm_stream home) {
@@ -117,6 +130,46 @@ int mm_device_copy(mm_device* device, void* to, const void* from, size_t bytes, 
 
 int mm_device_fetch(mm_device* device, void* to_host, const void* from, size_t bytes, mm_stream stream) {
   return Of(device)->Fetch(to_host, from, bytes, stream);
+}
+
+int mm_device_has_kernels(mm_device* device) {
+  return Guarded(0, [&]() -> int { return !Of(device)->forked() && Of(device)->kernels().Ready(); });
+}
+
+int mm_device_fill(mm_device* device, void* p, int byte, size_t bytes, mm_stream stream) {
+  return OnKernels(device,
+                   [&](auto& kernels) { return kernels.Fill(p, static_cast<unsigned char>(byte), bytes, stream); });
+}
+
+int mm_device_same(mm_device* device, const void* a, const void* b, size_t bytes, mm_stream stream, int* same) {
+  bool found = false;
+  const int error = OnKernels(device, [&](auto& kernels) { return kernels.Same(a, b, bytes, stream, &found); });
+  *same = found;
+  return error;
+}
+
+int mm_device_sum(mm_device* device, const void* p, size_t bytes, mm_stream stream, uint64_t* sum) {
+  return OnKernels(device, [&](auto& kernels) { return kernels.Sum(p, bytes, stream, sum); });
+}
+
+int mm_device_sum_begin(mm_device* device, const void* block, size_t bytes, mm_stream stream, mm_sum** sum) {
+  return OnKernels(device, [&](auto& kernels) {
+    const int error = kernels.BeginSum(block, bytes, stream, sum);
+    if (error == 0) Of(device)->Touch(block, stream);
+    return error;
+  });
+}
+
+int mm_device_sum_end(mm_device* device, mm_sum* sum, uint64_t* value) {
+  return OnKernels(device, [&](auto& kernels) { return kernels.EndSum(sum, value); });
+}
+
+void mm_device_sum_drop(mm_device* device, mm_sum* sum) {
+  OnKernels(device, [&](auto& kernels) { return kernels.DropSum(sum), 0; });
+}
+
+int mm_device_synchronize_stream(mm_device* device, mm_stream stream) {
+  return OnKernels(device, [&](auto& kernels) { return kernels.SynchronizeStream(stream); });
 }
 
 int mm_device_begin_pool(mm_device* device, uint64_t pool_a, uint64_t pool_b) {

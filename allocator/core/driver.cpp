@@ -37,6 +37,10 @@ std::unique_ptr<mm_driver> Open(const std::string& path, std::string* wrong) {
   if (driver->member == nullptr) missing = name;
   MEMMGR_DRIVER_CALLS(MEMMGR_LOOK_UP)
 #undef MEMMGR_LOOK_UP
+#define MEMMGR_LOOK_UP(member, name, arguments) \
+  driver->member = reinterpret_cast<decltype(driver->member)>(dlsym(library, (name)));
+  MEMMGR_OPTIONAL_DRIVER_CALLS(MEMMGR_LOOK_UP)
+#undef MEMMGR_LOOK_UP
   if (missing == nullptr) return driver;
   *wrong = path + " has no " + missing;
   dlclose(library);

@@ -17,6 +17,8 @@ using CUdeviceptr = unsigned long long;
 using CUcontext = struct CUctx_st*;
 using CUstream = mm_stream;
 using CUevent = struct CUevent_st*;
+using CUmodule = struct CUmod_st*;
+using CUfunction = struct CUfunc_st*;
 using CUmemGenericAllocationHandle = unsigned long long;
 using CUhostFn = void (*)(void*);
 
@@ -123,9 +125,19 @@ static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUmemGenericAllocationHandle) =
   X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                     \
   X(LaunchHostFunc, "cuLaunchHostFunc", (CUstream, CUhostFn, void* user))
 
+// A driver without one of these is used all the same; the member is NULL then.
+#define MEMMGR_OPTIONAL_DRIVER_CALLS(X)                                                                           \
+  X(ModuleLoadData, "cuModuleLoadData", (CUmodule*, const void* image))                                           \
+  X(ModuleUnload, "cuModuleUnload", (CUmodule))                                                                   \
+  X(ModuleGetFunction, "cuModuleGetFunction", (CUfunction*, CUmodule, const char* name))                          \
+  X(LaunchKernel, "cuLaunchKernel",                                                                               \
+    (CUfunction, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x, unsigned threads_y, \
+     unsigned threads_z, unsigned shared_bytes, CUstream, void** arguments, void** extra))
+
 struct mm_driver {
 #define MEMMGR_DECLARE(member, name, arguments) CUresult(*member) arguments = nullptr;
   MEMMGR_DRIVER_CALLS(MEMMGR_DECLARE)
+  MEMMGR_OPTIONAL_DRIVER_CALLS(MEMMGR_DECLARE)
 #undef MEMMGR_DECLARE
 
   static constexpr int kMaxDevices = 64;

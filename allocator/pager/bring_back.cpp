@@ -15,11 +15,11 @@
 
 namespace memmgr::pager {
 
-bool sum_agrees(const Cell* c, const void* data) {
-  return !c->has_checksum || c->pool->sum(data, c->nbytes) == c->checksum;
+bool sum_agrees(Cell* c, const void* data) {
+  return !c->checksum.taken() || c->pool->sum(data, c->nbytes) == c->checksum.value();
 }
 
-void check_sum(const Cell* c, const void* data) {
+void check_sum(Cell* c, const void* data) {
   if (sum_agrees(c, data)) return;
   bool untried = false;
   if (c->absence == Absence::kEvicted) {

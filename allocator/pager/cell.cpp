@@ -362,7 +362,7 @@ bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* tr
   absent_cells--;
   if (c->version) set_evicted_locked(c->version, false, trash);
   c->absence = Absence::kNone;
-  c->has_checksum = false;
+  c->checksum = Checksum();
   return end_move_locked(c, false);
 }
 

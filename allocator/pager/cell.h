@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "budget.h"
+#include "checksum.h"
 #include "memmgr/device.h"
 
 namespace memmgr::pager {
@@ -81,8 +82,8 @@ struct Cell {
   Absence absence = Absence::kNone;
   mm_bits bits{};           // kPacked: its two values, and where each is
   uint64_t bits_bytes = 0;  // that they take of the budget; 0: there are none
-  uint64_t checksum = 0;
-  bool has_checksum = false;
+  // Of the bytes as they left.
+  Checksum checksum;
   mm_stream home = kNobodys;                              // in whose order the block was allocated
   std::atomic<mm_stream> filled_on{kNotFilled};           // in whose order they came back
   std::atomic<mm_stream> waited_for_filling{kNotFilled};  // who has waited for that last

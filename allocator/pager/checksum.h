@@ -1,9 +1,14 @@
 // Detects changes of bytes; no defence against somebody who means to collide.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
+
+#include "memmgr/device.h"
 
 namespace memmgr::pager {
 
@@ -26,5 +31,44 @@ inline uint64_t checksum(const void* p, size_t n) {
   for (; i < n; ++i) h = (h ^ bytes[i]) * kPrime;
   return h ^ (h >> 32);
 }
+
+// The sum of a cell's bytes when they left, or none. A device may still be taking it.
+class Checksum {
+ public:
+  Checksum() = default;
+  explicit Checksum(uint64_t value) : value_(value), taken_(true) {}
+  Checksum(mm_device* device, mm_sum* pending) : device_(device), pending_(pending), taken_(true) {}
+  Checksum(Checksum&& other) noexcept
+      : device_(other.device_),
+        pending_(std::exchange(other.pending_, nullptr)),
+        value_(other.value_),
+        taken_(std::exchange(other.taken_, false)) {}
+  Checksum& operator=(Checksum&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(pending_, other.pending_);
+    std::swap(value_, other.value_);
+    std::swap(taken_, other.taken_);
+    return *this;
+  }
+  ~Checksum() {
+    if (pending_) mm_device_sum_drop(device_, pending_);
+  }
+
+  bool taken() const { return taken_; }
+  // Waits for the device where it must. One thread at a time.
+  uint64_t value() {
+    if (mm_sum* const pending = std::exchange(pending_, nullptr)) {
+      const int error = mm_device_sum_end(device_, pending, &value_);
+      TORCH_CHECK(error == 0, "memmgr: the checksum of bytes that have left cannot be read: error ", error);
+    }
+    return value_;
+  }
+
+ private:
+  mm_device* device_ = nullptr;
+  mm_sum* pending_ = nullptr;
+  uint64_t value_ = 0;
+  bool taken_ = false;
+};
 
 }  // namespace memmgr::pager

@@ -114,6 +114,12 @@ void bury(Pool* pool, at::DataPtr bytes, uint64_t nbytes) {
   shorten(std::min<uint64_t>(1 << 20, mm_arena_budget(budget.arena) / 32), 16);
 }
 
+// The first cell that leaves in a budget and every 64th after it, if a sum of it costs little.
+bool in_the_sample(const Pool* pool, uint64_t nbytes) {
+  if (!budget.options.sample || !rule_holds(kSampled)) return false;
+  return counters.departures++ % budget.options.sample == 0 && pool->sums_cheaply(nbytes);
+}
+
 // The caller has set kBusy, and says how the reference is given back. Returns the bytes released.
 uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
   if (tl_nothing_is_dropped > 0) way = Way::kOffload;
@@ -169,6 +175,15 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       else
         kind->bits_bytes = 0;
     }
+    // Before the bytes are written: a device would else wait for that copy before it goes on.
+    Checksum sum;
+    const auto take_sum = [&] {
+      const void* from = c->bytes.get();
+      lock.unlock();
+      sum = pool->begin_sum(from, nbytes);
+      lock.lock();
+    };
+    if (budget.options.verify || in_the_sample(pool, nbytes)) take_sum();
     if (!packed && drop && !may_be_dropped_locked(c)) drop = false;  // its recipe has ended meanwhile
     if (!packed && !drop && c->slot < 0 && !may_be_offloaded()) {    // it has more values than others of its kind
       if (!may_be_dropped_locked(c)) return give_up();
@@ -195,18 +210,11 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     } else if (!drop && !packed) {
       counters.clean_drops++;
     }
-    const uint64_t nth = counters.evictions.load() + counters.offloads.load();
-    const bool checked = drop && c->version->recipe->checked;
-    if (checked || budget.options.verify ||
-        (budget.options.sample && nth % budget.options.sample == 0 && rule_holds(kSampled))) {
-      const void* from = c->bytes.get();
-      lock.unlock();
-      const uint64_t sum = pool->sum(from, c->nbytes);
-      lock.lock();
-      c->checksum = sum;
-      c->has_checksum = true;
-      if (drop && !may_be_dropped_locked(c)) return give_up();
+    if (drop && c->version->recipe->checked && !sum.taken()) {
+      take_sum();
+      if (!may_be_dropped_locked(c)) return give_up();
     }
+    c->checksum = std::move(sum);
     Trash trash;
     if (packed) {
       counters.packed++;
@@ -260,7 +268,7 @@ uint64_t give_up_bits(uint64_t want) {
     for_each_cell_locked([&](Cell* c) {
       uint32_t unpinned = kAbsent;
       if (released >= want || c->absence != Absence::kPacked || !c->bits_bytes || !may_be_dropped_locked(c)) return;
-      if (c->version->recipe->checked && !c->has_checksum) return;
+      if (c->version->recipe->checked && !c->checksum.taken()) return;
       if (!c->state.compare_exchange_strong(unpinned, kAbsent | kBusy, std::memory_order_acq_rel)) return;
       released += c->bits_bytes;
       counters.evictions++;

@@ -51,8 +51,8 @@ bool claim_locked(Cell* c);
 uint64_t leave_claimed(Cell* c, Way way);
 void exhume();  // what torture has buried, at the end of a budget
 // Throws if the bytes are not those that left, where a checksum was kept. The caller has the cell busy.
-void check_sum(const Cell* c, const void* data);
-bool sum_agrees(const Cell* c, const void* data);
+void check_sum(Cell* c, const void* data);
+bool sum_agrees(Cell* c, const void* data);
 // Counted: while it is above 0 reclaim waits a while for its end and then has nothing to give.
 void nothing_leaves(bool begin);
 bool nothing_leaves_locked();

@@ -396,11 +396,12 @@ std::vector<StoragePtr> run_over_inputs(const Recipe& r, StoragePtr before, int 
     inputs.push_back(std::make_unique<Input>());
     if (!inputs.back()->fetch(a.version, &sources[i], true)) return {};
   }
-  budget.pool->settle();
+  // The time is that of this run: of all that is queued only its own stream's work comes before it.
+  budget.pool->settle_stream();
   const uint64_t begun = ticks();
   const Filling filling(fill);
   std::vector<StoragePtr> made = run(r, std::move(sources));
-  budget.pool->settle();
+  budget.pool->settle_stream();
   note_seconds(r.kind, seconds_of_ticks(ticks() - begun));
   return made;
 }

@@ -115,7 +115,7 @@ Version* new_version_locked(Cell* c, Trash* trash) {
   v->nbytes = c->nbytes;
   c->version = v;
   count_root_locked(c);
-  c->has_checksum = false;
+  c->checksum = Checksum();
   if (before->cell == c) {
     const bool pulled = pulls_locked(before);
     before->cell = nullptr;

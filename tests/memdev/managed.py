@@ -99,7 +99,7 @@ def _left(handles: Handles) -> dict[str, int]:
     return {
         "bytes": native.arena_stats()["live_bytes"],
         "cells": len(native.cells()),
-        "page-locked": scenarios.outstanding(handles, b"host"),
+        "page-locked": scenarios.page_locked(handles),
         "events": max(0, scenarios.outstanding(handles, b"events") - 36),  # so many are kept, for reuse
         "driver errors": native.device_stats()["driver_errors"],
     }
@@ -155,6 +155,47 @@ def comes_and_goes(mode: str, seed: int) -> dict[str, Any]:
     return seen
 
 
+def checksums(mode: str, seed: int, refused: bool) -> dict[str, Any]:
+    """What a trial and a checksum ask of the driver, with the core's kernels and where the driver refuses them."""
+    handles = _start(mode, seed)
+    names = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "pageable bytes", "cuLaunchKernel")
+    count = handles.fake.fake_call_count
+    count.restype = ctypes.c_uint64
+    if refused:
+        handles.fake.fake_fail_next(b"cuModuleLoadData", 0, 222)
+
+    def calls(act: Callable[[], Any]) -> dict[str, int]:
+        before = [count(name.encode()) for name in names]
+        act()
+        return {name: count(name.encode()) - was for name, was in zip(names, before, strict=True)}
+
+    plain = scenarios._train(MODELS["gpt"], DEVICE)
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        scenarios._train(MODELS["gpt"], DEVICE)
+    out: dict[str, Any] = {}
+    with memmgr.budget("64MB", device=DEVICE, quiet=True, host="8MB", verify=True, _plan=False) as opened:
+        native = pager.load()
+        x = torch.randn(1 << 18).to(DEVICE).requires_grad_()
+        made: list[Tensor] = []
+        out["trial"] = calls(lambda: made.append(x.sin()))
+        out["trials"] = opened.stats()["trials"]
+        torch.accelerator.synchronize()
+        want = _digest(made)
+        h = x.sin()
+        out["leaves"] = calls(lambda: native.take_away(h, 1))
+        out["left"] = opened.stats()["offloads"]
+        out["returns"] = calls(lambda: made.append(h.detach() * 1))
+        out["right"] = _digest([made[-1]]) == want
+        del x, h, made
+    limit = int(mm.stats()["resident_bytes.peak"] * SHARES["gpt"][-1])
+    with memmgr.budget(limit, device=DEVICE, policy="torture", verify=True, quiet=True) as mm:
+        digests: list[str] = []
+        out["training"] = calls(lambda: digests.append(scenarios._train(MODELS["gpt"], DEVICE)))
+    out["training right"] = digests == [plain]
+    out["after it"] = _left(handles)
+    return out
+
+
 def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
     """Host memory that holds a part of what leaves the device, and a file for the rest."""
     handles = _start(mode, seed)
@@ -167,7 +208,7 @@ def three_tiers(mode: str, seed: int, folder: str) -> dict[str, Any]:
         limit = int(need * SHARES["gpt"][-1])
         with memmgr.budget(limit, device=DEVICE, policy=policy, quiet=True, host=host, disk=folder) as mm:
             digest = scenarios._train(MODELS["gpt"], DEVICE)
-            locked = scenarios.outstanding(handles, b"host")
+            locked = scenarios.page_locked(handles)
         out[policy] = {"digest": digest, "ranges": locked, **mm.stats()}
     out["left"] = _left(handles)
     return out

@@ -111,6 +111,13 @@ def outstanding(handles: Handles, what: bytes) -> int:
     return int(ask(what))
 
 
+def page_locked(handles: Handles) -> int:
+    """Ranges of page-locked memory, without the one that each device keeps for the results of the core's kernels."""
+    calls = handles.fake.fake_call_count
+    calls.restype = ctypes.c_uint64
+    return outstanding(handles, b"host") - int(calls(b"cuModuleLoadData"))
+
+
 def queued(handles: Handles) -> int:
     """Tasks that have not run."""
     return outstanding(handles, b"work")

@@ -105,6 +105,30 @@ def test_wrong_bytes_stay_wrong(children: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_checksums_and_trials_fetch_no_bytes(mode: str) -> None:
+    """A checksum of what leaves waits for nothing; one of what returns, and a trial, wait for their own stream."""
+    seen = child.run("checksums", module="memdev.managed", mode=mode, seed=0, refused=False)
+    waits = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "pageable bytes")
+    assert [seen["leaves"][name] for name in waits] == [0, 0, 0, 0]
+    assert seen["left"] > 0 and seen["leaves"]["cuLaunchKernel"] == 2  # the word is cleared first
+    assert seen["returns"]["cuCtxSynchronize"] == seen["returns"]["pageable bytes"] == 0
+    assert seen["returns"]["cuLaunchKernel"] == 4  # of what returns, and of the trial of the op that uses it
+    assert seen["trials"] > 0 and seen["trial"]["cuLaunchKernel"] == 2
+    assert seen["trial"]["cuCtxSynchronize"] == seen["trial"]["pageable bytes"] == 0
+    assert seen["training"]["pageable bytes"] == 0 < seen["training"]["cuLaunchKernel"]
+    assert seen["right"] and seen["training right"]
+    assert seen["after it"] == NOTHING
+
+
+def test_a_driver_that_refuses_the_kernels_has_its_bytes_fetched() -> None:
+    seen = child.run("checksums", module="memdev.managed", mode="late", seed=0, refused=True)
+    for name in ("trial", "leaves", "returns", "training"):
+        assert seen[name]["cuLaunchKernel"] == 0 < seen[name]["pageable bytes"], name
+    assert seen["trials"] > 0 and seen["left"] > 0
+    assert seen["right"] and seen["training right"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_what_passes_the_host_memory_goes_on_to_a_file(mode: str, tmp_path: Path) -> None:
     seen = child.run("three_tiers", module="memdev.managed", mode=mode, seed=0, folder=str(tmp_path))
     for policy in ("offload", "auto", "torture"):

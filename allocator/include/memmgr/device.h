@@ -101,6 +101,25 @@ void mm_device_forget_lent(mm_device*);               // all of them, without a 
 int mm_device_copy(mm_device*, void* to, const void* from, size_t bytes, mm_stream stream);
 int mm_device_fetch(mm_device*, void* to_host, const void* from, size_t bytes, mm_stream stream);
 
+// The device looks at bytes, or fills them, with kernels of its own in order of `stream`. 0 or a negative errno:
+// -ENOSYS where there are none (the driver has no modules, or refuses ours), -EBUSY while the stream is being captured:
+// nothing is queued then. Any address and length of this device. The answer of mm_device_has_kernels never changes.
+//   same, sum  return when the stream has reached the result
+//   sum        depends on the bytes alone; not the sum of any function for the host
+//   sum_begin  only queues; `block` is the start of a live block, which may be freed at once and counts as touched by
+//   the
+//              stream. Each sum is ended, which waits, or dropped, before the device is closed
+int mm_device_has_kernels(mm_device*);
+int mm_device_fill(mm_device*, void* p, int byte, size_t bytes, mm_stream stream);
+int mm_device_same(mm_device*, const void* a, const void* b, size_t bytes, mm_stream stream, int* same);
+int mm_device_sum(mm_device*, const void* p, size_t bytes, mm_stream stream, uint64_t* sum);
+typedef struct mm_sum mm_sum;
+int mm_device_sum_begin(mm_device*, const void* block, size_t bytes, mm_stream stream, mm_sum** sum);
+int mm_device_sum_end(mm_device*, mm_sum*, uint64_t* value);
+void mm_device_sum_drop(mm_device*, mm_sum*);
+// The CPU waits for what is queued on this stream; -EBUSY while it is being captured.
+int mm_device_synchronize_stream(mm_device*, mm_stream stream);
+
 // Graphs. Between begin and end, allocations (of all threads: torch's filter is not asked) come from the pool, and what
 // is freed there is reused only there, until the pool was released as often as it was begun and its blocks are free.
 int mm_device_begin_pool(mm_device*, uint64_t pool_a, uint64_t pool_b);

@@ -84,6 +84,11 @@ class DevicePool final : public Pool {
     check(mm_device_copy(memory_, to, from, nbytes, stream()), "copied");
   }
   bool same(const void* a, const void* b, uint64_t nbytes) override {
+    if (has_kernels()) {
+      int equal = 0;
+      check(mm_device_same(memory_, a, b, nbytes, stream(), &equal), "compared");
+      return equal != 0;
+    }
     std::array<std::unique_ptr<char[]>, 2> piece;
     for (auto& p : piece) p.reset(new char[std::min(nbytes, kPiece)]);
     for (uint64_t at = 0; at < nbytes; at += kPiece) {
@@ -95,14 +100,29 @@ class DevicePool final : public Pool {
     return true;
   }
   uint64_t sum(const void* p, uint64_t nbytes) override {
-    if (rule_holds(kRuleChecked)) check(mm_device_wait_block(memory_, stream(), p), "waited for");
+    wait_for_writers(p);
+    if (has_kernels()) {
+      uint64_t found = 0;
+      check(mm_device_sum(memory_, p, nbytes, stream(), &found), "summed");
+      return found;
+    }
     std::unique_ptr<char[]> bytes(new char[nbytes]);  // not filled with zeros first
     fetch(bytes.get(), p, nbytes);
     return checksum(bytes.get(), nbytes);
   }
+  Checksum begin_sum(const void* p, uint64_t nbytes) override {
+    if (!has_kernels()) return Checksum(sum(p, nbytes));
+    wait_for_writers(p);
+    mm_sum* pending = nullptr;
+    check(mm_device_sum_begin(memory_, p, nbytes, stream(), &pending), "summed");
+    return {memory_, pending};
+  }
+  // Without kernels the bytes are fetched through pageable memory.
+  bool sums_cheaply(uint64_t nbytes) const override { return has_kernels() || nbytes <= kPiece; }
   void scribble(void* p, uint64_t nbytes) override {
     if (!rule_holds(kScribbled)) return;
     check(mm_device_wait_block(memory_, stream(), p), "waited for");  // it may be on its way out
+    if (mm_device_fill(memory_, p, 0xCD, nbytes, stream()) == 0) return;
     static const auto* other = new std::vector<char>(1 << 16, '\xCD');
     for (uint64_t at = 0; at < nbytes; at += other->size())
       copy(static_cast<char*>(p) + at, other->data(), std::min<uint64_t>(other->size(), nbytes - at));
@@ -111,6 +131,7 @@ class DevicePool final : public Pool {
     if (is_cuda()) plugin->trim(device.index());
   }
   void settle() override { check(mm_device_synchronize(memory_), "waited for"); }
+  void settle_stream() override { check(mm_device_synchronize_stream(memory_, stream()), "waited for"); }
 
   mm_tier* open_host_tier(uint64_t capacity, const char* folder, uint64_t file_bytes, uint64_t throttle, char* why,
                           size_t length) override {
@@ -137,6 +158,10 @@ class DevicePool final : public Pool {
  private:
   static constexpr uint64_t kPiece = 4 << 20;
 
+  bool has_kernels() const { return mm_device_has_kernels(memory_) != 0; }
+  void wait_for_writers(const void* p) const {
+    if (rule_holds(kRuleChecked)) check(mm_device_wait_block(memory_, stream(), p), "waited for");
+  }
   void fetch(void* to, const void* from, uint64_t nbytes) const {
     check(mm_device_fetch(memory_, to, from, nbytes, stream()), "read");
   }

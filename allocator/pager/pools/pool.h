@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 
+#include "../checksum.h"
 #include "memmgr/device.h"
 #include "memmgr/plugin.h"
 
@@ -26,7 +27,7 @@ enum StreamRule : uint32_t {
   kRuleWhere = 256,     // a slice is queued where its step would have been
   kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
   kRuleLastUse = 512,   // no rule: a copy below waits for the last use of the bytes, and not for all that is queued
-  kSampled = 32,        // no rule: a sample of what leaves has a checksum, which waits for the device
+  kSampled = 32,  // no rule: a sample of what leaves has a checksum; what comes back with one waits for the device
 };
 
 class Pool {
@@ -55,6 +56,11 @@ class Pool {
   virtual uint64_t sum(const void* p, uint64_t nbytes) = 0;
   virtual void scribble(void* p, uint64_t nbytes) = 0;  // other bytes; in torture
   virtual void settle() {}                              // all that was queued has run
+  virtual void settle_stream() {}                       // what the calling thread's stream was given has run
+  // The sum of the bytes as they are at this place of the calling thread's stream. It may only be queued; the block may
+  // be given back at once.
+  virtual Checksum begin_sum(const void* p, uint64_t nbytes) { return Checksum(sum(p, nbytes)); }
+  virtual bool sums_cheaply(uint64_t /*nbytes*/) const { return true; }
 
   // Page-locked memory of so many bytes; with a folder also a file there, below it.
   virtual mm_tier* open_host_tier(uint64_t, const char*, uint64_t, uint64_t, char*, size_t) { return nullptr; }

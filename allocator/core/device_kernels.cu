@@ -1,0 +1,110 @@
+// The kernels that look at, or fill, memory of a device, so that its bytes need not be fetched. The core embeds their
+// PTX text (device_kernels.ptx.h, which says how it is made). The functions above the kernels are also plain C++: the
+// double of the driver (tests/driver) runs them on the host, one call for each thread of a launch.
+//
+// Any address and any number of bytes is right; starts that are not multiples of 16 are slow.
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define MEMMGR_KERNEL_PART __device__ __forceinline__
+#define MEMMGR_UNROLL _Pragma("unroll 4")
+#else
+#define MEMMGR_KERNEL_PART inline
+#define MEMMGR_UNROLL
+#endif
+
+namespace memmgr_kernels {
+
+struct alignas(16) Pair {
+  uint64_t first, second;
+};
+
+// Which of the words of a block one thread has: its number, then steps of `of`.
+struct Share {
+  uint64_t number, of;
+};
+
+MEMMGR_KERNEL_PART bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(Pair) == 0; }
+
+// The word at this place of the block, with zeros behind the block's end.
+MEMMGR_KERNEL_PART uint64_t WordAt(const unsigned char* p, uint64_t bytes, uint64_t at) {
+  uint64_t word = 0;
+  const uint64_t begin = at * sizeof word;
+  for (uint64_t i = 0; i < sizeof word && begin + i < bytes; ++i) word |= uint64_t{p[begin + i]} << (8 * i);
+  return word;
+}
+
+// For each place a one-to-one function of the word, so that a change of one word always changes the sum.
+MEMMGR_KERNEL_PART uint64_t Mix(uint64_t word, uint64_t at) {
+  word ^= (at + 1) * 0x9E3779B97F4A7C15ull;
+  word ^= word >> 32;
+  word *= 0xD6E8FEB86659FD93ull;
+  word ^= word >> 29;
+  word *= 0xD6E8FEB86659FD93ull;
+  return word ^ word >> 32;
+}
+
+// The shares of all threads add up to the sum of the block, modulo 2^64.
+MEMMGR_KERNEL_PART uint64_t SumOf(const unsigned char* p, uint64_t bytes, Share mine) {
+  const uint64_t pairs = Aligned(p) ? bytes / sizeof(Pair) : 0;
+  const uint64_t words = (bytes + 7) / 8;
+  const Pair* pair = reinterpret_cast<const Pair*>(p);
+  uint64_t sum = 0;
+  MEMMGR_UNROLL
+  for (uint64_t i = mine.number; i < pairs; i += mine.of) {
+    const Pair two = pair[i];
+    sum += Mix(two.first, 2 * i) + Mix(two.second, 2 * i + 1);
+  }
+  for (uint64_t i = 2 * pairs + mine.number; i < words; i += mine.of) sum += Mix(WordAt(p, bytes, i), i);
+  return sum;
+}
+
+MEMMGR_KERNEL_PART bool DiffersIn(const unsigned char* a, const unsigned char* b, uint64_t bytes, Share mine) {
+  const uint64_t pairs = Aligned(a) && Aligned(b) ? bytes / sizeof(Pair) : 0;
+  const Pair* left = reinterpret_cast<const Pair*>(a);
+  const Pair* right = reinterpret_cast<const Pair*>(b);
+  uint64_t difference = 0;
+  MEMMGR_UNROLL
+  for (uint64_t i = mine.number; i < pairs; i += mine.of) {
+    const Pair one = left[i], other = right[i];
+    difference |= (one.first ^ other.first) | (one.second ^ other.second);
+  }
+  for (uint64_t i = sizeof(Pair) * pairs + mine.number; i < bytes; i += mine.of) difference |= a[i] ^ b[i];
+  return difference != 0;
+}
+
+// `word` holds the byte eight times.
+MEMMGR_KERNEL_PART void FillWith(unsigned char* p, uint64_t bytes, uint64_t word, Share mine) {
+  const uint64_t pairs = Aligned(p) ? bytes / sizeof(Pair) : 0;
+  Pair* pair = reinterpret_cast<Pair*>(p);
+  for (uint64_t i = mine.number; i < pairs; i += mine.of) pair[i] = Pair{word, word};
+  for (uint64_t i = sizeof(Pair) * pairs + mine.number; i < bytes; i += mine.of)
+    p[i] = static_cast<unsigned char>(word);
+}
+
+}  // namespace memmgr_kernels
+
+#ifdef __CUDACC__
+
+static __device__ __forceinline__ memmgr_kernels::Share Mine() {
+  return {blockIdx.x * uint64_t{blockDim.x} + threadIdx.x, gridDim.x * uint64_t{blockDim.x}};
+}
+
+// Adds the sum to *result. The number of threads of a block is a multiple of 32.
+extern "C" __global__ void mm_sum(const unsigned char* p, uint64_t bytes, unsigned long long* result) {
+  unsigned long long sum = memmgr_kernels::SumOf(p, bytes, Mine());
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, lanes);
+  if (threadIdx.x % 32 == 0) atomicAdd(result, sum);
+}
+
+// *result becomes 1 where the blocks differ, and stays as it is where they do not.
+extern "C" __global__ void mm_same(const unsigned char* a, const unsigned char* b, uint64_t bytes,
+                                   unsigned long long* result) {
+  if (memmgr_kernels::DiffersIn(a, b, bytes, Mine())) *result = 1;
+}
+
+extern "C" __global__ void mm_fill(unsigned char* p, uint64_t bytes, uint64_t word) {
+  memmgr_kernels::FillWith(p, bytes, word, Mine());
+}
+
+#endif
