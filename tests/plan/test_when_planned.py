@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memmgr.policies.rules.registry import parse_policy
-from memmgr.runtime import plans
+from memmgr.runtime import planner_process, planning, plans
 from memmgr.runtime.planners import Scheduled
-from memmgr.runtime.timeline import measured
+from memmgr.runtime.timeline import Noted
 
 LIMIT = 1_000_000
 READS, MAKES, RECIPE = 0, 2 | 4, 4
@@ -76,8 +76,9 @@ class Run:
         self.fits = True
 
         self.pager: Any = FakePager()
+        monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
+        monkeypatch.setattr(planning, "PLANNERS", {"plan": planner})
         self.plans = plans.Plans(self.pager, LIMIT, policy=parse_policy(policy), planned=True, offload=offload)
-        self.plans._planner = planner
         self.before = 0
 
     def ends(self, key: int, *, followed: bool = False, short: bool = False, trials: int = 0) -> bool:
@@ -178,6 +179,16 @@ def test_planning_takes_its_share_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_op_needs_the_most_that_it_has_ever_needed() -> None:
-    period = measured(columns([0, 40, 7]), (), scratch=[0, 0, 50])
-    assert period.scratch == [0, 40, 50]
-    assert measured(columns([0, 40, 7]), ()).scratch == [0, 40, 7]
+    before, now = Noted(columns([0, 0, 50]), ()), Noted(columns([0, 40, 7]), ())
+    assert now.with_scratch_of(before).measured().scratch == [0, 40, 50]
+    assert now.with_scratch_of(before).scratch_bytes == 90
+    assert now.measured().scratch == [0, 40, 7]
+
+
+@pytest.mark.parametrize(("bits", "flags"), [(0, MAKES), (32, MAKES), (32, MAKES & ~RECIPE), (32, READS)])
+def test_what_can_leave_as_bits_is_counted_without_a_trace(bits: int, flags: int) -> None:
+    noted = columns([0, 0, 0], bits=bits)
+    noted["flags"] = bytes([READS, MAKES, READS, MAKES, MAKES, flags])  # the last op has both of its cells written
+    noted["ordinal"] = np.array([0, 1, 0, 2, 3, 3], dtype="u4").tobytes()
+    period = Noted(noted, ())
+    assert period.two_valued == period.measured().two_valued
