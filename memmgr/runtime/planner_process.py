@@ -117,9 +117,13 @@ class _Child:
         executable = _interpreter()
         if executable is None:
             raise Unavailable("no interpreter")
-        self._socket, theirs = socket.socketpair()
-        self._said, prints = os.pipe()
-        try:
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            self._socket, theirs = socket.socketpair()
+            kept.callback(self._socket.close)
+            given.callback(theirs.close)
+            self._said, prints = os.pipe()
+            kept.callback(os.close, self._said)
+            given.callback(os.close, prints)
             os.set_blocking(self._said, False)
             os.set_blocking(prints, False)  # what finds no room is lost: nobody reads it before the end
             command = [executable, "-P", "-s", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
@@ -133,12 +137,7 @@ class _Child:
                 # Ctrl-C is not for it. Not a session of its own: where the kernel groups by session, nice counts within one.
                 process_group=0,
             )
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            theirs.close()
-            os.close(prints)
+            kept.pop_all()
         self.ready = False
         start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], _threads._BEHIND)
         self._socket.settimeout(START_SECONDS)

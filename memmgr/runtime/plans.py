@@ -6,6 +6,7 @@ where a period deviates, malloc's order finishes it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from memmgr.policies.trace import TierLink
 
 from . import planner_process
 from .planner_process import Executor, Failed
-from .planners import PLANNERS
+from .planners import PLANNERS, QUICK
 from .planning import Job, KneeJob, Made, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
 
@@ -37,6 +38,8 @@ MOST_TRIES = 4  # plans that run short; each leaves more room where the period h
 SHORT_IN_A_ROW = 2  # periods
 MARGIN = 0.01  # of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # what a plan is taken to cost before it is made
+QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
+BETTER = 1.02  # by so much, as predicted
 FREE_PLANS = 8  # made without asking what they cost
 PLANNING_SHARE = 0.25  # of the run's time, what the later ones may take of a processor
 
@@ -166,8 +169,10 @@ class Plans:
             self._start(lambda: self._make(known))
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="memmgr-plan", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name="memmgr-plan", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads can be had, or the interpreter ends
+            self._thread = thread
+            thread.start()
 
     def _known_anew(self, ended: PeriodInfo, *, repeats: bool) -> _Known:
         known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats)
@@ -261,20 +266,33 @@ class Plans:
         return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
 
     def _make(self, known: _Known) -> None:
-        begun = time.perf_counter()
         known.error = ""
+        if known.made is None and self._planner in QUICK and known.period.ops >= QUICK_OPS:
+            quick = self._made(known, quick=True)
+            if known.error or (quick is not None and quick.overhead <= BETTER * (quick.lower_bound or 0.0)):
+                return  # no search makes it better by more
+            self._made(known, than=quick)
+        else:
+            self._made(known)
+
+    def _made(self, known: _Known, *, quick: bool = False, than: Made | None = None) -> Made | None:
+        """A plan that is followed from now on; None: there is none, or it is hardly better `than` the one that is followed."""
+        begun = time.perf_counter()
+        made: Made | None = None
         try:
             limits = tuple(budgets(self.limit_bytes, known.margin))
-            job = Job(known.period, limits, self._planner, self._policy.recomputes)
+            job = Job(known.period, limits, self._planner, self._policy.recomputes, quick)
             made, cpu_seconds = self._executor.run(make, job)
-            if made is None:  # one that runs short is better than none
-                known.error = "no schedule fits"
-            else:
+            if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
+                made = None
+            elif made is not None:
                 known.made = made
                 self._pager.add_plan(known.period.hashes, *made.rows)
                 self.made += 1
+            elif than is None and not quick:  # one that runs short is better than none
+                known.error = "no schedule fits"
         except Stopped:
-            return
+            return None
         except Failed as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
             known.error, cpu_seconds = str(error), error.cpu_seconds
         except Exception as error:
@@ -285,17 +303,18 @@ class Plans:
         if known.error:
             known.tries = MOST_TRIES
             self._happened("no_plan", ops=known.period.ops, text=known.error)
-        elif known.made is not None:
-            bound = known.made.lower_bound
+        elif made is not None:
+            bound = made.lower_bound
             self._happened(
                 "plan",
-                ops=known.made.ops,
-                rematerialize=known.made.rematerialized,
-                offload=known.made.offloaded,
+                ops=made.ops,
+                rematerialize=made.rematerialized,
+                offload=made.offloaded,
                 took_seconds=round(took, 3),
-                overhead=round(known.made.overhead, 4),
+                overhead=round(made.overhead, 4),
                 **({} if bound is None else {"lower_bound": round(bound, 4)}),
             )
+        return made
 
     def knee(self, executor: Executor, of: Noted, need_bytes: int, floor_bytes: int) -> Knee:
         """Where a smaller budget begins to cost time, by the planner, or where there is none by the policy in the simulator.
