@@ -144,7 +144,7 @@ class Periods:
             if completed and self._file is not None and self._file.wants(passes):
                 self._write(self._file, repeats=info["before"] == info["hash"])
             if sizing is not None:
-                sizing.period_ended(info, lambda repeats: self._plans.measured(repeats=repeats))
+                sizing.period_ended(info, lambda repeats: self._plans.noted(repeats=repeats))
             else:
                 self._plans.period_ended(info)
 

@@ -19,6 +19,9 @@ from memmgr.policies.trace.schedule import Do, Step
 EFFORT = 600_000
 """Steps of the planner's search for a period at most: about a second."""
 
+QUICK_EFFORT = EFFORT // 20
+"""Of a first plan, which the full search may replace: what takes its time then is not the search."""
+
 PERIODS = 1_000
 """A step of training comes so often at least: more search than they get back is not done."""
 
@@ -56,13 +59,19 @@ Planner = Callable[[Trace, int, TierLink | None, bool], Scheduled | None]
 """(period, budget in bytes, tier, may ops run again) -> a schedule; None: none fits."""
 
 
-def _ours(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
+def _ours(
+    trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool, effort: int = EFFORT
+) -> Scheduled | None:
     made = plan(
-        trace, budget_bytes, link=link, recompute=recompute, effort=EFFORT, solve=False, periods=PERIODS, lets_go=True
+        trace, budget_bytes, link=link, recompute=recompute, effort=effort, solve=False, periods=PERIODS, lets_go=True
     )
     if not made.feasible:
         return None
     return Scheduled(made.steps, made.overhead, made.lower_bound, made.away, made.moved_bytes)
+
+
+def _quick(trace: Trace, budget_bytes: int, link: TierLink | None, recompute: bool) -> Scheduled | None:
+    return _ours(trace, budget_bytes, link, recompute, QUICK_EFFORT)
 
 
 def _published(system: Callable[[Trace, int, TierLink | None], Run]) -> Planner:
@@ -88,3 +97,6 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
 )
 """The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is
 followed live is the whole schedule that comes of it."""
+
+QUICK: MappingProxyType[str, Planner] = MappingProxyType({"plan": _quick})
+"""The same with a shorter search, of those that search."""

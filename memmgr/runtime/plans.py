@@ -1,11 +1,12 @@
 """Measure, then plan, then follow (design section 5; Capuchin, ASPLOS 2020): one period decides the next ones like it.
 
-A thread makes the plan while training goes on with malloc's own order. The pager follows it by position and identity; where
-a period deviates, malloc's order finishes it.
+Another process makes the plan while training goes on with malloc's own order. The pager follows it by position and identity;
+where a period deviates, malloc's order finishes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,16 +16,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memmgr._threads import Computation, Stopped, join, let_others_first
+from memmgr._threads import Stopped, join
 from memmgr.native.pager import Pager, PeriodInfo
 from memmgr.policies import Policy
-from memmgr.policies.plan.knee import Knee, knee
-from memmgr.policies.simulate.simulator import simulate
-from memmgr.policies.trace import TierLink, TraceError
-from memmgr.policies.trace.smooth import smoothed
+from memmgr.policies.plan.knee import Knee
+from memmgr.policies.trace import TierLink
 
-from .planners import PLANNERS, Planner, Scheduled
-from .timeline import Measured, measured, rows, seconds_of
+from . import planner_process
+from .planner_process import Executor, Failed
+from .planners import PLANNERS, QUICK
+from .planning import Job, KneeJob, Made, find_knee, make
+from .timeline import Measured, Noted, measured, seconds_of
 
 BESIDE = 0.25
 """Of what a copy takes of a CPU, what ops lose by it that leave a core free: the memory's speed is shared."""
@@ -36,6 +38,8 @@ MOST_TRIES = 4  # plans that run short; each leaves more room where the period h
 SHORT_IN_A_ROW = 2  # periods
 MARGIN = 0.01  # of the budget, what a plan leaves free: bytes that no trace shows (alignment, what kernels take for themselves)
 PLAN_SECONDS, PLAN_SECONDS_PER_OP = 0.5, 1e-3  # what a plan is taken to cost before it is made
+QUICK_OPS = 500  # a longer period's first plan is one of a short search, which the full one replaces
+BETTER = 1.02  # by so much, as predicted
 FREE_PLANS = 8  # made without asking what they cost
 PLANNING_SHARE = 0.25  # of the run's time, what the later ones may take of a processor
 
@@ -55,17 +59,22 @@ def budgets(limit_bytes: int, tries: int = 0) -> list[int]:
 
 @dataclass
 class _Known:
-    """A sequence of ops that was measured."""
+    """A sequence of ops that was noted."""
 
-    of: Measured
+    period: Noted
     trials: int  # kinds that were being tried when it was measured: later more of it may run again
     repeats: bool  # whether the period before it was the same
     tries: int = 0
     margin: int = 0  # tries for no reason that was seen
     short: int = 0  # periods in a row that followed the plan and ran short
     without: int = 0  # periods that came back since nothing fitted
-    made: Scheduled | None = None
+    made: Made | None = None
     error: str = ""
+
+    @property
+    def of(self) -> Measured:
+        """The trace that is planned; built anew each time."""
+        return self.period.measured()
 
 
 class Plans:
@@ -100,7 +109,8 @@ class Plans:
         self._pager = pager
         self.limit_bytes = limit_bytes
         self._policy = policy
-        self._planner: Planner | None = PLANNERS[policy.planner] if planned and policy.planner else None
+        self._planner = policy.planner if planned else ""
+        assert not self._planner or self._planner in PLANNERS
         self._offload = offload
         self._below_bytes = below_bytes
         self._tier = "disk" if device == "cpu" else "host"
@@ -109,7 +119,8 @@ class Plans:
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._met: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
-        self._planning = Computation(pager)
+        self._executor = planner_process.executor(pager)
+        self._prepared = False
         self.made = 0
         self.seconds = 0.0
         self._cpu_seconds = 0.0
@@ -118,11 +129,15 @@ class Plans:
     @property
     def asked(self) -> bool:
         """Whether there are any."""
-        return self._planner is not None
+        return bool(self._planner)
 
     def wanted(self) -> bool:
-        """Is the next period worth noting? Only once memory has been short."""
-        return self.asked and self._pager.stats()["reclaims"] > 0
+        """Is the next period worth noting? Only once memory has been short. Who plans gets ready meanwhile."""
+        wanted = self.asked and self._pager.stats()["reclaims"] > 0
+        if wanted and not self._prepared:
+            self._prepared = True
+            self._start(self._executor.prepare)
+        return wanted
 
     def fits_none(self, key: int) -> bool:
         """Whether none was found for the sequence with this hash."""
@@ -131,7 +146,7 @@ class Plans:
 
     def period_ended(self, ended: PeriodInfo) -> None:
         """A period that was noted; its timeline is at hand. One thread at a time."""
-        if self._planner is not None:
+        if self.asked:
             self._begin(ended, lambda: self._to_plan(ended))
 
     def loop_turned(self, ended: PeriodInfo) -> None:
@@ -145,20 +160,22 @@ class Plans:
     def _begin(self, ended: PeriodInfo, to_plan: Callable[[], _Known | None]) -> None:
         try:
             known = to_plan()
-        except TraceError as error:  # threads whose ops are mixed up, say
-            self._happened("no_plan", ops=ended["ops"], text=str(error))
-            return
         except (
             Exception
         ) as error:  # as where plans are made: it costs one, and neither the user's backward nor our thread
             self._happened("no_plan", ops=ended["ops"], text=f"{type(error).__name__}: {error}")
             return
         if known is not None:
-            self._thread = threading.Thread(target=self._make, args=(known,), name="memmgr-plan", daemon=True)
-            self._thread.start()
+            self._start(lambda: self._make(known))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="memmgr-plan", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads can be had, or the interpreter ends
+            self._thread = thread
+            thread.start()
 
     def _known_anew(self, ended: PeriodInfo, *, repeats: bool) -> _Known:
-        known = self._known[ended["hash"]] = _Known(self.measured(repeats=repeats), ended["trials"], repeats)
+        known = self._known[ended["hash"]] = _Known(self.noted(repeats=repeats), ended["trials"], repeats)
         self._known.move_to_end(ended["hash"])
         while len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
@@ -185,7 +202,7 @@ class Plans:
         if not self._may_plan():
             return None
         if trials < known.trials or repeats > known.repeats or (known.made is None and self._is_tried_again(known)):
-            known.of, known.trials, known.repeats = self.measured(repeats=repeats), trials, repeats
+            known.period, known.trials, known.repeats = self.noted(repeats=repeats), trials, repeats
             known.tries = known.margin = known.short = 0  # what did not fit, or ran short, was another plan
         elif ended["followed"] and self._runs_short(known, ended["short"]):
             self._make_room(known)
@@ -210,15 +227,15 @@ class Plans:
         """
         known.tries += 1
         known.short = 0
-        now = self.measured(repeats=known.repeats, scratch=known.of.scratch)
-        if sum(now.scratch) > sum(known.of.scratch) or now.two_valued < known.of.two_valued:
-            known.of = now
+        now = self.noted(repeats=known.repeats).with_scratch_of(known.period)
+        if now.scratch_bytes > known.period.scratch_bytes or now.two_valued < known.period.two_valued:
+            known.period = now
         else:
             known.margin += 1
 
     def _may_plan(self) -> bool:
         """Nothing is being planned, and planning has not taken too much of the run."""
-        if self._thread is not None and self._thread.is_alive():
+        if (self._thread is not None and self._thread.is_alive()) or not self._executor.works:
             return False
         spent = PLANNING_SHARE * (time.perf_counter() - self._opened)
         return self.made < FREE_PLANS or self._cpu_seconds < spent
@@ -240,79 +257,83 @@ class Plans:
         # A disk that reads and writes moves no more than one that does either; a bus has both ways.
         return (replace(link, shared=self._tier == "disk"),)
 
-    def measured(self, *, repeats: bool = False, modules: Sequence[str] = (), scratch: Sequence[int] = ()) -> Measured:
-        """The period that was noted last; `repeats`: the one before it was the same; the rest as `timeline.measured` has it."""
-        return measured(
-            self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules, scratch=scratch
-        )
+    def noted(self, *, repeats: bool = False) -> Noted:
+        """The period that was noted last; `repeats`: the one before it was the same."""
+        return Noted(self._pager.timeline(), self.links(), self._device, repeats)
+
+    def measured(self, *, repeats: bool = False, modules: Sequence[str] = ()) -> Measured:
+        """The same as a trace, at once; `modules` as `timeline.measured` has it."""
+        return measured(self._pager.timeline(), self.links(), self._device, repeats=repeats, modules=modules)
 
     def _make(self, known: _Known) -> None:
-        assert self._planner is not None
-        let_others_first()
-        begun, begun_cpu = time.perf_counter(), time.thread_time()
         known.error = ""
+        if known.made is None and self._planner in QUICK and known.period.ops >= QUICK_OPS:
+            quick = self._made(known, quick=True)
+            if known.error or (quick is not None and quick.overhead <= BETTER * (quick.lower_bound or 0.0)):
+                return  # no search makes it better by more
+            self._made(known, than=quick)
+        else:
+            self._made(known)
+
+    def _made(self, known: _Known, *, quick: bool = False, than: Made | None = None) -> Made | None:
+        """A plan that is followed from now on; None: there is none, or it is hardly better `than` the one that is followed."""
+        begun = time.perf_counter()
+        made: Made | None = None
         try:
-            trace = smoothed(known.of.trace)
-            link = trace.links[0] if trace.links else None
-            found = (
-                self._planner(trace, limit, link, self._policy.recomputes)
-                for limit in budgets(self.limit_bytes, known.margin)
-            )
-            made = self._planning.run(lambda: next((made for made in found if made is not None), None))
-            if made is None:  # one that runs short is better than none
-                known.error = "no schedule fits"
-                known.tries = MOST_TRIES
-            else:
+            limits = tuple(budgets(self.limit_bytes, known.margin))
+            job = Job(known.period, limits, self._planner, self._policy.recomputes, quick)
+            made, cpu_seconds = self._executor.run(make, job)
+            if made is not None and than is not None and than.overhead <= BETTER * made.overhead:
+                made = None
+            elif made is not None:
                 known.made = made
-                self._pager.add_plan(known.of.hashes, *rows(known.of, made.steps, made.away).packed())
+                self._pager.add_plan(known.period.hashes, *made.rows)
                 self.made += 1
+            elif than is None and not quick:  # one that runs short is better than none
+                known.error = "no schedule fits"
         except Stopped:
-            return
-        except Exception as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
-            known.error = f"{type(error).__name__}: {error}"
-            known.tries = MOST_TRIES
+            return None
+        except Failed as error:  # a plan that cannot be made costs speed, not correctness; the telemetry says so
+            known.error, cpu_seconds = str(error), error.cpu_seconds
+        except Exception as error:
+            known.error, cpu_seconds = f"{type(error).__name__}: {error}", 0.0
         took = time.perf_counter() - begun
         self.seconds += took
-        self._cpu_seconds += time.thread_time() - begun_cpu
+        self._cpu_seconds += cpu_seconds
         if known.error:
-            self._happened("no_plan", ops=len(known.of.trace.ops), text=known.error)
-        elif known.made is not None:
-            bound = known.made.lower_bound
+            known.tries = MOST_TRIES
+            self._happened("no_plan", ops=known.period.ops, text=known.error)
+        elif made is not None:
+            bound = made.lower_bound
             self._happened(
                 "plan",
-                ops=len(known.of.trace.ops),
-                rematerialize=known.made.rematerialized,
-                offload=known.made.offloaded,
+                ops=made.ops,
+                rematerialize=made.rematerialized,
+                offload=made.offloaded,
                 took_seconds=round(took, 3),
-                overhead=round(known.made.overhead, 4),
+                overhead=round(made.overhead, 4),
                 **({} if bound is None else {"lower_bound": round(bound, 4)}),
             )
+        return made
 
-    def knee(self, of: Measured, need_bytes: int, floor_bytes: int) -> Knee:
+    def knee(self, executor: Executor, of: Noted, need_bytes: int, floor_bytes: int) -> Knee:
         """Where a smaller budget begins to cost time, by the planner, or where there is none by the policy in the simulator.
 
         Args:
+            executor: finds it.
             of: a pass.
             need_bytes: of the run; what no op of the pass touches can leave where there is a tier, and stays otherwise.
             floor_bytes: no budget below it works.
+
+        Raises:
+            Failed: it cannot be found.
+            Stopped: the executor has been ended.
         """
-        trace = smoothed(of.trace)
-        link = trace.links[0] if trace.links else None
-        stays = 0 if self._offload else max(0, need_bytes - trace.unmanaged_peak[0])
+        recompute = self._policy.recomputes
+        job = KneeJob(of, need_bytes, floor_bytes, MARGIN, self._planner, self._policy.name, recompute, self._offload)
+        return executor.run(find_knee, job)[0]
 
-        def slowdown(budget_bytes: int) -> float | None:
-            limit_bytes = budgets(budget_bytes)[0] - stays
-            if budget_bytes < floor_bytes or limit_bytes <= 0:
-                return None
-            if self._planner is not None:
-                made = self._planner(trace, limit_bytes, link, self._policy.recomputes)
-                return None if made is None else made.overhead
-            run = simulate(trace, limit_bytes, self._policy, link)
-            return run.overhead if run.feasible else None
-
-        return knee(need_bytes, slowdown)
-
-    def latest(self) -> Scheduled | None:
+    def latest(self) -> Made | None:
         """The plan that was made last."""
         return next((k.made for k in reversed(self._known.values()) if k.made is not None), None)
 
@@ -326,4 +347,4 @@ class Plans:
 
     def close(self) -> None:
         """No plan is made from here on, and the one that is being made is given up."""
-        self._planning.end(self._thread)
+        self._executor.end(self._thread)

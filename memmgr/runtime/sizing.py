@@ -16,14 +16,15 @@ import torch
 
 from memmgr._sizes import Need, show_size
 from memmgr._stock import Inventory, missing_states
-from memmgr._threads import Computation, Raiser, Stopped, let_others_first
+from memmgr._threads import Raiser, Stopped
 from memmgr.native.pager import PeriodInfo
 from memmgr.observe.passes import Pass
 from memmgr.policies.plan.knee import Knee
-from memmgr.policies.trace import TraceError
 
+from . import planner_process
+from .planner_process import Failed
 from .plans import Plans
-from .timeline import Measured
+from .timeline import Noted
 
 MOST_PASSES = 8  # of one kind or another: gradient accumulation may have no step of an optimizer for long
 SAME = 1.01  # two passes that differ by less need the same
@@ -74,7 +75,7 @@ class Sizing:
         self._need_bytes = 0
         self._known = False
         self._thread: threading.Thread | None = None
-        self._seeking = Computation(native)
+        self._executor = planner_process.executor(native)
         self._knee: Knee | None = None
         self._why = ""  # there is no knee
         self._timer = threading.Timer(PATIENCE_SECONDS, self._say_that_it_waits)
@@ -90,32 +91,28 @@ class Sizing:
         """Is the next pass to be noted op by op? Only the knee has to know more than bytes."""
         return self._need.share is None and self._thread is None and not self.done
 
-    def period_ended(self, info: PeriodInfo, measure: Callable[[bool], Measured]) -> None:
+    def period_ended(self, info: PeriodInfo, note: Callable[[bool], Noted]) -> None:
         """A pass that was noted; without one like it before it, what lives on from pass to pass is not understood.
 
         Args:
             info: of the pass.
-            measure: makes it a trace; said whether the pass before was the same.
+            note: hands the pass out; said whether the pass before was the same.
         """
         repeats = info["before"] == info["hash"]
         if not self._known or not (repeats or self._passes >= MOST_PASSES):
             return
-        try:
-            found = measure(repeats)
-        except TraceError as error:
-            self._why = str(error)
-            return
-        self._thread = threading.Thread(target=self._seek, args=(found,), name="memmgr-knee", daemon=True)
+        self._thread = threading.Thread(target=self._seek, args=(note(repeats),), name="memmgr-knee", daemon=True)
         self._thread.start()
 
-    def _seek(self, found: Measured) -> None:
-        let_others_first()
+    def _seek(self, found: Noted) -> None:
         try:
             floor_bytes = self._native.stats()["floor_bytes"]
-            self._knee = self._seeking.run(lambda: self._plans.knee(found, self._need_bytes, floor_bytes))
+            self._knee = self._plans.knee(self._executor, found, self._need_bytes, floor_bytes)
         except Stopped:
             return
-        except Exception as error:  # as with a plan: the telemetry and the line say so
+        except Failed as error:  # as with a plan: the telemetry and the line say so
+            self._why = str(error)
+        except Exception as error:
             self._why = f"{type(error).__name__}: {error}"
 
     def ended(self, ended: Pass) -> bool:
@@ -191,7 +188,7 @@ class Sizing:
     def close(self, stats: dict[str, Any]) -> None:
         """The budget closes: says so where there never was a limit."""
         self._timer.cancel()
-        self._seeking.end(self._thread)
+        self._executor.end(self._thread)
         if not self.done:
             held = show_size(stats["unmanaged_peak_bytes"])
             if self._known:

@@ -16,14 +16,17 @@ What a measured trace means, beyond what `policies/trace/trace.py` says of all t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memmgr.native.pager import TimelineColumns
 from memmgr.policies.trace import HELD, Op, OpKind, Storage, TierLink, Trace
 from memmgr.policies.trace.plan import carried
 from memmgr.policies.trace.schedule import Do, Step
+
+if TYPE_CHECKING:  # it imports torch, which the planner's process does without
+    from memmgr.native.pager import TimelineColumns
 
 BETWEEN = "(between ops)"
 COMES = "(not by an op)"
@@ -36,6 +39,9 @@ MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
 """What a row says; `allocator/pager/follow.h`."""
 
 Rows = list[tuple[int, int, int]]
+
+PackedRows = tuple[bytes, bytes, bytes, bytes, bytes]
+"""As the pager takes them: `PlanRows`, each field an array of int64."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,75 @@ class Measured:
         return sum(op.name == UNPACK for op in self.trace.ops)
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A period as the pager noted it, which costs next to nothing to hand on; `measured` makes a trace of it.
+
+    Attributes:
+        columns: from the pager.
+        links: the tiers below, as they were measured.
+        device: the type of the managed one.
+        repeats: whether the period before it was the same, so that the trace is a cycle.
+    """
+
+    columns: TimelineColumns
+    links: tuple[TierLink, ...]
+    device: str = "cpu"
+    repeats: bool = False
+
+    @property
+    def ops(self) -> int:
+        """How many ops the pager noted."""
+        return len(self.columns["op"]) // 4
+
+    @property
+    def hashes(self) -> bytes:
+        """By which the pager knows the period again."""
+        return self.columns["hashes"]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The sum of what ops needed beyond their outputs."""
+        return int(np.frombuffer(self.columns["scratch"], dtype=np.uint64).sum())
+
+    @property
+    def two_valued(self) -> int:
+        """How many storages can leave as bits; `Measured.two_valued`, without a trace."""
+        flags = np.frombuffer(self.columns["flags"], dtype=np.uint8)
+        first_touch = np.frombuffer(self.columns["first_touch"], dtype=np.uint32)
+        made = np.flatnonzero(flags & (_MAKES | _WRITES))
+        cell = np.frombuffer(self.columns["ordinal"], dtype=np.uint32)[made].astype(np.int64)
+        op = np.searchsorted(first_touch, made, side="right").astype(np.int64)
+        _, first = np.unique(op << 32 | cell, return_index=True)  # of an op that has a cell twice among its arguments
+        bits = np.frombuffer(self.columns["bits"], dtype=np.uint32)[made[first]]
+        return int(((flags[made[first]] & _RECIPE != 0) & (bits != 0)).sum())
+
+    def with_scratch_of(self, other: Noted) -> Noted:
+        """The same, with each op's scratch what it was in an `other` period of the same ops where that was more."""
+        both = (np.frombuffer(of.columns["scratch"], dtype=np.uint64) for of in (self, other))
+        columns = self.columns.copy()
+        columns["scratch"] = np.maximum(*both).tobytes()
+        return replace(self, columns=columns)
+
+    def measured(self, modules: Sequence[str] = ()) -> Measured:
+        """A trace, and what the pager needs to follow a plan for it.
+
+        Args:
+            modules: paths of modules by their number.
+
+        Raises:
+            TraceError: the columns do not make a trace.
+        """
+        return measured(self.columns, self.links, self.device, repeats=self.repeats, modules=modules)
+
+
 def seconds_of(columns: TimelineColumns) -> float:
     """What the period took."""
     return sum(float(np.frombuffer(columns[part], dtype=np.float32).sum()) for part in ("seconds", "before"))
 
 
 class _Builder:
-    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str], scratch: Sequence[int]) -> None:
+    def __init__(self, columns: TimelineColumns, repeats: bool, modules: Sequence[str]) -> None:
         c = columns
         numbers = np.frombuffer(c["module"], dtype=np.uint32).tolist()
         self.module = [modules[n] if 0 < n < len(modules) else "" for n in numbers]
@@ -81,8 +149,6 @@ class _Builder:
         self.seconds = np.frombuffer(c["seconds"], dtype=np.float32).tolist()
         self.before = np.frombuffer(c["before"], dtype=np.float32).tolist()
         self.scratch = np.frombuffer(c["scratch"], dtype=np.uint64).tolist()
-        if scratch:
-            self.scratch = [max(pair) for pair in zip(self.scratch, scratch, strict=True)]
         self.other = np.frombuffer(c["other"], dtype=np.uint64)
         self.touched = np.frombuffer(c["ordinal"], dtype=np.uint32).tolist()
         self.flags = list(c["flags"])
@@ -225,7 +291,6 @@ def measured(
     *,
     repeats: bool = False,
     modules: Sequence[str] = (),
-    scratch: Sequence[int] = (),
 ) -> Measured:
     """The period that ended last.
 
@@ -235,12 +300,11 @@ def measured(
         device: the type of the managed one.
         repeats: whether the period before it was the same, so that the trace is a cycle.
         modules: paths of modules by their number; the first is nobody's.
-        scratch: `Measured.scratch` of an earlier period of the same ops, which counts where it was more.
 
     Raises:
         TraceError: the columns do not make a trace.
     """
-    builder = _Builder(columns, repeats, modules, scratch)
+    builder = _Builder(columns, repeats, modules)
     trace = builder.build(links, device).check()
     before = {s: _BEFORE | builder.prior[builder.ordinal[s]] for _, s in trace.cycle}
     return Measured(trace, builder.position, builder.ordinal, before, builder.hashes, builder.scratch)
@@ -265,7 +329,7 @@ class PlanRows:
     groups: Rows
     kept: Rows
 
-    def packed(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    def packed(self) -> PackedRows:
         """As the pager takes them."""
         rows = (self.departures, self.writes, self.reads, self.groups, self.kept)
         departures, writes, reads, groups, kept = (np.array(r, dtype=np.int64).tobytes() for r in rows)

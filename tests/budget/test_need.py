@@ -16,7 +16,7 @@ import torch
 import memmgr
 from memmgr.integrations._session import Session
 from memmgr.policies.plan.knee import Knee, knee
-from memmgr.runtime import sizing
+from memmgr.runtime import planner_process, sizing
 
 
 class Run:
@@ -125,7 +125,8 @@ def test_auto_where_no_pass_is_a_trace_keeps_what_the_run_needs(
     def fails(*args: Any) -> None:
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr("memmgr.runtime.plans.knee", fails)
+    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
+    monkeypatch.setattr("memmgr.runtime.planning.knee", fails)
     with memmgr.budget("auto") as mm:
         Run()(8)
     said = capfd.readouterr().err
@@ -140,7 +141,8 @@ def test_auto_that_ends_too_early_says_why(monkeypatch: pytest.MonkeyPatch, capf
         begun.wait(60)
         return Knee(10**6, 1.0)
 
-    monkeypatch.setattr("memmgr.runtime.plans.knee", seeks)
+    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
+    monkeypatch.setattr("memmgr.runtime.planning.knee", seeks)
     with memmgr.budget("auto"):
         Run()(8)
         threading.Timer(0.1, begun.set).start()

@@ -21,6 +21,7 @@ from memmgr import _budget, _threads
 from memmgr.native import pager
 from memmgr.policies.rules.registry import STREAMING
 from memmgr.policies.trace import TraceError
+from memmgr.runtime import planner_process, planning, timeline
 from memmgr.runtime.plans import MOST_TRIES
 from memmgr.runtime.timeline import OFFLOADS
 from memmgr.tools.bench.models import DenseNet, TreeLSTM
@@ -146,6 +147,7 @@ def test_a_plan_that_cannot_be_made_costs_nothing_but_speed(monkeypatch: pytest.
     def refuses(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no")
 
+    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
     monkeypatch.setattr(planners, "plan", refuses)
     got, figures, _ = under(models.MODELS["unet"], 0.6)
     assert got == plain(models.MODELS["unet"])
@@ -378,15 +380,14 @@ def test_what_comes_between_two_ops_was_not_there_from_the_beginning(policy: str
 
 
 def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memmgr.runtime import plans
-
     nice: list[int] = []
 
     def makes(*_: Any) -> None:
         nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     monkeypatch.setattr(_threads, "_BEHIND", 10)
-    monkeypatch.setattr(plans, "PLANNERS", {"plan": makes})
+    monkeypatch.setattr(planning, "PLANNERS", {"plan": makes})
+    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
     _, figures, _ = under(States, 0.5)
     assert figures[-1]["plans"] == 0
     assert set(nice) == {max(10, os.getpriority(os.PRIO_PROCESS, 0))}
@@ -396,8 +397,6 @@ def test_who_plans_goes_behind_who_trains(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.timeout(120)  # without the rule it waits for good
 def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
     """A plan takes seconds, and behind busy processes far longer."""
-    from memmgr.runtime import plans
-
     begun, ended = threading.Event(), threading.Event()
 
     def makes(*_: Any) -> None:
@@ -408,8 +407,9 @@ def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch,
         finally:
             ended.set()
 
-    monkeypatch.setattr(plans, "PLANNERS", {"plan": makes})
-    monkeypatch.setattr(plans, "Computation", functools.partial(_threads.Computation, package=__name__))
+    monkeypatch.setattr(planning, "PLANNERS", {"plan": makes})
+    here = functools.partial(planner_process.InThread, package=__name__)
+    monkeypatch.setattr(planner_process, "executor", here)
     limit = need(States) * 0.5
     training, before = States(), threading.active_count()
     with memmgr.budget(int(limit), quiet=True):
@@ -422,12 +422,12 @@ def test_a_budget_that_closes_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_period_that_is_no_trace_costs_nothing_but_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads whose ops are mixed up: the program is not told by an exception out of its backward."""
-    from memmgr.runtime import plans
 
     def refuses(*_: Any, **__: Any) -> Any:
         raise TraceError("reads what nothing has made")
 
-    monkeypatch.setattr(plans, "measured", refuses)
+    monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
+    monkeypatch.setattr(timeline, "measured", refuses)
     got, figures, _ = under(States, 0.5)
     assert got == plain(States)
     assert figures[-1]["plans"] == 0

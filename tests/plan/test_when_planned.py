@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from memmgr.policies.rules.registry import parse_policy
-from memmgr.runtime import plans
+from memmgr.runtime import planner_process, planning, plans
 from memmgr.runtime.planners import Scheduled
-from memmgr.runtime.timeline import measured
+from memmgr.runtime.timeline import Noted
 
 LIMIT = 1_000_000
 READS, MAKES, RECIPE = 0, 2 | 4, 4
@@ -76,8 +76,9 @@ class Run:
         self.fits = True
 
         self.pager: Any = FakePager()
+        monkeypatch.setattr(planner_process, "executor", planner_process.InThread)
+        monkeypatch.setattr(planning, "PLANNERS", {"plan": planner})
         self.plans = plans.Plans(self.pager, LIMIT, policy=parse_policy(policy), planned=True, offload=offload)
-        self.plans._planner = planner
         self.before = 0
 
     def ends(self, key: int, *, followed: bool = False, short: bool = False, trials: int = 0) -> bool:
@@ -178,6 +179,61 @@ def test_planning_takes_its_share_of_the_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_op_needs_the_most_that_it_has_ever_needed() -> None:
-    period = measured(columns([0, 40, 7]), (), scratch=[0, 0, 50])
-    assert period.scratch == [0, 40, 50]
-    assert measured(columns([0, 40, 7]), ()).scratch == [0, 40, 7]
+    before, now = Noted(columns([0, 0, 50]), ()), Noted(columns([0, 40, 7]), ())
+    assert now.with_scratch_of(before).measured().scratch == [0, 40, 50]
+    assert now.with_scratch_of(before).scratch_bytes == 90
+    assert now.measured().scratch == [0, 40, 7]
+
+
+@pytest.mark.parametrize(("bits", "flags"), [(0, MAKES), (32, MAKES), (32, MAKES & ~RECIPE), (32, READS)])
+def test_what_can_leave_as_bits_is_counted_without_a_trace(bits: int, flags: int) -> None:
+    noted = columns([0, 0, 0], bits=bits)
+    noted["flags"] = bytes([READS, MAKES, READS, MAKES, MAKES, flags])  # the last op has both of its cells written
+    noted["ordinal"] = np.array([0, 1, 0, 2, 3, 3], dtype="u4").tobytes()
+    period = Noted(noted, ())
+    assert period.two_valued == period.measured().two_valued
+
+
+@pytest.mark.parametrize(
+    ("quick", "full", "made"),
+    [
+        (1.30, 1.20, [True, False]),
+        (1.21, 1.20, [True]),  # hardly better: the quick one stays
+        (None, 1.20, [False]),
+        (1.30, None, [True]),
+        (1.01, 0.0, [True]),  # as good as any
+    ],
+)
+def test_a_long_periods_first_plan_is_a_quick_one(
+    monkeypatch: pytest.MonkeyPatch, quick: float | None, full: float | None, made: list[bool]
+) -> None:
+    run = Run(monkeypatch)
+    monkeypatch.setattr(plans, "QUICK_OPS", 3)
+    asked: list[bool] = []
+
+    def planner(is_quick: bool) -> Any:
+        overhead = quick if is_quick else full
+
+        def makes(*_: Any) -> Scheduled | None:
+            asked.append(is_quick)
+            return None if overhead is None else Scheduled((), overhead, 1.0)
+
+        return makes
+
+    for name, is_quick in (("QUICK", True), ("PLANNERS", False)):
+        monkeypatch.setattr(planning, name, {"plan": planner(is_quick)})
+    added: list[Any] = []
+    events: list[str] = []
+    run.pager.add_plan = lambda *rows: added.append(rows)
+    run.plans._happened = lambda what, **_: events.append(what)
+    for key in (1, 2, 2):
+        run.ends(key)
+    assert len(added) == len(made) == run.plans.made
+    assert events == ["plan"] * len(made), "that nothing is better is no error"
+    assert asked[0] is True and (False in asked) is (quick != 1.01)
+    latest = run.plans.latest()
+    assert latest is not None and latest.overhead == (quick if made[-1] else full)
+    before = len(asked)
+    for _ in range(4):
+        run.ends(2, followed=True, short=True)
+    assert asked[before:] and not any(asked[before:]), "one that ran short is replaced by a full one"
