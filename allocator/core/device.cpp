@@ -20,7 +20,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 // when it chooses a kernel, and a workspace that is not at 256 is an error.
 constexpr int kBlockShift = 9;
 constexpr size_t kAskedMarks = 8;    // pending ones of a stream, from which on its oldest is asked
-constexpr size_t kKeptEvents = 32;   // for reuse
+constexpr size_t kSpareEvents = 32;   // for reuse
 constexpr size_t kMostMarks = 1024;  // of these every second one is given up: a later one does as well
 
 // See device.h: it says the number of the newest mark.
@@ -221,7 +221,7 @@ CUevent Device::TakeEvent() {
 void Device::ReturnEvent(CUevent event) {
   {
     std::lock_guard hold(events_lock_);
-    if (events_.size() < kKeptEvents) return events_.push_back(event);
+    if (events_.size() < kSpareEvents) return events_.push_back(event);
   }
   driver_.EventDestroy(event);  // once what waits for it has: the driver sees to that
 }
