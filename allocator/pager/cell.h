@@ -64,7 +64,7 @@ struct Cell {
   std::atomic<uint32_t> state{0};  // pins, and the bits above
   std::atomic<uint64_t> last_touch{0};
   uint64_t nbytes = 0;
-  uint64_t serial = 0;   // stands for the address where addresses are compared; a range of nbytes, used once
+  uint64_t serial = 0;   // of the order in which cells were made; used once
   Pool* pool = nullptr;  // that the bytes come from
 
   // Whoever has the cell busy or pinned reads and writes these.
@@ -84,6 +84,7 @@ struct Cell {
   // Under the graph's lock.
   WeakStorage storage{StoragePtr()};  // empty: an orphan
   Version* version = nullptr;         // counted, but for an orphan's
+  uint64_t name = 0;                  // its claim (names.h); 0: there is none
   size_t index = 0;                   // in the registry
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;

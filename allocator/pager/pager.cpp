@@ -26,6 +26,7 @@
 #include "module_pool.cpp"
 #include "module_ranking.cpp"
 #include "module_readers.cpp"
+#include "names.cpp"
 #include "numerics.cpp"
 #include "objects.cpp"
 #include "observe.cpp"
