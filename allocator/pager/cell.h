@@ -48,7 +48,7 @@ inline const mm_stream kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
 enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kPacked };
 
 // Why an address may not change any more (rule 9).
-enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured };
+enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured, kSizes };
 
 // What the program has a cell for, as far as it was said (set_purpose); kOther: activations, and what nobody asked
 // about.

@@ -35,6 +35,7 @@ class Escape(enum.IntEnum):
     SLICE = 5
     FOREIGN_WRITE = 6
     CAPTURED = 7
+    SIZES = 8
 
 
 class Order(enum.IntEnum):
