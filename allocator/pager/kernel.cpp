@@ -16,6 +16,7 @@
 #include "frame.h"
 #include "hold.h"
 #include "list_ops.h"
+#include "need.h"
 #include "nested.h"
 #include "ops.h"
 #include "pending.h"
@@ -174,8 +175,11 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!kept.there || !depth.outermost() || call.began_writes || call.drew) throw;
-      if (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))) throw;
+      const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
+      if (last || !kept.there || !depth.outermost() || call.began_writes || call.drew) {
+        if (kept.there) put_back();  // for the error: what the op needs
+        throw;
+      }
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {
@@ -387,7 +391,12 @@ void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet bel
     if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
       captured(op, info, below, stack);
     else
-      ordinary(op, info, below, stack);
+      try {
+        ordinary(op, info, below, stack);
+      } catch (const c10::OutOfMemoryError&) {
+        if (tl_depth == 0) note_need(op, info, *stack);
+        throw;
+      }
   });
 }
 

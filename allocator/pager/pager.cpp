@@ -27,6 +27,7 @@
 #include "module_ranking.cpp"
 #include "module_readers.cpp"
 #include "names.cpp"
+#include "need.cpp"
 #include "nested.cpp"
 #include "numerics.cpp"
 #include "objects.cpp"
