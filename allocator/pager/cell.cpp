@@ -6,6 +6,7 @@
 
 #include "budget.h"
 #include "fork.h"
+#include "names.h"
 #include "pools/pool.h"
 #include "private_member.h"
 #include "recipe.h"
@@ -105,7 +106,7 @@ void Trash::end() {
 
 // ---- storages and their cells ----
 
-static uint64_t next_serial = 4096;
+static uint64_t next_serial = 1;
 
 uint64_t serial_of_next_locked() { return next_serial; }
 
@@ -141,8 +142,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   Cell* c = cell_memory().make_locked();
   c->state.store(pins);
   c->nbytes = s->nbytes();
-  c->serial = next_serial;
-  next_serial += (c->nbytes + 4095) / 4096 * 4096 + 4096;
+  c->serial = next_serial++;
   c->pool = budget.pool;
   c->small = c->nbytes < budget.options.small_bytes;
   c->outside = !c->small && p.get_deleter() != c->pool->deleter();
@@ -156,6 +156,7 @@ Cell* adopt_locked(c10::StorageImpl* s, uint32_t pins, uint64_t touched_ticks, b
   const auto deleter = context.get_deleter();
   c->bytes = at::DataPtr(p.get(), context.release(), deleter, p.device());
   note_home(c);
+  name_adopted_locked(c, s);
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c, &memmgr_pager_end_of_storage);
   register_locked(c);
   count_root_locked(c);
@@ -241,6 +242,7 @@ void unadopt(Cell* c) {
   auto&& context = p.move_context();
   context.release();
   context = std::unique_ptr<void, c10::DeleterFnPtr>(c->bytes.release_context(), deleter);
+  name_unadopted_locked(c, s.get());
   cancel_write_locked(c, &trash);
   if (c->slot >= 0) trash.slots.push_back(c->slot);
   unregister_locked(c);
@@ -302,6 +304,7 @@ extern "C" void memmgr_pager_end_of_storage(void* cell) {
   Remains remains;
   std::lock_guard<std::mutex> lock(graph_lock());
   note_death_locked(c);
+  end_name_locked(c);
   if (c->version) note_ghost_locked(c->version, c);
   const uint32_t standing = c->standing_pins;
   unstand_all_locked(c);

@@ -49,7 +49,7 @@ inline const mm_stream kNotFilled = reinterpret_cast<mm_stream>(~uintptr_t{0});
 enum class Absence : uint8_t { kNone, kOffloaded, kEvicted, kPacked };
 
 // Why an address may not change any more (rule 9).
-enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured };
+enum class Escape : uint8_t { kNone, kPointer, kNumpy, kDlpack, kShared, kSlice, kForeignWrite, kCaptured, kSizes };
 
 // What the program has a cell for, as far as it was said (set_purpose); kOther: activations, and what nobody asked
 // about.
@@ -71,7 +71,7 @@ struct Cell {
   // No use of the bytes was queued later than at this time of the device's clock. Set wherever a pin or a move ends.
   std::atomic<uint64_t> used_at{device_time()};
   uint64_t nbytes = 0;
-  uint64_t serial = 0;   // stands for the address where addresses are compared; a range of nbytes, used once
+  uint64_t serial = 0;   // of the order in which cells were made; used once
   Pool* pool = nullptr;  // that the bytes come from
 
   // Whoever has the cell busy or pinned reads and writes these.
@@ -91,6 +91,7 @@ struct Cell {
   // Under the graph's lock.
   WeakStorage storage{StoragePtr()};  // empty: an orphan
   Version* version = nullptr;         // counted, but for an orphan's
+  uint64_t name = 0;                  // its claim (names.h); 0: there is none
   size_t index = 0;                   // in the registry
   uint8_t standing_pins = 0;          // of an escape and of a newborn, part of the pins
   Escape escape = Escape::kNone;

@@ -4,6 +4,7 @@
 
 #include "budget.h"
 #include "foreign.h"
+#include "names.h"
 #include "pending.h"
 #include "pools/pool.h"
 #include "reclaim.h"
@@ -29,6 +30,7 @@ void escape(Cell* c, Escape why) {
     std::lock_guard<std::mutex> lock(graph_lock());
     if (c->escape == Escape::kNone) {
       c->escape = why;
+      name_escaped_locked(c);
       stand_pinned_locked(c);
       escaped_bytes += c->nbytes;
       count_held_locked(c);

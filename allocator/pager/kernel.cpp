@@ -16,6 +16,8 @@
 #include "frame.h"
 #include "hold.h"
 #include "list_ops.h"
+#include "need.h"
+#include "nested.h"
 #include "ops.h"
 #include "pending.h"
 #include "pools/pool.h"
@@ -176,8 +178,11 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();
-      if (!kept.there || !depth.outermost() || call.began_writes || call.drew) throw;
-      if (alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()))) throw;
+      const bool last = alone && (++pauses > kMostPauses || !(newborns_before || others_have_newborns()));
+      if (last || !kept.there || !depth.outermost() || call.began_writes || call.drew) {
+        if (kept.there) put_back();  // for the error: what the op needs
+        throw;
+      }
       alone = true;
       counters.retries++;
     } catch (const c10::Error& e) {
@@ -339,23 +344,27 @@ void call_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
 }
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
-  std::optional<InKernel> inside;
-  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
-  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
-    inside.reset();
-    let_callbacks_rest(false);
-    call_below(op, below, stack);
-    return;
+// Errors of ours become Python's, from the outermost op on.
+template <class Run>
+void with_our_errors(const Run& run) {
+  try {
+    run();
+  } catch (const c10::OutOfMemoryError& e) {
+    if (tl_depth == 0) raise_budget_error(e);
+    throw;
+  } catch (const WrongBytes& e) {
+    if (tl_depth == 0) raise_wrong_bytes(e);
+    throw;
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception&) {
+    if (tl_depth == 0) raise_budget_error_of_python();
+    throw;
   }
-  if (C10_UNLIKELY(listeners.load(std::memory_order_relaxed))) follow_listeners();
-  OpInfo* info = info_of(op);
-  if (C10_UNLIKELY(tl_regions > 0)) return of_region(op, info, below, stack);
-  inside->count_op();
-  finish_pending(op, info, *stack);
+}
+
+// By the op's class.
+void run_op(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   switch (info->kind) {
     case OpClass::kView:
       if (C10_UNLIKELY(info->tells_stream) && tell_stream(op, below, stack)) return;
@@ -388,23 +397,41 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     ordinary(clone, info_of(clone), below, stack);
     return;
   }
-  try {
+  with_our_errors([&] {
     if (C10_UNLIKELY(captures.load(std::memory_order_relaxed) > 0) && is_capturing())
       captured(op, info, below, stack);
     else
-      ordinary(op, info, below, stack);
-  } catch (const c10::OutOfMemoryError& e) {
-    if (tl_depth == 0) raise_budget_error(e);
-    throw;
-  } catch (const WrongBytes& e) {
-    if (tl_depth == 0) raise_wrong_bytes(e);
-    throw;
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception&) {
-    if (tl_depth == 0) raise_budget_error_of_python();
-    throw;
+      try {
+        ordinary(op, info, below, stack);
+      } catch (const c10::OutOfMemoryError&) {
+        if (tl_depth == 0) note_need(op, info, *stack);
+        throw;
+      }
+  });
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (kBeforePython && C10_UNLIKELY(keys.has(c10::DispatchKey::Python))) return call_python(op, keys, stack);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const bool done_in_child = budget.forked.load(std::memory_order_relaxed) && absent_cells.load() == 0;
+  std::optional<InKernel> inside;
+  if (C10_LIKELY(budget.open.load(std::memory_order_relaxed))) inside.emplace();
+  if (C10_UNLIKELY(!inside || !budget.open.load(std::memory_order_acquire) || done_in_child)) {
+    inside.reset();
+    let_callbacks_rest(false);
+    call_below(op, below, stack);
+    return;
   }
+  if (C10_UNLIKELY(listeners.load(std::memory_order_relaxed))) follow_listeners();
+  OpInfo* info = info_of(op);
+  if (C10_UNLIKELY(tl_regions > 0)) return of_region(op, info, below, stack);
+  inside->count_op();
+  finish_pending(op, info, *stack);
+  if (!NestedOp::is_one(info, below)) return run_op(op, info, below, stack);
+  std::optional<NestedOp> nested;
+  with_our_errors([&] { nested.emplace(*stack, info->arguments); });
+  run_op(op, info, below, stack);
+  with_our_errors([&] { nested->returned(*stack, info->returns); });
 }
 
 }  // namespace

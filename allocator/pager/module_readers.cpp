@@ -11,6 +11,7 @@
 #include "foreign.h"
 #include "frame.h"
 #include "module.h"
+#include "names.h"
 #include "pending.h"
 #include "pools/pool.h"
 #include "reclaim.h"
@@ -74,21 +75,22 @@ PyObject* py_finish_pending(PyObject*, PyObject* args) {
   });
 }
 
-// name(tensor or cdata) -> a number that stands for the address, 0 where there is no cell: from a range that is never
-// mapped, and never used for another storage.
+// name(tensor or cdata) -> the number that stands for its address where addresses are compared, None: that is the
+// address, and whoever has the tensor may ask for it.
 PyObject* py_name(PyObject*, PyObject* o) {
   return guarded([&]() -> PyObject* {
     const StoragePtr s = storage_of(o);
-    Cell* c = s ? cell_of(s.get()) : nullptr;
-    if (!c || !budget.open) return PyLong_FromLong(0);
-    uint64_t name = (uint64_t{1} << 62) + c->serial;
+    uint64_t name = s ? name_of(s.get()) : 0;
+    if (!name) Py_RETURN_NONE;
     if (THPVariable_Check(o)) {
       const at::Tensor& t = THPVariable_Unpack(o);
-      name += static_cast<uint64_t>(t.storage_offset()) * t.itemsize();
+      name = t.numel() == 0 ? 0 : name + static_cast<uint64_t>(t.storage_offset()) * t.itemsize();
     }
     return PyLong_FromUnsignedLongLong(name);
   });
 }
+
+PyObject* py_names_differ(PyObject*, PyObject*) { return PyBool_FromLong(names_differ()); }
 
 PyObject* py_escape(PyObject*, PyObject* args) {
   PyObject* o;
@@ -353,7 +355,8 @@ PyMethodDef reader_methods[] = {
     {"let_slices_wait", py_let_slices_wait, METH_O, "may they from here on? What waits already does not end by this"},
     {"any_away", py_any_away, METH_O, "any_away(tensors): are bytes of one of them not in memory?"},
     {"finish_pending", py_finish_pending, METH_VARARGS, "what was put off and has not run yet runs"},
-    {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, 0: it has none"},
+    {"name", py_name, METH_O, "name(tensor or cdata) -> a number to compare instead of the address, None: the address"},
+    {"names_differ", py_names_differ, METH_NOARGS, "has a living storage another name than its address?"},
     {"escape", py_escape, METH_VARARGS, "escape(tensor or cdata, why): its address was handed out for good"},
     {"pin", py_pin, METH_VARARGS, "pin(tensors, written=False, region=False, held=False) -> Pin"},
     {"pin_number", py_pin_number, METH_O, "pin_number(tensor) -> Pin or None"},

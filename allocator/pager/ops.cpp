@@ -320,6 +320,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle) : op(handle) {
   storage_op = storage_ops().count(name) > 0;
   lazy_clone = name == "aten::_lazy_clone";
   list_op = is_list_op(schema);
+  nested = name.rfind("aten::_nested", 0) == 0;
   tells_stream = name == "aten::record_stream";
   const auto& overload = handle.operator_name().overload_name;
   const std::string full = name + (overload.empty() ? "" : "." + overload);

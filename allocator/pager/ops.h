@@ -45,6 +45,7 @@ struct OpInfo {
   bool storage_op = false;     // changes whose storage it is, or how long
   bool lazy_clone = false;
   bool list_op = false;       // may run in slices (list_ops.h)
+  bool nested = false;        // its arguments or results may be nested tensors' sizes
   bool collective = false;    // c10d's: it gives a Work
   bool tells_stream = false;  // to the allocator: that a stream uses the block
   RawReads reads_raw = RawReads::kNone;

@@ -16,6 +16,7 @@
 #include "follow.h"
 #include "hold.h"
 #include "loops.h"
+#include "names.h"
 #include "observe.h"
 #include "pools/pool.h"
 #include "recipe.h"
@@ -230,7 +231,10 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     }
     if (drop) cancel_write_locked(c, &cancelled);
     note_event(drop ? Event::kEvict : Event::kOffload, c->version ? c->version->recipe : nullptr, c->nbytes, 0);
-    if (storage) show_bytes(storage.get(), nullptr, c);
+    if (storage) {
+      name_leaving_locked(c);
+      show_bytes(storage.get(), nullptr, c);
+    }
     bytes = std::move(c->bytes);
     c->bytes.clear();
     resident_cell_bytes -= c->nbytes;

@@ -84,8 +84,9 @@ uint64_t bytes_that_stay();
 // The same of something that runs: what it has pinned (`cell_at` of 0 to n), its own memory since begin_scratch(), and
 // what can never leave.
 void note_working_set(uint64_t pinned_bytes, Share at_once);
+// Of these cells what bytes_that_stay() does not count.
 template <class CellAt>
-void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
+uint64_t bytes_beside_what_stays(size_t n, CellAt&& cell_at) {
   const bool roots_stay = !may_be_offloaded();  // they are counted as what never leaves
   uint64_t pinned = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -94,7 +95,11 @@ void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
     for (size_t k = 0; k < i && !again; ++k) again = cell_at(k) == c;
     if (!again) pinned += c->nbytes;
   }
-  note_working_set(pinned, at_once);
+  return pinned;
+}
+template <class CellAt>
+void note_working_set(size_t n, CellAt&& cell_at, Share at_once = {}) {
+  note_working_set(bytes_beside_what_stays(n, cell_at), at_once);
 }
 // What this thread was refused last, once that is an error and not a try that was made again.
 void note_refused();

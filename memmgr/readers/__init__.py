@@ -15,6 +15,7 @@ from memmgr.native.pager import Pager
 from .captures import Captures
 from .distributed import Reducers
 from .extensions import Extensions
+from .names import pointers
 from .patches import Patches
 from .raw import RawReaders
 
@@ -26,7 +27,7 @@ class Passes(Protocol):
 
 
 class Readers:
-    """All patches of one budget; none survives `remove`."""
+    """All patches of one budget. `remove` undoes them; the one for names may stay (names.py)."""
 
     def __init__(
         self, pager: Pager, device: torch.device, passes: Passes, meant_by: Callable[[RuntimeError], BudgetError | None]
@@ -84,6 +85,7 @@ class Readers:
         """Undoes them."""
         self._open = False
         self._patches.undo()
+        pointers.end()
         self._extensions.remove()
 
     def escaped(self) -> dict[str, int]:

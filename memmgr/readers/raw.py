@@ -3,7 +3,7 @@
 Three ways, told apart by who asks:
   escaped  the address was handed out for good: the bytes stay where they are while the storage lives
   scoped   the bytes are in memory, where they are, while a call runs
-  named    the address is only compared: it gets a number that stands for the storage, and no byte is read
+  named    the address is only compared, and no byte is read: names.py
 """
 
 from __future__ import annotations
@@ -20,25 +20,8 @@ import torch
 
 from memmgr.native.pager import Addressed, Escape, Pager
 
+from .names import addressed_of, only_compares, pointers
 from .patches import Patches
-
-# Callers that compare addresses and read nothing: module, and in it these functions (none named: all).
-NAMERS: dict[str, frozenset[str]] = {
-    "torch.serialization": frozenset(),
-    "torch.storage": frozenset({"__eq__", "is_shared", "__deepcopy__"}),
-    "torch.autograd.graph": frozenset({"_get_tid", "_get_sid"}),
-    "torch._tensor": frozenset({"__deepcopy__", "__reduce_ex__", "_reduce_ex_internal"}),
-    "torch.nn.modules.rnn": frozenset(),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": frozenset(),
-    "torch.distributed.fsdp._flat_param": frozenset(),
-    "safetensors.torch": frozenset(),  # but for what makes bytes, which is scoped
-    "transformers.modeling_utils": frozenset(),
-    "transformers.pytorch_utils": frozenset(),
-    "transformers.integrations.moe": frozenset(),
-    "accelerate.utils.modeling": frozenset(),
-    "huggingface_hub.serialization._torch": frozenset(),
-}
-_PASS_ON = frozenset({"data_ptr", "_data_ptr"})  # of torch.storage: typed storages ask their untyped one
 
 # Methods of untyped storages that read or write bytes themselves; True: they write.
 STORAGE_METHODS = {
@@ -98,8 +81,7 @@ class RawReaders:
 
     def install(self) -> None:
         wrap = self._patches.wrap
-        wrap(torch.Tensor, "data_ptr", self._pointer)
-        wrap(torch.UntypedStorage, "data_ptr", self._pointer)
+        pointers.begin(self._pager, self._pointer)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
         wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
         for owner, name in (
@@ -262,24 +244,16 @@ class RawReaders:
 
     # -- escaped or named --
 
-    def _pointer(self, original: Callable[..., int]) -> Callable[..., int]:
-        pager, scope = self._pager, self._scope
-
-        @functools.wraps(original)
-        def data_ptr(owner: Any) -> int:
-            addressed: Addressed = owner if isinstance(owner, torch.Tensor) else owner._cdata
-            pins = getattr(scope, "pins", None)
-            if pins is not None:
-                pins.append(pager.pin([addressed]))
-                return original(owner)
-            caller = _caller(sys._getframe(1))
-            if _names(caller):
-                return pager.name(addressed) or original(owner)
-            if pager.escape(addressed, Escape.POINTER):
-                self._note(caller)
-            return original(owner)
-
-        return data_ptr
+    def _pointer(self, original: Callable[[Any], int], owner: Any, caller: FrameType | None) -> int:
+        """`data_ptr` in the budget."""
+        pins = getattr(self._scope, "pins", None)
+        if pins is not None:
+            pins.append(self._pager.pin([addressed_of(owner)]))
+        elif only_compares(caller):
+            return pointers.name(original, owner)
+        elif self._pager.escape(addressed_of(owner), Escape.POINTER):
+            self._note(caller)
+        return original(owner)
 
     def _escaping(self, why: Escape, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -304,16 +278,3 @@ class RawReaders:
     def _note(self, frame: FrameType | None) -> None:
         if frame is not None:
             self.sites[f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"] += 1
-
-
-def _caller(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_globals.get("__name__") == "torch.storage" and frame.f_code.co_name in _PASS_ON:
-        frame = frame.f_back
-    return frame
-
-
-def _names(frame: FrameType | None) -> bool:
-    if frame is None:
-        return False
-    functions = NAMERS.get(frame.f_globals.get("__name__", ""))
-    return functions is not None and (not functions or frame.f_code.co_name in functions)

@@ -389,3 +389,33 @@ def test_a_rehearsal_that_waits_for_its_own_caller_is_given_up(monkeypatch: pyte
             thread.join(30)
             assert not thread.is_alive()
     assert not rehearsed
+
+
+def _parts(count: int) -> list[torch.Tensor]:
+    return [torch.randn(250_000) for _ in range(count)]
+
+
+# With the room that the largest of its arguments takes to make.
+OPS: dict[str, tuple[float, Callable[[], Any]]] = {
+    "cat": (1.2, lambda: torch.cat(_parts(20))),
+    "stack": (1.2, lambda: torch.stack(_parts(12))),
+    "bmm": (4.5, lambda: torch.bmm(torch.randn(8, 256, 256), torch.randn(8, 256, 512))),
+    "index_select": (13, lambda: torch.randn(1_500_000).index_select(0, torch.randint(1_500_000, (1_000_000,)))),
+    "where": (
+        4.5,
+        lambda: torch.where(torch.ones(1_000_000, dtype=torch.bool), torch.randn(1_000_000), torch.randn(1_000_000)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_without_room_names_what_it_needs(name: str) -> None:
+    """All of its arguments, which come back one by one, and its results: the first budget that is named works for it."""
+    room, run = OPS[name]
+    with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(bytes_already_there() + int(room * MB), quiet=True):
+        run()
+    named = caught.value.enough_bytes
+    with memmgr.budget(named, quiet=True):
+        run()
+    with pytest.raises(memmgr.BudgetError), memmgr.budget(int(named * 0.97) - MB // 10, quiet=True):
+        run()

@@ -1,0 +1,109 @@
+#include "need.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <vector>
+
+#include "budget.h"
+#include "cell.h"
+#include "frame.h"
+#include "kernel.h"
+#include "reclaim.h"
+
+namespace memmgr::pager {
+
+namespace {
+
+// As the allocator counts them.
+uint64_t rounded(uint64_t bytes) { return (bytes + 511) / 512 * 512; }
+
+c10::IValue without_bytes(const c10::IValue& value) {
+  if (value.isTensor()) {
+    const at::Tensor& t = value.toTensor();
+    if (!t.defined()) return value;
+    TORCH_CHECK(t.layout() == c10::kStrided && t.has_storage() && !t.is_quantized() && !t.is_nested());
+    at::Tensor meta = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return meta;
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& t : value.toTensorVector()) all.push_back(without_bytes(t).toTensor());
+    return all;
+  }
+  if (value.isList()) {
+    const auto list = value.toList();
+    c10::impl::GenericList all(list.elementType());
+    for (const c10::IValue& item : value.toListRef()) all.push_back(without_bytes(item));
+    return all;
+  }
+  if (value.isDevice()) return c10::Device(c10::kMeta);
+  return value;
+}
+
+// The bytes of its results that are no arguments, by the op's kernel for tensors without bytes; 0: not known.
+uint64_t bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
+  using K = c10::DispatchKey;
+  try {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const c10::impl::ExcludeDispatchKeyGuard not_seen(
+        c10::DispatchKeySet({kKey, K::Python, K::PythonTLSSnapshot, K::PythonDispatcher}));
+    torch::jit::Stack stack;
+    std::unordered_set<const c10::StorageImpl*> seen;
+    const auto add = [&seen](const c10::IValue& value) {
+      uint64_t bytes = 0;
+      each_tensor(
+          value,
+          [&](c10::TensorImpl* t) {
+            if (t->has_storage() && seen.insert(t->unsafe_storage().unsafeGetStorageImpl()).second)
+              bytes += rounded(t->unsafe_storage().nbytes());
+          },
+          [](c10::StorageImpl*) {});
+      return bytes;
+    };
+    for (size_t i = 0; i < n; ++i) add(stack.emplace_back(without_bytes(args[i])));
+    op.redispatchBoxed(c10::DispatchKeySet(K::Meta), &stack);
+    uint64_t bytes = 0;
+    for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) bytes += add(stack[i]);
+    return bytes;
+  } catch (...) {  // it is for the text of another error
+    return 0;
+  }
+}
+
+}  // namespace
+
+void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
+  const size_t n = info->arguments;
+  // A list op runs in slices, and what is not torch's may do anything.
+  if (!info->torchs || info->list_op || stack.size() < n) return;
+  const c10::IValue* args = stack.data() + stack.size() - n;
+  std::vector<StoragePtr> read;
+  std::unordered_set<const c10::StorageImpl*> seen;
+  uint64_t unmanaged = 0, gaps = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (!info->may_hold_tensors[i]) continue;
+    each_tensor(
+        args[i],
+        [&](c10::TensorImpl* t) {
+          if (!t || !t->has_storage()) return;
+          c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
+          if (!s || !seen.insert(s).second) return;
+          const Cell* c = cell_of(s);
+          if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
+          if (c && !c->small) read.push_back(StoragePtr::reclaim_copy(s));
+          if (!c && adoptable(s) && s->nbytes() >= budget.options.small_bytes) unmanaged += rounded(s->nbytes());
+        },
+        [](c10::StorageImpl*) {});
+  }
+  if (read.empty() && !unmanaged) return;  // what it makes is what it has asked for
+  const uint64_t made = info->seeded ? 0 : bytes_made(op, info, args, n);
+  const uint64_t beside = bytes_beside_what_stays(read.size(), [&](size_t i) { return cell_of(read[i].get()); });
+  note_floor(bytes_that_stay() + beside + gaps + unmanaged + made);
+}
+
+}  // namespace memmgr::pager
