@@ -256,6 +256,8 @@ PyObject* py_device_stats(PyObject*, PyObject*) {
   put(d, "synchronizations", s.synchronizations);
   put(d, "maps", s.maps);
   put(d, "unmaps", s.unmaps);
+  put(d, "map_nanoseconds", s.map_nanoseconds);
+  put(d, "unmap_nanoseconds", s.unmap_nanoseconds);
   put(d, "driver_errors", s.driver_errors);
   return d;
 }

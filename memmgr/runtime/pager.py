@@ -287,10 +287,13 @@ class PagerRuntime:
 
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: what a byte takes to the tier. The next budgets of the process know it."""
-        for size in (8 << 20, 1 << 20, 64 << 10):
+        on_device = self.config.device.type != "cpu"
+        for size in (*(64 << 20,) * on_device, 8 << 20, 1 << 20, 64 << 10):
             if self._tier in _links:
                 break
             times = self.native.tier_probe(size)
+            if on_device and times is not None:  # the first copy over a link wakes it, from pages that are new
+                times = self.native.tier_probe(size)
             if times is not None:
                 write, read, cpu = times
                 _links[self._tier] = (write + read) / (2 * size), cpu / (2 * size)
