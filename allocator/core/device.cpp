@@ -20,7 +20,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 // when it chooses a kernel, and a workspace that is not at 256 is an error.
 constexpr int kBlockShift = 9;
 constexpr size_t kAskedMarks = 8;    // pending ones of a stream, from which on its oldest is asked
-constexpr size_t kSpareEvents = 32;   // for reuse
+constexpr size_t kSpareEvents = 32;  // for reuse
 constexpr size_t kMostMarks = 1024;  // of these every second one is given up: a later one does as well
 
 // See device.h: it says the number of the newest mark.

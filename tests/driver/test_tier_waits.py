@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from . import build
-from .test_device import OF_COPIES
 from .fake import LATE, PROMPT, RANDOM, FakeDriver
+from .test_device import OF_COPIES
 from .tier_abi import Device, HostTier
 from .workload import WrongBytes, pattern, run_seed
 

@@ -303,7 +303,9 @@ def summary(lines: list[dict[str, Any]]) -> None:
                 f"in {per.get('reload_bytes', 0) / 1e9:.2f} ev {per.get('evictions', 0):.0f} remat {per.get('rematerializations', 0):.0f} "
                 f"maps {per.get('device.maps', 0):.0f} ({per.get('device.map_nanoseconds', 0) / 1e6:.1f} + {per.get('device.unmap_nanoseconds', 0) / 1e6:.1f} ms) sync {per.get('device.synchronizations', 0):.0f} waits {per.get('device.waits', 0):.0f} "
                 f"stall {per.get('stall_seconds', 0):.4f} | plans {line.get('plans')} ({line.get('plan_seconds')} s) "
-                f"followed {per.get('planned_passes', 0):.2f} predicted {planned.get('overhead')} warm {line.get('warm')}"[:700]
+                f"followed {per.get('planned_passes', 0):.2f} predicted {planned.get('overhead')} warm {line.get('warm')}"[
+                    :700
+                ]
             )
         elif event == "failed":
             print(f"{act} | {line['run']} | FAILED {line['error'][:500]}")

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import memmgr  # before CUDA is initialised
-
 import torch
 from torch import Tensor
+
+import memmgr  # before CUDA is initialised
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 OPS, ROUNDS = 150, 15

@@ -468,7 +468,11 @@ def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
     for way, spans in copies.items():
         copying = worker.union(spans)
         hidden = sum(worker.within(busy, *span) for span in copying)
-        found[way] = {"seconds": round(worker.length(copying), 5), "under_kernels": round(hidden, 5), "count": len(spans)}
+        found[way] = {
+            "seconds": round(worker.length(copying), 5),
+            "under_kernels": round(hidden, 5),
+            "count": len(spans),
+        }
     found["strips"] = worker.strips(
         {"kernels": busy, "to host": worker.union(copies["DtoH"]), "to GPU": worker.union(copies["HtoD"])}, columns=140
     )
