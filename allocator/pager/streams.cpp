@@ -67,7 +67,8 @@ Unmarked& unmarked() {
 
 void mark_stream() {
   unmarked() = {};
-  if (budget.pool && budget.tier) mm_device_mark(budget.pool->queue(), budget.pool->stream());
+  const bool limited = budget.tier && mm_arena_budget(budget.arena) < MM_UNLIMITED;  // else nothing leaves
+  if (limited) mm_device_mark(budget.pool->queue(), budget.pool->stream());
 }
 
 void use_queued(Cell* c) {
