@@ -12,6 +12,7 @@
 #include "ops.h"
 #include "recipe.h"
 #include "rng.h"
+#include "timeline.h"
 #include "trial.h"
 
 namespace memmgr::pager {
@@ -49,6 +50,7 @@ class Call {
   bool began_writes = false;
   bool drew = false;
   double seconds = 0;
+  Timed timed;
   c10::SmallVector<Cell*, 4> made;
 
  private:

@@ -112,6 +112,18 @@ PyObject* py_timeline(PyObject*, PyObject*) {
   std::vector<float> seconds, before;
   std::vector<uint64_t> scratch, other;
   std::unordered_map<const OpInfo*, int32_t> numbers;
+  // The wait for the device is without the GIL, under which another period may end meanwhile.
+  std::vector<float> on_device, between;
+  if (t.points) {
+    const Timeline timed = t;
+    Py_BEGIN_ALLOW_THREADS;
+    device_times(timed, &on_device, &between);
+    Py_END_ALLOW_THREADS;
+    if (t.points != timed.points) {
+      on_device.clear();
+      between.clear();
+    }
+  }
   PyObject* list = PyList_New(0);
   if (!list) return nullptr;
   for (const OpNote& op : t.ops) {
@@ -129,8 +141,10 @@ PyObject* py_timeline(PyObject*, PyObject*) {
     }
     names.push_back(at->second);
     first.push_back(op.first_touch);
-    seconds.push_back(op.seconds);
-    before.push_back(op.before);
+    const size_t i = seconds.size();
+    const bool known = i < on_device.size() && on_device[i] >= 0;
+    seconds.push_back(known ? on_device[i] : op.seconds);
+    before.push_back(known && between[i] >= 0 ? std::min(between[i], op.before) : op.before);
     scratch.push_back(op.scratch);
     other.push_back(op.other);
     modules.push_back(op.module);

@@ -32,8 +32,8 @@ inline void note_last_use(const Cell* c) {
 struct Unmarked {
   uint64_t bytes = 0;
   uint32_t ops = 0;
-  // A mark costs the host and the device about a microsecond each; what is read or written between two of them takes the
-  // device some 50 us, and a copy over the link a millisecond.
+  // A mark costs the host and the device about a microsecond each; what is read or written between two of them takes
+  // the device some 50 us, and a copy over the link a millisecond.
   bool due() const { return bytes >= (uint64_t{64} << 20) || ops >= 32; }
 };
 Unmarked& unmarked();

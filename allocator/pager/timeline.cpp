@@ -3,7 +3,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
+#include <unordered_map>
 
 #include "budget.h"
 #include "follow.h"
@@ -15,6 +17,7 @@
 namespace memmgr::pager {
 
 std::atomic<bool> timeline_on{false};
+std::atomic<bool> times_ops{false};
 
 namespace {
 
@@ -97,6 +100,20 @@ void touch_locked(Period& p, Cell* c, bool written, bool made) {
   p.running = mixed(mixed(p.running, ordinal * 16ull + flags), p.loop ? 0 : c->nbytes);
 }
 
+// The first periods of a budget, of which plans are made, and a few later ones: points cost each op two microseconds.
+constexpr uint32_t kTimedPeriods = 8, kTimedAgain = 16;
+std::atomic<uint32_t> timed_periods{0};
+
+void time_ops_locked(Period& p, bool noted) {
+  mm_device* device = noted && budget.pool ? budget.pool->queue() : nullptr;
+  const bool timed = device && (timed_periods++ < kTimedPeriods || p.number % kTimedAgain == 0);
+  if (timed)
+    p.noted.points = std::shared_ptr<mm_points>(mm_points_begin(device), [](mm_points* points) {
+      if (points) mm_points_end(points);
+    });
+  times_ops = p.noted.points != nullptr;
+}
+
 Timeline next_locked(Period& p, bool noted) {
   const uint64_t trials = counters.trials.load();
   Timeline ended = std::move(p.noted);
@@ -110,6 +127,7 @@ Timeline next_locked(Period& p, bool noted) {
   p.trials_before = trials;
   p.begun = serial_of_next_locked();
   timeline_on = noted;
+  time_ops_locked(p, noted);
   use_order_locked(false);
   return ended;
 }
@@ -172,7 +190,7 @@ void Moment::begins(OpInfo* info, const Frame& frame, bool follow) {
   if (follow) follow_before(at);
 }
 
-void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch) {
+void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const Timed& timed) {
   if (position_ < 0) {
     if (n == 0) return;
     begins(info, Frame(), false);  // it has run: what is due comes with the next op
@@ -201,6 +219,11 @@ void Moment::ended(OpInfo* info, Cell* const* made, size_t n, double seconds, ui
     bytes += made[i]->nbytes;
   }
   note.seconds = static_cast<float>(seconds);
+  if (C10_UNLIKELY(timed.points != nullptr) && timed.points == p.noted.points) {
+    note.begins = timed.begins;
+    note.ends = timed.ends;
+    note.waited = timed.waited;
+  }
   note.scratch = scratch > bytes ? scratch - bytes : 0;
   p.last_end = ticks();
   ended_ = true;
@@ -210,6 +233,41 @@ void Moment::left() {
   if (!ended_) return;
   follow_after(static_cast<uint32_t>(position_));
   read_in_order();
+}
+
+std::shared_ptr<mm_points> points_of_period() {
+  std::lock_guard<std::mutex> lock(graph_lock());
+  return period().noted.points;
+}
+
+void device_times(const Timeline& t, std::vector<float>* seconds, std::vector<float>* before) {
+  struct Least {
+    float clean = -1, waited = -1;
+  };
+  static std::mutex lock;
+  static auto* known = new std::unordered_map<uint64_t, Least>;
+  constexpr size_t kMostKnown = 1 << 16;
+  std::lock_guard<std::mutex> hold(lock);
+  if (known->size() > kMostKnown) known->clear();
+  const auto least = [](float* so_far, float now) { *so_far = *so_far < 0 ? now : std::min(*so_far, now); };
+  int last = -1;
+  for (size_t i = 0; i < t.ops.size(); ++i) {
+    const OpNote& op = t.ops[i];
+    const size_t end = i + 1 < t.ops.size() ? t.ops[i + 1].first_touch : t.touches.size();
+    uint64_t key = mixed(0, reinterpret_cast<uintptr_t>(op.info));
+    for (size_t k = op.first_touch; k < end; ++k) key = mixed(key, t.sizes[t.touches[k].ordinal]);
+    float took = -1, gap = -1;
+    if (op.begins >= 0 && op.ends >= 0) {
+      Least& like = (*known)[key];
+      const auto now = static_cast<float>(mm_points_between(t.points.get(), op.begins, op.ends));
+      if (now >= 0) least(op.waited ? &like.waited : &like.clean, now);
+      took = like.clean >= 0 ? like.clean : like.waited;
+      if (last >= 0) gap = static_cast<float>(mm_points_between(t.points.get(), last, op.begins));
+      last = op.ends;
+    }
+    seconds->push_back(took);
+    before->push_back(gap);
+  }
 }
 
 void forget_in_timeline_locked(Cell* c) {
@@ -288,6 +346,7 @@ void seek_loops(bool on) {
   std::lock_guard<std::mutex> lock(graph_lock());
   seeker().reset(on);
   steady() = Steady();
+  timed_periods = 0;
   forget_order_locked();
   use_order_locked(false);
   if (on) begin_wait_for_loop();

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -40,7 +41,21 @@ struct OpNote {
   uint64_t scratch = 0;  // beyond its outputs
   uint64_t other = 0;    // bytes that were resident and no cell's
   uint32_t module = 0;   // as Python numbers them; 0: not known
+  // On a device whose periods are timed: the points around what the op has queued, and whether its stream was made to
+  // wait in between.
+  int begins = -1, ends = -1;
+  bool waited = false;
 };
+
+// Of one op, as it runs.
+struct Timed {
+  std::shared_ptr<mm_points> points;  // null: it is not timed
+  int begins = -1, ends = -1;
+  bool waited = false;
+};
+// Does the period that is noted take the device's time for each op?
+extern std::atomic<bool> times_ops;
+std::shared_ptr<mm_points> points_of_period();
 
 struct Timeline {
   std::vector<OpNote> ops;
@@ -54,6 +69,7 @@ struct Timeline {
   uint64_t backwards = 0;                             // that began in it
   uint64_t trials = 0;                                // kinds that were tried meanwhile
   uint64_t before = 0;                                // the hash of the period before; 0: it was not noted
+  std::shared_ptr<mm_points> points;                  // of the device's times; null: it was not timed
   bool overflow = false;
 
   uint64_t hash() const { return hashes.empty() ? 0 : hashes.back(); }
@@ -67,7 +83,7 @@ class Moment {
   // Before the op's cells are pinned: what a plan wants before it is begun.
   void begins(OpInfo* info, const Frame& frame, bool follow = true);
   // After it ran; what it made is still held by its caller.
-  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch);
+  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const Timed& timed = {});
   // Nothing is pinned any more: what a plan lets go after it may.
   void left();
 
@@ -87,6 +103,11 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal);
 // The cell with that ordinal of the last period that had this hash: the one before, or the last turn that was the same
 // as the one before it, whatever came since. Null: it has died, or there is none.
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
+
+// What the device took for each op of a period that was timed, and for what lay between it and the op before, in
+// seconds; negative: not known. Waits for the device. An op that met a wait has the least that any op like it took so
+// far.
+void device_times(const Timeline& t, std::vector<float>* seconds, std::vector<float>* before);
 
 // An outermost backward begins here.
 void turn_period();

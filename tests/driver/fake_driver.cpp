@@ -1,25 +1,18 @@
-// A double of libcuda: the same names, over ordinary memory, so that what runs
-// on a GPU runs here under tests.
+// A double of libcuda: the same names, over ordinary memory, so that what runs on a GPU runs here under tests.
 //
-//   memory    lies at real addresses, so that a test's kernels (host functions)
-//   can work on it. What is freed or unmapped
-//             cannot be touched any more: a kernel that does crashes, a copy
-//             ends the process with a text
-//   streams   a queue of tasks each; order within a stream is kept, order
-//   between streams only by an event that is
-//             waited for. Copies run in two halves, so that other work can fall
-//             between
+//   memory    lies at real addresses, so that a test's kernels (host functions) can work on it. What is freed or
+//   unmapped
+//             cannot be touched any more: a kernel that does crashes, a copy ends the process with a text
+//   streams   a queue of tasks each; order within a stream is kept, order between streams only by an event that is
+//             waited for. Copies run in two halves, so that other work can fall between
 //   prompt    everything runs at once: a device that is always idle
-//   random    every call lets some tasks of random streams run (in the calling
-//   thread), at speeds that change late      a task runs only when somebody
-//   waits for what comes after it (or asks for it again and again) threaded
-//   workers run the tasks, with pauses: work really goes on beside the program
-// But for `threaded` everything is a function of the seed and of the calls
-// made. Captured work is kept, not run (fake_replay runs it). Illegal use that
-// a real driver would answer with undefined behaviour ends the process, or is
+//   random    every call lets some tasks of random streams run (in the calling thread), at speeds that change
+//   late      a task runs only when somebody waits for what comes after it (or asks for it again and again)
+//   threaded  workers run the tasks, with pauses: work really goes on beside the program
+// But for `threaded` everything is a function of the seed and of the calls made. Captured work is kept, not run
+// (fake_replay runs it). Illegal use that a real driver would answer with undefined behaviour ends the process, or is
 // counted and left undone (fake_set_lenient).
-// Environment, for what does not call fake_reset: FAKE_DRIVER_MODE, _SEED,
-// _MEMORY (bytes), _DEVICES.
+// Environment, for what does not call fake_reset: FAKE_DRIVER_MODE, _SEED, _MEMORY (bytes), _DEVICES.
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -52,13 +45,11 @@ namespace {
 
 enum Mode { kPrompt = 0, kRandom = 1, kLate = 2, kThreaded = 3 };
 constexpr unsigned char kPoison = 0xA5;
-constexpr size_t kPoisonLimit =
-    4 << 20; // new memory up to this size is poisoned: more would take the time
-             // of tests
+constexpr size_t kPoisonLimit = 4 << 20;  // new memory up to this size is poisoned: more would take the time of tests
 constexpr int kMaxDevices = 8;
 constexpr uint64_t kDefaultMemory = uint64_t{1} << 30;
 
-[[noreturn]] void Die(const char *format, ...) {
+[[noreturn]] void Die(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
   fputs("fake driver: ", stderr);
@@ -70,44 +61,41 @@ constexpr uint64_t kDefaultMemory = uint64_t{1} << 30;
 struct Range {
   uint64_t begin = 0;
   uint64_t end = 0;
-  bool Meets(const Range &other) const {
-    return begin < other.end && other.begin < end;
-  }
+  bool Meets(const Range& other) const { return begin < other.end && other.begin < end; }
 };
 
 using Clock = std::chrono::steady_clock;
 
 struct Stream;
 
-// One recording of an event. Waits hold the mark, not the event: it may be
-// recorded anew, or destroyed, meanwhile.
+// One recording of an event. Waits hold the mark, not the event: it may be recorded anew, or destroyed, meanwhile.
 struct Mark {
   bool passed = false;
-  Stream *stream = nullptr;
-  uint64_t position = 0; // of the task that passes it, in its stream
+  Stream* stream = nullptr;
+  uint64_t position = 0;  // of the task that passes it, in its stream
   Clock::time_point when;
 };
 using MarkRef = std::shared_ptr<Mark>;
 
 struct Task {
-  MarkRef wait;              // until this has passed
-  MarkRef pass;              // passes
-  std::function<void()> run; // or does this
-  std::vector<Range> uses;   // device and page-locked memory
+  MarkRef wait;               // until this has passed
+  MarkRef pass;               // passes
+  std::function<void()> run;  // or does this
+  std::vector<Range> uses;    // device and page-locked memory
 };
 
 struct Device {
   int ordinal = 0;
   uint64_t used = 0;
-  Stream *legacy = nullptr;
+  Stream* legacy = nullptr;
 };
 
 struct Stream {
-  Device *device = nullptr;
+  Device* device = nullptr;
   std::deque<Task> tasks;
-  uint64_t queued = 0; // since creation
+  uint64_t queued = 0;  // since creation
   uint64_t done = 0;
-  bool running = false; // its first task, in some thread
+  bool running = false;  // its first task, in some thread
   bool destroyed = false;
   int capture = CU_STREAM_CAPTURE_STATUS_NONE;
   std::vector<Task> captured;
@@ -115,20 +103,20 @@ struct Stream {
 };
 
 struct Event {
-  Device *device = nullptr;
+  Device* device = nullptr;
   MarkRef mark;
   bool timing = false;
 };
 
 struct Allocation {
   uint64_t bytes = 0;
-  Device *device = nullptr;
+  Device* device = nullptr;
 };
 
 struct Physical {
   uint64_t bytes = 0;
-  Device *device = nullptr;
-  uint64_t offset = 0; // in the one file
+  Device* device = nullptr;
+  uint64_t offset = 0;  // in the one file
   int maps = 0;
   bool released = false;
 };
@@ -141,7 +129,7 @@ struct Mapping {
 
 struct PageLocked {
   uint64_t bytes = 0;
-  bool registered = false; // the memory is the caller's
+  bool registered = false;  // the memory is the caller's
 };
 
 struct Fault {
@@ -161,19 +149,18 @@ struct Fake {
   uint64_t memory_bytes = kDefaultMemory;
   uint64_t granularity = 2 << 20;
   Device devices[kMaxDevices];
-  std::vector<std::unique_ptr<Stream>> streams; // the legacy ones too
-  std::unordered_set<Stream *> alive;
-  std::map<Event *, std::unique_ptr<Event>> events;
-  std::map<uint64_t, Allocation> memory;     // MemAlloc
-  std::map<uint64_t, uint64_t> reservations; // address -> bytes
+  std::vector<std::unique_ptr<Stream>> streams;  // the legacy ones too
+  std::unordered_set<Stream*> alive;
+  std::map<Event*, std::unique_ptr<Event>> events;
+  std::map<uint64_t, Allocation> memory;      // MemAlloc
+  std::map<uint64_t, uint64_t> reservations;  // address -> bytes
   std::map<uint64_t, Physical> physical;
   std::map<uint64_t, Mapping> mappings;
   std::map<uint64_t, PageLocked> host;
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
   bool integrated = false;
-  int broken = 0; // what a kernel has done: from then on all calls that need a
-                  // context answer so
+  int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
   uint64_t next_handle = 1;
   int file = -1;
   uint64_t file_bytes = 0;
@@ -181,163 +168,137 @@ struct Fake {
   std::vector<std::vector<Task>> graphs;
   bool lenient = false;
   uint64_t illegal_uses = 0;
-  uint64_t queries = 0; // that found work under way
+  uint64_t queries = 0;  // that found work under way
   uint64_t workers = 0;
-  uint64_t epoch = 0; // of the workers: another one's end
+  uint64_t epoch = 0;  // of the workers: another one's end
 
   double Chance() { return std::uniform_real_distribution<double>(0, 1)(dice); }
 };
 
 std::atomic<bool> forked{false};
-thread_local Device *current = nullptr;
+thread_local Device* current = nullptr;
 thread_local bool in_task = false;
 thread_local int capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 using Hold = std::unique_lock<std::mutex>;
 
-void StartWorkers(Fake *fake);
+void StartWorkers(Fake* fake);
 
-uint64_t FromEnvironment(const char *name, uint64_t otherwise) {
-  const char *text = getenv(name);
-  return text != nullptr && *text != '\0' ? strtoull(text, nullptr, 10)
-                                          : otherwise;
+uint64_t FromEnvironment(const char* name, uint64_t otherwise) {
+  const char* text = getenv(name);
+  return text != nullptr && *text != '\0' ? strtoull(text, nullptr, 10) : otherwise;
 }
 
-Stream *MakeStream(Fake *fake, Device *device) {
+Stream* MakeStream(Fake* fake, Device* device) {
   fake->streams.push_back(std::make_unique<Stream>());
-  Stream *stream = fake->streams.back().get();
+  Stream* stream = fake->streams.back().get();
   stream->device = device;
   fake->alive.insert(stream);
   return stream;
 }
 
-void SetUp(Fake *fake, uint64_t seed, int mode) {
+void SetUp(Fake* fake, uint64_t seed, int mode) {
   fake->dice.seed(seed);
   fake->mode = static_cast<Mode>(mode);
   fake->pace = 1;
-  fake->queries = 0; // a test that asks once is not the 64th of the process
+  fake->queries = 0;  // a test that asks once is not the 64th of the process
   for (int i = 0; i < kMaxDevices; ++i) {
     fake->devices[i].ordinal = i;
     fake->devices[i].used = 0;
     fake->devices[i].legacy = MakeStream(fake, &fake->devices[i]);
   }
-  if (mode == kThreaded)
-    StartWorkers(fake);
+  if (mode == kThreaded) StartWorkers(fake);
 }
 
 // Never destroyed: threads may call while the process is ending.
-Fake &Get() {
-  static Fake *fake = [] {
-    auto *made = new Fake;
+Fake& Get() {
+  static Fake* fake = [] {
+    auto* made = new Fake;
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
     made->memory_bytes = FromEnvironment("FAKE_DRIVER_MEMORY", kDefaultMemory);
-    made->device_count =
-        static_cast<int>(FromEnvironment("FAKE_DRIVER_DEVICES", 2));
+    made->device_count = static_cast<int>(FromEnvironment("FAKE_DRIVER_DEVICES", 2));
     made->file = memfd_create("fake_driver", MFD_CLOEXEC);
-    if (made->file < 0)
-      Die("memfd_create: %s", strerror(errno));
-    const char *mode = getenv("FAKE_DRIVER_MODE");
+    if (made->file < 0) Die("memfd_create: %s", strerror(errno));
+    const char* mode = getenv("FAKE_DRIVER_MODE");
     const std::string name = mode != nullptr ? mode : "prompt";
-    const int number = name == "random"     ? kRandom
-                       : name == "late"     ? kLate
-                       : name == "threaded" ? kThreaded
-                                            : kPrompt;
+    const int number = name == "random" ? kRandom : name == "late" ? kLate : name == "threaded" ? kThreaded : kPrompt;
     SetUp(made, FromEnvironment("FAKE_DRIVER_SEED", 0), number);
     return made;
   }();
   return *fake;
 }
 
-// ---- what runs
-// ---------------------------------------------------------------------------------------------------
+// ---- what runs ---------------------------------------------------------------------------------------------------
 
-bool Runnable(Stream *stream) {
+bool Runnable(Stream* stream) {
   while (!stream->running && !stream->tasks.empty()) {
-    const Task &first = stream->tasks.front();
-    if (first.wait == nullptr)
-      return true;
-    if (!first.wait->passed)
-      return false;
+    const Task& first = stream->tasks.front();
+    if (first.wait == nullptr) return true;
+    if (!first.wait->passed) return false;
     stream->tasks.pop_front();
     ++stream->done;
   }
   return false;
 }
 
-bool IsUsable(Fake *fake, uint64_t address, uint64_t bytes) {
+bool IsUsable(Fake* fake, uint64_t address, uint64_t bytes) {
   auto at = fake->memory.upper_bound(address);
   if (at != fake->memory.begin()) {
     --at;
-    if (address + bytes <= at->first + at->second.bytes)
-      return true;
+    if (address + bytes <= at->first + at->second.bytes) return true;
   }
   const uint64_t end = address + bytes;
   auto map = fake->mappings.upper_bound(address);
-  if (map == fake->mappings.begin())
-    return false;
+  if (map == fake->mappings.begin()) return false;
   --map;
   while (true) {
-    if (!map->second.accessible || address >= map->first + map->second.bytes)
-      return false;
+    if (!map->second.accessible || address >= map->first + map->second.bytes) return false;
     address = map->first + map->second.bytes;
-    if (address >= end)
-      return true;
-    if (++map == fake->mappings.end() || map->first != address)
-      return false;
+    if (address >= end) return true;
+    if (++map == fake->mappings.end() || map->first != address) return false;
   }
 }
 
-bool IsPageLocked(Fake *fake, uint64_t address, uint64_t bytes) {
+bool IsPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   auto at = fake->host.upper_bound(address);
-  if (at == fake->host.begin())
-    return false;
+  if (at == fake->host.begin()) return false;
   --at;
   return address + bytes <= at->first + at->second.bytes;
 }
 
-// Some of it, but not as one range: a driver takes no copy from or to such
-// memory, nor does it lock it again.
-bool IsPartlyPageLocked(Fake *fake, uint64_t address, uint64_t bytes) {
+// Some of it, but not as one range: a driver takes no copy from or to such memory, nor does it lock it again.
+bool IsPartlyPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   auto at = fake->host.lower_bound(address + bytes);
-  if (at == fake->host.begin())
-    return false;
+  if (at == fake->host.begin()) return false;
   --at;
-  return address < at->first + at->second.bytes &&
-         !IsPageLocked(fake, address, bytes);
+  return address < at->first + at->second.bytes && !IsPageLocked(fake, address, bytes);
 }
 
-// The system looks, so that there is no fault. What cannot be written to cannot
-// be locked.
+// The system looks, so that there is no fault. What cannot be written to cannot be locked.
 bool IsWritable(uint64_t address, uint64_t bytes) {
   const int file = memfd_create("fake_driver_looks", MFD_CLOEXEC);
   bool writable = true;
   for (const uint64_t at : {address, address + bytes - 1}) {
-    writable = writable &&
-               pwrite(file, reinterpret_cast<const void *>(at), 1, 0) == 1 &&
-               pread(file, reinterpret_cast<void *>(at), 1, 0) == 1;
+    writable = writable && pwrite(file, reinterpret_cast<const void*>(at), 1, 0) == 1 &&
+               pread(file, reinterpret_cast<void*>(at), 1, 0) == 1;
   }
   close(file);
   return writable;
 }
 
 // True: leave it undone.
-bool Illegal(Fake *fake, const char *format, const char *what,
-             uint64_t address) {
-  if (!fake->lenient)
-    Die(format, what, static_cast<unsigned long long>(address));
+bool Illegal(Fake* fake, const char* format, const char* what, uint64_t address) {
+  if (!fake->lenient) Die(format, what, static_cast<unsigned long long>(address));
   ++fake->illegal_uses;
   return true;
 }
 
-void RunFirst(Fake *fake, Stream *stream, Hold *hold) {
-  Task &task = stream->tasks.front(); // a deque's elements stay where they are
-                                      // while others are pushed
-  for (const Range &range : task.uses) {
+void RunFirst(Fake* fake, Stream* stream, Hold* hold) {
+  Task& task = stream->tasks.front();  // a deque's elements stay where they are while others are pushed
+  for (const Range& range : task.uses) {
     const uint64_t bytes = range.end - range.begin;
-    if (task.run && !IsUsable(fake, range.begin, bytes) &&
-        !IsPageLocked(fake, range.begin, bytes) &&
-        Illegal(fake, "%s runs on memory that is not there, at %#llx", "work",
-                range.begin)) {
+    if (task.run && !IsUsable(fake, range.begin, bytes) && !IsPageLocked(fake, range.begin, bytes) &&
+        Illegal(fake, "%s runs on memory that is not there, at %#llx", "work", range.begin)) {
       task.run = nullptr;
     }
   }
@@ -359,35 +320,30 @@ void RunFirst(Fake *fake, Stream *stream, Hold *hold) {
   fake->changed.notify_all();
 }
 
-Stream *PickAny(Fake *fake) {
-  std::vector<Stream *> ready;
+Stream* PickAny(Fake* fake) {
+  std::vector<Stream*> ready;
   double sum = 0;
-  for (const auto &stream : fake->streams) {
+  for (const auto& stream : fake->streams) {
     if (Runnable(stream.get())) {
       ready.push_back(stream.get());
       sum += stream->weight;
     }
   }
-  if (ready.empty())
-    return nullptr;
+  if (ready.empty()) return nullptr;
   double at = fake->Chance() * sum;
-  for (Stream *stream : ready) {
+  for (Stream* stream : ready) {
     at -= stream->weight;
-    if (at <= 0)
-      return stream;
+    if (at <= 0) return stream;
   }
   return ready.back();
 }
 
-// The stream whose next task has to run before this one's can: as little as
-// possible is done.
-Stream *PickFor(Stream *wanted) {
+// The stream whose next task has to run before this one's can: as little as possible is done.
+Stream* PickFor(Stream* wanted) {
   while (!Runnable(wanted)) {
-    if (wanted->running || wanted->tasks.empty())
-      return nullptr;
-    const Task &first = wanted->tasks.front();
-    if (first.wait->stream == wanted)
-      Die("a stream waits for itself");
+    if (wanted->running || wanted->tasks.empty()) return nullptr;
+    const Task& first = wanted->tasks.front();
+    if (first.wait->stream == wanted) Die("a stream waits for itself");
     wanted = first.wait->stream;
   }
   return wanted;
@@ -395,41 +351,36 @@ Stream *PickFor(Stream *wanted) {
 
 // Runs until `done` says so. `wanted` NULL: whatever there is to run.
 template <typename Done>
-void RunUntil(Fake *fake, Stream *wanted, Hold *hold, Done done) {
-  if (fake->mode == kThreaded)
-    fake->changed.notify_all(); // the call that waits may also have queued
+void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
+  if (fake->mode == kThreaded) fake->changed.notify_all();  // the call that waits may also have queued
   while (!done()) {
     if (fake->mode == kThreaded && !in_task) {
       fake->changed.wait(*hold);
       continue;
     }
-    Stream *next = fake->mode == kLate && wanted != nullptr ? PickFor(wanted)
-                                                            : PickAny(fake);
+    Stream* next = fake->mode == kLate && wanted != nullptr ? PickFor(wanted) : PickAny(fake);
     if (next != nullptr) {
       RunFirst(fake, next, hold);
       continue;
     }
     bool running = false;
-    for (const auto &stream : fake->streams)
-      running = running || stream->running;
-    if (!running)
-      Die("somebody waits for work that can never run");
-    fake->changed.wait(*hold); // another thread runs it
+    for (const auto& stream : fake->streams) running = running || stream->running;
+    if (!running) Die("somebody waits for work that can never run");
+    fake->changed.wait(*hold);  // another thread runs it
   }
 }
 
-void Drain(Fake *fake, Hold *hold) {
+void Drain(Fake* fake, Hold* hold) {
   RunUntil(fake, nullptr, hold, [&] {
-    for (const auto &stream : fake->streams) {
-      Runnable(stream.get()); // drops waits that have passed
-      if (!stream->tasks.empty())
-        return false;
+    for (const auto& stream : fake->streams) {
+      Runnable(stream.get());  // drops waits that have passed
+      if (!stream->tasks.empty()) return false;
     }
     return true;
   });
 }
 
-void SettleStream(Fake *fake, Stream *stream, Hold *hold) {
+void SettleStream(Fake* fake, Stream* stream, Hold* hold) {
   const uint64_t until = stream->queued;
   RunUntil(fake, stream, hold, [&] {
     Runnable(stream);
@@ -437,53 +388,46 @@ void SettleStream(Fake *fake, Stream *stream, Hold *hold) {
   });
 }
 
-// The device goes on while the CPU makes calls: between nothing at all and
-// everything.
-void TimePasses(Fake *fake, Hold *hold) {
+// The device goes on while the CPU makes calls: between nothing at all and everything.
+void TimePasses(Fake* fake, Hold* hold) {
   if (fake->mode == kPrompt) {
-    while (Stream *next = PickAny(fake))
-      RunFirst(fake, next, hold);
+    while (Stream* next = PickAny(fake)) RunFirst(fake, next, hold);
   } else if (fake->mode == kRandom) {
     if (fake->Chance() < 0.05) {
       constexpr double kWeights[] = {0.01, 0.1, 1, 1, 10};
       constexpr double kPaces[] = {0, 0.3, 1, 4};
-      for (const auto &stream : fake->streams)
-        stream->weight = kWeights[fake->dice() % 5];
+      for (const auto& stream : fake->streams) stream->weight = kWeights[fake->dice() % 5];
       fake->pace = kPaces[fake->dice() % 4];
     }
-    for (int steps = static_cast<int>(fake->Chance() * 2 * fake->pace + 0.5);
-         steps > 0; --steps) {
-      if (Stream *next = PickAny(fake))
-        RunFirst(fake, next, hold);
+    for (int steps = static_cast<int>(fake->Chance() * 2 * fake->pace + 0.5); steps > 0; --steps) {
+      if (Stream* next = PickAny(fake)) RunFirst(fake, next, hold);
     }
   } else if (fake->mode == kThreaded) {
     fake->changed.notify_all();
   }
 }
 
-CUresult NotReady(Fake *fake, Stream *asked, Hold *hold) {
+CUresult NotReady(Fake* fake, Stream* asked, Hold* hold) {
   constexpr uint64_t kPatience = 64;
   if (fake->mode == kLate && ++fake->queries % kPatience == 0) {
-    if (Stream *next = PickFor(asked))
-      RunFirst(fake, next, hold);
+    if (Stream* next = PickFor(asked)) RunFirst(fake, next, hold);
   }
   return CUDA_ERROR_NOT_READY;
 }
 
-void ForgetDestroyed(Fake *fake) {
-  std::erase_if(fake->streams, [&](const std::unique_ptr<Stream> &stream) {
+void ForgetDestroyed(Fake* fake) {
+  std::erase_if(fake->streams, [&](const std::unique_ptr<Stream>& stream) {
     Runnable(stream.get());
     const bool over = stream->destroyed && stream->tasks.empty();
-    if (over)
-      fake->alive.erase(stream.get());
+    if (over) fake->alive.erase(stream.get());
     return over;
   });
 }
 
-void Work(Fake *fake, uint64_t epoch) {
+void Work(Fake* fake, uint64_t epoch) {
   Hold hold(fake->mutex);
   while (fake->epoch == epoch) {
-    Stream *next = PickAny(fake);
+    Stream* next = PickAny(fake);
     if (next == nullptr) {
       fake->changed.wait(hold);
       continue;
@@ -493,7 +437,7 @@ void Work(Fake *fake, uint64_t epoch) {
       hold.unlock();
       std::this_thread::sleep_for(pause);
       hold.lock();
-      continue; // another worker may have taken it
+      continue;  // another worker may have taken it
     }
     RunFirst(fake, next, &hold);
   }
@@ -501,25 +445,23 @@ void Work(Fake *fake, uint64_t epoch) {
   fake->changed.notify_all();
 }
 
-void StartWorkers(Fake *fake) {
+void StartWorkers(Fake* fake) {
   for (int i = 0; i < 3; ++i) {
     ++fake->workers;
-    // Detached: a worker may be inside a test's host function when the process
-    // ends.
+    // Detached: a worker may be inside a test's host function when the process ends.
     std::thread(Work, fake, fake->epoch).detach();
   }
 }
 
-// ---- calls
-// -------------------------------------------------------------------------------------------------------
+// ---- calls -------------------------------------------------------------------------------------------------------
 
 // What every entry point begins with. `error` is set: return it.
 struct Call {
-  Fake &fake;
+  Fake& fake;
   Hold hold;
   CUresult error = CUDA_SUCCESS;
 
-  explicit Call(const char *name, bool needs_context = true) : fake(Get()) {
+  explicit Call(const char* name, bool needs_context = true) : fake(Get()) {
     if (forked) {
       error = CUDA_ERROR_NOT_INITIALIZED;
       return;
@@ -530,21 +472,17 @@ struct Call {
     }
     hold = Hold(fake.mutex);
     std::string plain = name;
-    if (plain.ends_with("_v2"))
-      plain.resize(plain.size() - 3);
+    if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
     ++fake.calls[plain];
     const auto fault = fake.faults.find(plain);
     if (fault != fake.faults.end() && fault->second.after-- <= 0) {
       error = fault->second.code;
-      if (--fault->second.times == 0)
-        fake.faults.erase(fault);
+      if (--fault->second.times == 0) fake.faults.erase(fault);
       return;
     }
     if (capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED && IsUnsafe(plain)) {
-      for (const auto &stream : fake.streams) {
-        if (stream->capture != CU_STREAM_CAPTURE_STATUS_NONE &&
-            RefusedByCapture(stream.get()))
-          return;
+      for (const auto& stream : fake.streams) {
+        if (stream->capture != CU_STREAM_CAPTURE_STATUS_NONE && RefusedByCapture(stream.get())) return;
       }
     }
     if (!fake.initialized && plain != "cuInit") {
@@ -556,125 +494,102 @@ struct Call {
     }
   }
   ~Call() {
-    if (hold.owns_lock())
-      TimePasses(&fake, &hold);
+    if (hold.owns_lock()) TimePasses(&fake, &hold);
   }
 
-  // What any thread's capture forbids every thread, unless that thread's mode
-  // is relaxed.
-  static bool IsUnsafe(const std::string &name) {
+  // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
+  static bool IsUnsafe(const std::string& name) {
     static const std::set<std::string> names = {
-        "cuMemAlloc",        "cuMemFree",
-        "cuMemCreate",       "cuMemMap",
-        "cuMemUnmap",        "cuMemSetAccess",
-        "cuMemHostAlloc",    "cuMemFreeHost",
-        "cuMemHostRegister", "cuMemHostUnregister",
-        "cuStreamQuery",     "cuEventQuery",
-        "cuCtxSynchronize",  "cuModuleLoadData",
+        "cuMemAlloc",       "cuMemFree",        "cuMemCreate",      "cuMemMap",          "cuMemUnmap",
+        "cuMemSetAccess",   "cuMemHostAlloc",   "cuMemFreeHost",    "cuMemHostRegister", "cuMemHostUnregister",
+        "cuStreamQuery",    "cuEventQuery",     "cuCtxSynchronize", "cuModuleLoadData",
     };
     return names.count(name) > 0;
   }
   // NULL and cudaStreamLegacy: the current device's default stream.
-  Stream *Find(CUstream handle) {
-    if (handle == nullptr || handle == reinterpret_cast<CUstream>(1) ||
-        handle == reinterpret_cast<CUstream>(2)) {
+  Stream* Find(CUstream handle) {
+    if (handle == nullptr || handle == reinterpret_cast<CUstream>(1) || handle == reinterpret_cast<CUstream>(2)) {
       return current->legacy;
     }
-    auto *stream = static_cast<Stream *>(handle);
+    auto* stream = static_cast<Stream*>(handle);
     if (fake.alive.count(stream) == 0 || stream->destroyed) {
       error = CUDA_ERROR_INVALID_HANDLE;
       return nullptr;
     }
     return stream;
   }
-  Event *Find(CUevent handle) {
-    const auto at = fake.events.find(reinterpret_cast<Event *>(handle));
+  Event* Find(CUevent handle) {
+    const auto at = fake.events.find(reinterpret_cast<Event*>(handle));
     if (at == fake.events.end()) {
       error = CUDA_ERROR_INVALID_HANDLE;
       return nullptr;
     }
     return at->second.get();
   }
-  // Ordering that a capture forbids, or that would not do there what the caller
-  // thinks.
-  bool RefusedByCapture(const Stream *stream) {
-    if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE)
-      return false;
+  // Ordering that a capture forbids, or that would not do there what the caller thinks.
+  bool RefusedByCapture(const Stream* stream) {
+    if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return false;
     ++fake.capture_violations;
     error = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     return true;
   }
-  void Queue(Stream *stream, Task task) {
+  void Queue(Stream* stream, Task task) {
     if (stream->capture != CU_STREAM_CAPTURE_STATUS_NONE) {
       stream->captured.push_back(std::move(task));
       return;
     }
     stream->tasks.push_back(std::move(task));
     ++stream->queued;
-    fake.changed.notify_all(); // the workers: this very call may wait for them
+    fake.changed.notify_all();  // the workers: this very call may wait for them
   }
-  void MustNotBeUsed(const char *what, Range range) {
-    for (const auto &stream : fake.streams) {
-      for (Task &task : stream->tasks) {
-        for (const Range &used : task.uses) {
+  void MustNotBeUsed(const char* what, Range range) {
+    for (const auto& stream : fake.streams) {
+      for (Task& task : stream->tasks) {
+        for (const Range& used : task.uses) {
           if (task.run && used.Meets(range) &&
-              Illegal(&fake,
-                      "%s of memory that queued work still uses, at %#llx",
-                      what, range.begin)) {
-            const bool runs_now =
-                stream->running && &task == &stream->tasks.front();
-            if (!runs_now)
-              task.run = nullptr;
+              Illegal(&fake, "%s of memory that queued work still uses, at %#llx", what, range.begin)) {
+            const bool runs_now = stream->running && &task == &stream->tasks.front();
+            if (!runs_now) task.run = nullptr;
           }
         }
       }
     }
   }
-  CUresult QueueCopy(Stream *stream, uint64_t to, uint64_t from, size_t bytes);
+  CUresult QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes);
 };
 
-CUresult Call::QueueCopy(Stream *stream, uint64_t to, uint64_t from,
-                         size_t bytes) {
-  if (stream->device != current)
-    return CUDA_ERROR_INVALID_CONTEXT;
+CUresult Call::QueueCopy(Stream* stream, uint64_t to, uint64_t from, size_t bytes) {
+  if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
   const size_t middle = bytes / 2;
   for (const Range part : {Range{0, middle}, Range{middle, bytes}}) {
-    if (part.begin == part.end)
-      continue;
+    if (part.begin == part.end) continue;
     const size_t length = part.end - part.begin;
-    auto *target = reinterpret_cast<void *>(to + part.begin);
-    const auto *source = reinterpret_cast<const void *>(from + part.begin);
+    auto* target = reinterpret_cast<void*>(to + part.begin);
+    const auto* source = reinterpret_cast<const void*>(from + part.begin);
     Queue(stream, {nullptr,
                    nullptr,
                    [=] { memcpy(target, source, length); },
-                   {{to + part.begin, to + part.end},
-                    {from + part.begin, from + part.end}}});
+                   {{to + part.begin, to + part.end}, {from + part.begin, from + part.end}}});
   }
   return CUDA_SUCCESS;
 }
 
-void *MapAnonymous(size_t bytes, int protection) {
-  void *memory = mmap(nullptr, bytes, protection,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+void* MapAnonymous(size_t bytes, int protection) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// Addresses are not given back: nothing else can come to lie there, so a late
-// access always crashes.
+// Addresses are not given back: nothing else can come to lie there, so a late access always crashes.
 void Forbid(uint64_t address, size_t bytes) {
-  void *at =
-      mmap(reinterpret_cast<void *>(address), bytes, PROT_NONE,
-           MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED)
-    Die("mmap: %s", strerror(errno));
+  void* at = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
+                  MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) Die("mmap: %s", strerror(errno));
 }
 
-void GiveBackPhysical(Fake *fake, uint64_t handle) {
-  Physical &physical = fake->physical.at(handle);
-  if (!physical.released || physical.maps > 0)
-    return;
-  if (fallocate(fake->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                static_cast<off_t>(physical.offset),
+void GiveBackPhysical(Fake* fake, uint64_t handle) {
+  Physical& physical = fake->physical.at(handle);
+  if (!physical.released || physical.maps > 0) return;
+  if (fallocate(fake->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(physical.offset),
                 static_cast<off_t>(physical.bytes)) != 0) {
     Die("fallocate: %s", strerror(errno));
   }
@@ -682,100 +597,93 @@ void GiveBackPhysical(Fake *fake, uint64_t handle) {
   fake->physical.erase(handle);
 }
 
-bool TakeMemory(Fake *fake, Device *device, uint64_t bytes) {
-  if (bytes > fake->memory_bytes || device->used > fake->memory_bytes - bytes)
-    return false;
+bool TakeMemory(Fake* fake, Device* device, uint64_t bytes) {
+  if (bytes > fake->memory_bytes || device->used > fake->memory_bytes - bytes) return false;
   device->used += bytes;
   return true;
 }
 
-} // namespace
+}  // namespace
 
 extern "C" {
 
-#define BEGIN(name, ...)                                                       \
-  Call call(name, ##__VA_ARGS__);                                              \
-  if (call.error != 0)                                                         \
-    return call.error;
-#define STREAM(variable, handle)                                               \
-  Stream *variable = call.Find(handle);                                        \
-  if (variable == nullptr)                                                     \
-    return call.error;
-#define EVENT(variable, handle)                                                \
-  Event *variable = call.Find(handle);                                         \
-  if (variable == nullptr)                                                     \
-    return call.error;
+#define BEGIN(name, ...)          \
+  Call call(name, ##__VA_ARGS__); \
+  if (call.error != 0) return call.error;
+#define STREAM(variable, handle)        \
+  Stream* variable = call.Find(handle); \
+  if (variable == nullptr) return call.error;
+#define EVENT(variable, handle)        \
+  Event* variable = call.Find(handle); \
+  if (variable == nullptr) return call.error;
 
 CUresult cuInit(unsigned flags) {
   BEGIN("cuInit", false);
-  if (flags != 0)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
   call.fake.initialized = true;
   return CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorString(CUresult error, const char **text) {
+CUresult cuGetErrorString(CUresult error, const char** text) {
   switch (error) {
-  case CUDA_SUCCESS:
-    *text = "no error";
-    break;
-  case CUDA_ERROR_INVALID_VALUE:
-    *text = "invalid argument";
-    break;
-  case CUDA_ERROR_OUT_OF_MEMORY:
-    *text = "out of memory";
-    break;
-  case CUDA_ERROR_NOT_INITIALIZED:
-    *text = "initialization error";
-    break;
-  case CUDA_ERROR_INVALID_CONTEXT:
-    *text = "invalid device context";
-    break;
-  case CUDA_ERROR_INVALID_HANDLE:
-    *text = "invalid resource handle";
-    break;
-  case CUDA_ERROR_NOT_READY:
-    *text = "device not ready";
-    break;
-  case CUDA_ERROR_ILLEGAL_ADDRESS:
-    *text = "an illegal memory access was encountered";
-    break;
-  case CUDA_ERROR_NOT_SUPPORTED:
-    *text = "operation not supported";
-    break;
-  case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
-    *text = "operation not permitted when stream is capturing";
-    break;
-  default:
-    *text = nullptr;
-    return CUDA_ERROR_INVALID_VALUE;
+    case CUDA_SUCCESS:
+      *text = "no error";
+      break;
+    case CUDA_ERROR_INVALID_VALUE:
+      *text = "invalid argument";
+      break;
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      *text = "out of memory";
+      break;
+    case CUDA_ERROR_NOT_INITIALIZED:
+      *text = "initialization error";
+      break;
+    case CUDA_ERROR_INVALID_CONTEXT:
+      *text = "invalid device context";
+      break;
+    case CUDA_ERROR_INVALID_HANDLE:
+      *text = "invalid resource handle";
+      break;
+    case CUDA_ERROR_NOT_READY:
+      *text = "device not ready";
+      break;
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+      *text = "an illegal memory access was encountered";
+      break;
+    case CUDA_ERROR_NOT_SUPPORTED:
+      *text = "operation not supported";
+      break;
+    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED:
+      *text = "operation not permitted when stream is capturing";
+      break;
+    default:
+      *text = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
   }
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   BEGIN("cuDeviceGet", false);
-  if (ordinal < 0 || ordinal >= call.fake.device_count)
-    return CUDA_ERROR_INVALID_DEVICE;
+  if (ordinal < 0 || ordinal >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
   *device = ordinal;
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetCount(int *count) {
+CUresult cuDeviceGetCount(int* count) {
   BEGIN("cuDeviceGetCount", false);
   *count = call.fake.device_count;
   return CUDA_SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   BEGIN("cuDevicePrimaryCtxRetain", false);
-  if (device < 0 || device >= call.fake.device_count)
-    return CUDA_ERROR_INVALID_DEVICE;
+  if (device < 0 || device >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
   *context = reinterpret_cast<CUcontext>(&call.fake.devices[device]);
   return CUDA_SUCCESS;
 }
 
-CUresult cuCtxGetCurrent(CUcontext *context) {
+CUresult cuCtxGetCurrent(CUcontext* context) {
   BEGIN("cuCtxGetCurrent", false);
   *context = reinterpret_cast<CUcontext>(current);
   return CUDA_SUCCESS;
@@ -783,10 +691,8 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
 
 CUresult cuCtxSetCurrent(CUcontext context) {
   BEGIN("cuCtxSetCurrent", false);
-  auto *device = reinterpret_cast<Device *>(context);
-  if (device != nullptr &&
-      (device < call.fake.devices ||
-       device >= call.fake.devices + call.fake.device_count)) {
+  auto* device = reinterpret_cast<Device*>(context);
+  if (device != nullptr && (device < call.fake.devices || device >= call.fake.devices + call.fake.device_count)) {
     return CUDA_ERROR_INVALID_CONTEXT;
   }
   current = device;
@@ -795,40 +701,33 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 CUresult cuCtxSynchronize() {
   BEGIN("cuCtxSynchronize");
-  for (const auto &stream : call.fake.streams) {
-    if (stream->device == current && call.RefusedByCapture(stream.get()))
-      return call.error;
+  for (const auto& stream : call.fake.streams) {
+    if (stream->device == current && call.RefusedByCapture(stream.get())) return call.error;
   }
   for (size_t i = 0; i < call.fake.streams.size(); ++i) {
-    Stream *stream = call.fake.streams[i].get();
-    if (stream->device == current)
-      SettleStream(&call.fake, stream, &call.hold);
+    Stream* stream = call.fake.streams[i].get();
+    if (stream->device == current) SettleStream(&call.fake, stream, &call.hold);
   }
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
+CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
   BEGIN("cuMemGetInfo");
   *total_bytes = call.fake.memory_bytes;
-  *free_bytes = current->used < call.fake.memory_bytes
-                    ? call.fake.memory_bytes - current->used
-                    : 0;
+  *free_bytes = current->used < call.fake.memory_bytes ? call.fake.memory_bytes - current->used : 0;
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes) {
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   BEGIN("cuMemAlloc");
-  if (bytes == 0)
-    return CUDA_ERROR_INVALID_VALUE;
-  if (!TakeMemory(&call.fake, current, bytes))
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  void *memory = MapAnonymous(bytes, PROT_READ | PROT_WRITE);
+  if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (!TakeMemory(&call.fake, current, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* memory = MapAnonymous(bytes, PROT_READ | PROT_WRITE);
   if (memory == nullptr) {
     current->used -= bytes;
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
-  if (bytes <= kPoisonLimit)
-    memset(memory, kPoison, bytes);
+  if (bytes <= kPoisonLimit) memset(memory, kPoison, bytes);
   *address = reinterpret_cast<CUdeviceptr>(memory);
   call.fake.memory[*address] = {bytes, current};
   return CUDA_SUCCESS;
@@ -836,11 +735,9 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes) {
 
 CUresult cuMemFree_v2(CUdeviceptr address) {
   BEGIN("cuMemFree");
-  if (address == 0)
-    return CUDA_SUCCESS;
+  if (address == 0) return CUDA_SUCCESS;
   const auto at = call.fake.memory.find(address);
-  if (at == call.fake.memory.end())
-    return CUDA_ERROR_INVALID_VALUE;
+  if (at == call.fake.memory.end()) return CUDA_ERROR_INVALID_VALUE;
   call.MustNotBeUsed("cuMemFree", {address, address + at->second.bytes});
   Forbid(address, at->second.bytes);
   at->second.device->used -= at->second.bytes;
@@ -848,21 +745,17 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes,
-                             size_t alignment, CUdeviceptr,
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr,
                              unsigned long long flags) {
   BEGIN("cuMemAddressReserve");
   const uint64_t granularity = call.fake.granularity;
-  if (bytes == 0 || bytes % granularity != 0 || flags != 0 ||
-      (alignment & (alignment - 1)) != 0) {
+  if (bytes == 0 || bytes % granularity != 0 || flags != 0 || (alignment & (alignment - 1)) != 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   const size_t align = alignment > granularity ? alignment : granularity;
-  void *memory = MapAnonymous(bytes + align, PROT_NONE);
-  if (memory == nullptr)
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  *address =
-      (reinterpret_cast<CUdeviceptr>(memory) + align - 1) / align * align;
+  void* memory = MapAnonymous(bytes + align, PROT_NONE);
+  if (memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = (reinterpret_cast<CUdeviceptr>(memory) + align - 1) / align * align;
   call.fake.reservations[*address] = bytes;
   return CUDA_SUCCESS;
 }
@@ -870,32 +763,25 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes,
 CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   BEGIN("cuMemAddressFree");
   const auto at = call.fake.reservations.find(address);
-  if (at == call.fake.reservations.end() || at->second != bytes)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (at == call.fake.reservations.end() || at->second != bytes) return CUDA_ERROR_INVALID_VALUE;
   const auto map = call.fake.mappings.lower_bound(address);
-  if (map != call.fake.mappings.end() && map->first < address + bytes)
-    return CUDA_ERROR_INVALID_VALUE;
-  call.fake.reservations.erase(at); // the addresses stay forbidden
+  if (map != call.fake.mappings.end() && map->first < address + bytes) return CUDA_ERROR_INVALID_VALUE;
+  call.fake.reservations.erase(at);  // the addresses stay forbidden
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
-                     const CUmemAllocationProp *properties,
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
                      unsigned long long flags) {
   BEGIN("cuMemCreate");
-  Fake &fake = call.fake;
-  if (bytes == 0 || bytes % fake.granularity != 0 || flags != 0 ||
-      properties->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
-      properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-      properties->location.id < 0 ||
+  Fake& fake = call.fake;
+  if (bytes == 0 || bytes % fake.granularity != 0 || flags != 0 || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
+      properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties->location.id < 0 ||
       properties->location.id >= fake.device_count) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  Device *device = &fake.devices[properties->location.id];
-  if (!TakeMemory(&fake, device, bytes))
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  // Offsets are never used twice: the file is sparse, and what is given back is
-  // punched out.
+  Device* device = &fake.devices[properties->location.id];
+  if (!TakeMemory(&fake, device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  // Offsets are never used twice: the file is sparse, and what is given back is punched out.
   if (ftruncate(fake.file, static_cast<off_t>(fake.file_bytes + bytes)) != 0) {
     device->used -= bytes;
     return CUDA_ERROR_OUT_OF_MEMORY;
@@ -909,42 +795,33 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   BEGIN("cuMemRelease");
   const auto at = call.fake.physical.find(handle);
-  if (at == call.fake.physical.end() || at->second.released)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (at == call.fake.physical.end() || at->second.released) return CUDA_ERROR_INVALID_VALUE;
   at->second.released = true;
   GiveBackPhysical(&call.fake, handle);
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset,
-                  CUmemGenericAllocationHandle handle,
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
                   unsigned long long flags) {
   BEGIN("cuMemMap");
-  Fake &fake = call.fake;
+  Fake& fake = call.fake;
   const auto at = fake.physical.find(handle);
   auto reserved = fake.reservations.upper_bound(address);
-  if (at == fake.physical.end() || at->second.released ||
-      bytes != at->second.bytes || offset != 0 || flags != 0 ||
-      address % fake.granularity != 0 ||
-      reserved == fake.reservations.begin()) {
+  if (at == fake.physical.end() || at->second.released || bytes != at->second.bytes || offset != 0 || flags != 0 ||
+      address % fake.granularity != 0 || reserved == fake.reservations.begin()) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   --reserved;
-  if (address + bytes > reserved->first + reserved->second)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (address + bytes > reserved->first + reserved->second) return CUDA_ERROR_INVALID_VALUE;
   const auto after = fake.mappings.lower_bound(address);
-  if (after != fake.mappings.end() && after->first < address + bytes)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (after != fake.mappings.end() && after->first < address + bytes) return CUDA_ERROR_INVALID_VALUE;
   if (after != fake.mappings.begin()) {
     const auto before = std::prev(after);
-    if (before->first + before->second.bytes > address)
-      return CUDA_ERROR_INVALID_VALUE;
+    if (before->first + before->second.bytes > address) return CUDA_ERROR_INVALID_VALUE;
   }
-  void *memory = mmap(reinterpret_cast<void *>(address), bytes, PROT_NONE,
-                      MAP_FIXED | MAP_SHARED, fake.file,
+  void* memory = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_FIXED | MAP_SHARED, fake.file,
                       static_cast<off_t>(at->second.offset));
-  if (memory == MAP_FAILED)
-    return CUDA_ERROR_OUT_OF_MEMORY;
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   ++at->second.maps;
   fake.mappings[address] = {bytes, handle, false};
   return CUDA_SUCCESS;
@@ -952,17 +829,15 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset,
 
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   BEGIN("cuMemUnmap");
-  Fake &fake = call.fake;
+  Fake& fake = call.fake;
   std::vector<uint64_t> found;
   uint64_t end = address;
-  for (auto at = fake.mappings.find(address);
-       at != fake.mappings.end() && at->first == end && end < address + bytes;
+  for (auto at = fake.mappings.find(address); at != fake.mappings.end() && at->first == end && end < address + bytes;
        ++at) {
     found.push_back(at->first);
     end += at->second.bytes;
   }
-  if (end != address + bytes)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (end != address + bytes) return CUDA_ERROR_INVALID_VALUE;
   call.MustNotBeUsed("cuMemUnmap", {address, end});
   Forbid(address, bytes);
   for (const uint64_t one : found) {
@@ -974,194 +849,148 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes,
-                        const CUmemAccessDesc *access, size_t count) {
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count) {
   BEGIN("cuMemSetAccess");
-  Fake &fake = call.fake;
-  if (count < 1 || access->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
-    return CUDA_ERROR_INVALID_VALUE;
+  Fake& fake = call.fake;
+  if (count < 1 || access->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_INVALID_VALUE;
   uint64_t end = address;
-  for (auto at = fake.mappings.find(address);
-       at != fake.mappings.end() && at->first == end && end < address + bytes;
+  for (auto at = fake.mappings.find(address); at != fake.mappings.end() && at->first == end && end < address + bytes;
        ++at) {
     end += at->second.bytes;
   }
-  if (end != address + bytes || bytes == 0)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (end != address + bytes || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   const bool writable = access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  if (mprotect(reinterpret_cast<void *>(address), bytes,
-               writable ? PROT_READ | PROT_WRITE : PROT_NONE) != 0) {
+  if (mprotect(reinterpret_cast<void*>(address), bytes, writable ? PROT_READ | PROT_WRITE : PROT_NONE) != 0) {
     Die("mprotect: %s", strerror(errno));
   }
   for (uint64_t at = address; at < end; at += fake.mappings[at].bytes) {
-    Mapping &mapping = fake.mappings[at];
+    Mapping& mapping = fake.mappings[at];
     // What a handle holds when it is mapped again is undefined, too.
     if (writable && !mapping.accessible && mapping.bytes <= kPoisonLimit) {
-      memset(reinterpret_cast<void *>(at), kPoison, mapping.bytes);
+      memset(reinterpret_cast<void*>(at), kPoison, mapping.bytes);
     }
     mapping.accessible = writable;
   }
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemGetAllocationGranularity(size_t *bytes,
-                                       const CUmemAllocationProp *properties,
-                                       int) {
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp* properties, int) {
   BEGIN("cuMemGetAllocationGranularity");
-  if (properties->type != CU_MEM_ALLOCATION_TYPE_PINNED)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (properties->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
   *bytes = call.fake.granularity;
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
+CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   BEGIN("cuMemHostAlloc");
-  if (bytes == 0)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   *memory = MapAnonymous(bytes, PROT_READ | PROT_WRITE);
-  if (*memory == nullptr)
-    return CUDA_ERROR_OUT_OF_MEMORY;
-  if (bytes <= kPoisonLimit)
-    memset(*memory, kPoison, bytes);
+  if (*memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (bytes <= kPoisonLimit) memset(*memory, kPoison, bytes);
   call.fake.host[reinterpret_cast<uint64_t>(*memory)] = {bytes, false};
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemFreeHost(void *memory) {
+CUresult cuMemFreeHost(void* memory) {
   BEGIN("cuMemFreeHost");
   const auto address = reinterpret_cast<uint64_t>(memory);
   const auto at = call.fake.host.find(address);
-  if (at == call.fake.host.end() || at->second.registered)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (at == call.fake.host.end() || at->second.registered) return CUDA_ERROR_INVALID_VALUE;
   call.MustNotBeUsed("cuMemFreeHost", {address, address + at->second.bytes});
   Forbid(address, at->second.bytes);
   call.fake.host.erase(at);
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+CUresult cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
   BEGIN("cuMemHostRegister");
   constexpr unsigned kPortable = 1;
   const auto address = reinterpret_cast<uint64_t>(memory);
-  if (memory == nullptr || bytes == 0 || flags > kPortable)
-    return CUDA_ERROR_INVALID_VALUE;
-  if (IsPageLocked(&call.fake, address, bytes) ||
-      IsPartlyPageLocked(&call.fake, address, bytes)) {
+  if (memory == nullptr || bytes == 0 || flags > kPortable) return CUDA_ERROR_INVALID_VALUE;
+  if (IsPageLocked(&call.fake, address, bytes) || IsPartlyPageLocked(&call.fake, address, bytes)) {
     return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
   }
-  if (!IsWritable(address, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (!IsWritable(address, bytes)) return CUDA_ERROR_INVALID_VALUE;
   call.fake.host[address] = {bytes, true};
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemHostUnregister(void *memory) {
+CUresult cuMemHostUnregister(void* memory) {
   BEGIN("cuMemHostUnregister");
   const auto address = reinterpret_cast<uint64_t>(memory);
   const auto at = call.fake.host.find(address);
-  if (at == call.fake.host.end() || !at->second.registered)
-    return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
-  call.MustNotBeUsed("cuMemHostUnregister",
-                     {address, address + at->second.bytes});
+  if (at == call.fake.host.end() || !at->second.registered) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  call.MustNotBeUsed("cuMemHostUnregister", {address, address + at->second.bytes});
   call.fake.host.erase(at);
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes,
-                              CUstream handle) {
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream handle) {
   BEGIN("cuMemcpyHtoDAsync");
   STREAM(stream, handle);
-  if (bytes == 0)
-    return CUDA_SUCCESS;
-  if (!IsUsable(&call.fake, to, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (bytes == 0) return CUDA_SUCCESS;
+  if (!IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto source = reinterpret_cast<uint64_t>(from);
-  if (IsPageLocked(&call.fake, source, bytes))
-    return call.QueueCopy(stream, to, source, bytes);
-  if (IsPartlyPageLocked(&call.fake, source, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (IsPageLocked(&call.fake, source, bytes)) return call.QueueCopy(stream, to, source, bytes);
+  if (IsPartlyPageLocked(&call.fake, source, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory is read before the call returns.
   call.fake.calls["pageable bytes"] += bytes;
-  if (stream->device != current)
-    return CUDA_ERROR_INVALID_CONTEXT;
-  auto staged =
-      std::make_shared<std::string>(static_cast<const char *>(from), bytes);
+  if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
+  auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
   call.Queue(
       stream,
-      {nullptr,
-       nullptr,
-       [=] { memcpy(reinterpret_cast<void *>(to), staged->data(), bytes); },
-       {{to, to + bytes}}});
+      {nullptr, nullptr, [=] { memcpy(reinterpret_cast<void*>(to), staged->data(), bytes); }, {{to, to + bytes}}});
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes,
-                              CUstream handle) {
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream handle) {
   BEGIN("cuMemcpyDtoHAsync");
   STREAM(stream, handle);
-  if (bytes == 0)
-    return CUDA_SUCCESS;
-  if (!IsUsable(&call.fake, from, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (bytes == 0) return CUDA_SUCCESS;
+  if (!IsUsable(&call.fake, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
   const auto target = reinterpret_cast<uint64_t>(to);
-  if (IsPageLocked(&call.fake, target, bytes))
-    return call.QueueCopy(stream, target, from, bytes);
-  if (IsPartlyPageLocked(&call.fake, target, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (IsPageLocked(&call.fake, target, bytes)) return call.QueueCopy(stream, target, from, bytes);
+  if (IsPartlyPageLocked(&call.fake, target, bytes)) return CUDA_ERROR_INVALID_VALUE;
   // Pageable memory has been written when the call returns.
   call.fake.calls["pageable bytes"] += bytes;
-  if (stream->device != current)
-    return CUDA_ERROR_INVALID_CONTEXT;
-  if (call.RefusedByCapture(stream))
-    return call.error;
+  if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
+  if (call.RefusedByCapture(stream)) return call.error;
   call.Queue(stream,
-             {nullptr,
-              nullptr,
-              [=] { memcpy(to, reinterpret_cast<void *>(from), bytes); },
-              {{from, from + bytes}}});
+             {nullptr, nullptr, [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); }, {{from, from + bytes}}});
   SettleStream(&call.fake, stream, &call.hold);
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes,
-                              CUstream handle) {
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
   BEGIN("cuMemcpyDtoDAsync");
   STREAM(stream, handle);
-  if (bytes == 0)
-    return CUDA_SUCCESS;
-  if (!IsUsable(&call.fake, from, bytes) || !IsUsable(&call.fake, to, bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (bytes == 0) return CUDA_SUCCESS;
+  if (!IsUsable(&call.fake, from, bytes) || !IsUsable(&call.fake, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
   return call.QueueCopy(stream, to, from, bytes);
 }
 
 // Either side may be memory of a device or of the host.
-CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes,
-                       CUstream handle) {
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle) {
   bool to_device = false, from_device = false;
   {
     BEGIN("cuMemcpyAsync");
     to_device = IsUsable(&call.fake, to, bytes);
     from_device = IsUsable(&call.fake, from, bytes);
   }
-  if (to_device && from_device)
-    return cuMemcpyDtoDAsync_v2(to, from, bytes, handle);
-  if (to_device)
-    return cuMemcpyHtoDAsync_v2(to, reinterpret_cast<const void *>(from), bytes,
-                                handle);
-  return cuMemcpyDtoHAsync_v2(reinterpret_cast<void *>(to), from, bytes,
-                              handle);
+  if (to_device && from_device) return cuMemcpyDtoDAsync_v2(to, from, bytes, handle);
+  if (to_device) return cuMemcpyHtoDAsync_v2(to, reinterpret_cast<const void*>(from), bytes, handle);
+  return cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, handle);
 }
 
-CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
   BEGIN("cuThreadExchangeStreamCaptureMode", false);
   std::swap(*mode, capture_mode);
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamCreate(CUstream *handle, unsigned flags) {
+CUresult cuStreamCreate(CUstream* handle, unsigned flags) {
   BEGIN("cuStreamCreate");
-  if (flags > CU_STREAM_NON_BLOCKING)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (flags > CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
   ForgetDestroyed(&call.fake);
   *handle = MakeStream(&call.fake, current);
   return CUDA_SUCCESS;
@@ -1169,26 +998,20 @@ CUresult cuStreamCreate(CUstream *handle, unsigned flags) {
 
 CUresult cuStreamDestroy_v2(CUstream handle) {
   BEGIN("cuStreamDestroy");
-  if (handle == nullptr)
-    return CUDA_ERROR_INVALID_HANDLE;
+  if (handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   STREAM(stream, handle);
-  stream->destroyed = true; // what is queued still runs
+  stream->destroyed = true;  // what is queued still runs
   ForgetDestroyed(&call.fake);
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle,
-                           unsigned flags) {
+CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
   BEGIN("cuStreamWaitEvent");
   STREAM(stream, handle);
   EVENT(event, event_handle);
-  if (flags != 0)
-    return CUDA_ERROR_INVALID_VALUE;
-  if (call.RefusedByCapture(stream))
-    return call.error;
-  if (event->mark == nullptr || event->mark->passed ||
-      event->mark->stream == stream)
-    return CUDA_SUCCESS;
+  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (call.RefusedByCapture(stream)) return call.error;
+  if (event->mark == nullptr || event->mark->passed || event->mark->stream == stream) return CUDA_SUCCESS;
   call.Queue(stream, {event->mark, nullptr, nullptr, {}});
   return CUDA_SUCCESS;
 }
@@ -1196,8 +1019,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle,
 CUresult cuStreamSynchronize(CUstream handle) {
   BEGIN("cuStreamSynchronize");
   STREAM(stream, handle);
-  if (call.RefusedByCapture(stream))
-    return call.error;
+  if (call.RefusedByCapture(stream)) return call.error;
   SettleStream(&call.fake, stream, &call.hold);
   return CUDA_SUCCESS;
 }
@@ -1205,69 +1027,58 @@ CUresult cuStreamSynchronize(CUstream handle) {
 CUresult cuStreamQuery(CUstream handle) {
   BEGIN("cuStreamQuery");
   STREAM(stream, handle);
-  if (call.RefusedByCapture(stream))
-    return call.error;
+  if (call.RefusedByCapture(stream)) return call.error;
   Runnable(stream);
-  return stream->done == stream->queued
-             ? CUDA_SUCCESS
-             : NotReady(&call.fake, stream, &call.hold);
+  return stream->done == stream->queued ? CUDA_SUCCESS : NotReady(&call.fake, stream, &call.hold);
 }
 
-CUresult cuStreamIsCapturing(CUstream handle, int *status) {
+CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   BEGIN("cuStreamIsCapturing");
   STREAM(stream, handle);
   *status = stream->capture;
   return CUDA_SUCCESS;
 }
 
-// What but for attributes only the GPU check asks
-// (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+// What but for attributes only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
 CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
   BEGIN("cuStreamBeginCapture");
   STREAM(stream, handle);
-  if (call.RefusedByCapture(stream))
-    return call.error;
+  if (call.RefusedByCapture(stream)) return call.error;
   stream->captured.clear();
   stream->capture = CU_STREAM_CAPTURE_STATUS_ACTIVE;
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamEndCapture(CUstream handle, void **graph) {
+CUresult cuStreamEndCapture(CUstream handle, void** graph) {
   BEGIN("cuStreamEndCapture");
   STREAM(stream, handle);
-  if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return CUDA_ERROR_INVALID_VALUE;
   stream->capture = CU_STREAM_CAPTURE_STATUS_NONE;
   *graph = stream;
   return CUDA_SUCCESS;
 }
 
-CUresult cuGraphDestroy(void *graph) {
-  return graph != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
+CUresult cuGraphDestroy(void* graph) { return graph != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 
-CUresult cuDriverGetVersion(int *version) {
+CUresult cuDriverGetVersion(int* version) {
   *version = 13000;
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
   BEGIN("cuDeviceGetAttribute", false);
-  if (device < 0 || device >= call.fake.device_count)
-    return CUDA_ERROR_INVALID_DEVICE;
-  *value = attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED && !call.fake.integrated
-               ? 0
-               : 1;
+  if (device < 0 || device >= call.fake.device_count) return CUDA_ERROR_INVALID_DEVICE;
+  *value = attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED && !call.fake.integrated ? 0 : 1;
   return CUDA_SUCCESS;
 }
 
-CUresult cuEventCreate(CUevent *handle, unsigned flags) {
+CUresult cuEventCreate(CUevent* handle, unsigned flags) {
   BEGIN("cuEventCreate");
   auto event = std::make_unique<Event>();
   event->device = current;
   event->timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
   *handle = reinterpret_cast<CUevent>(event.get());
-  Event *key = event.get();
+  Event* key = event.get();
   call.fake.events[key] = std::move(event);
   return CUDA_SUCCESS;
 }
@@ -1276,10 +1087,8 @@ CUresult cuEventRecord(CUevent event_handle, CUstream handle) {
   BEGIN("cuEventRecord");
   STREAM(stream, handle);
   EVENT(event, event_handle);
-  if (event->device != stream->device)
-    return CUDA_ERROR_INVALID_HANDLE;
-  if (call.RefusedByCapture(stream))
-    return call.error;
+  if (event->device != stream->device) return CUDA_ERROR_INVALID_HANDLE;
+  if (call.RefusedByCapture(stream)) return call.error;
   event->mark = std::make_shared<Mark>();
   event->mark->stream = stream;
   call.Queue(stream, {nullptr, event->mark, nullptr, {}});
@@ -1289,8 +1098,7 @@ CUresult cuEventRecord(CUevent event_handle, CUstream handle) {
 CUresult cuEventQuery(CUevent event_handle) {
   BEGIN("cuEventQuery");
   EVENT(event, event_handle);
-  if (event->mark == nullptr || event->mark->passed)
-    return CUDA_SUCCESS;
+  if (event->mark == nullptr || event->mark->passed) return CUDA_SUCCESS;
   return NotReady(&call.fake, event->mark->stream, &call.hold);
 }
 
@@ -1298,26 +1106,19 @@ CUresult cuEventSynchronize(CUevent event_handle) {
   BEGIN("cuEventSynchronize");
   EVENT(event, event_handle);
   const MarkRef mark = event->mark;
-  if (mark != nullptr)
-    RunUntil(&call.fake, mark->stream, &call.hold,
-             [&] { return mark->passed; });
+  if (mark != nullptr) RunUntil(&call.fake, mark->stream, &call.hold, [&] { return mark->passed; });
   return CUDA_SUCCESS;
 }
 
-CUresult cuEventElapsedTime(float *milliseconds, CUevent start_handle,
-                            CUevent end_handle) {
+CUresult cuEventElapsedTime(float* milliseconds, CUevent start_handle, CUevent end_handle) {
   BEGIN("cuEventElapsedTime");
   EVENT(start, start_handle);
   EVENT(end, end_handle);
-  if (!start->timing || !end->timing || start->mark == nullptr ||
-      end->mark == nullptr) {
+  if (!start->timing || !end->timing || start->mark == nullptr || end->mark == nullptr) {
     return CUDA_ERROR_INVALID_HANDLE;
   }
-  if (!start->mark->passed || !end->mark->passed)
-    return CUDA_ERROR_NOT_READY;
-  *milliseconds = std::chrono::duration<float, std::milli>(end->mark->when -
-                                                           start->mark->when)
-                      .count();
+  if (!start->mark->passed || !end->mark->passed) return CUDA_ERROR_NOT_READY;
+  *milliseconds = std::chrono::duration<float, std::milli>(end->mark->when - start->mark->when).count();
   return CUDA_SUCCESS;
 }
 
@@ -1328,22 +1129,19 @@ CUresult cuEventDestroy_v2(CUevent event_handle) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void *user) {
+CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
   BEGIN("cuLaunchHostFunc");
   STREAM(stream, handle);
-  if (function == nullptr)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
   call.Queue(stream, {nullptr, nullptr, [=] { function(user); }, {}});
   return CUDA_SUCCESS;
 }
 
-// ---- kernels
-// -----------------------------------------------------------------------------------------------------
+// ---- kernels -----------------------------------------------------------------------------------------------------
 
-// The kernels of the core by name, whatever the image says: what each thread of
-// a launch does is the function that the device's kernel calls, from the same
-// source.
-} // extern "C"
+// The kernels of the core by name, whatever the image says: what each thread of a launch does is the function that the
+// device's kernel calls, from the same source.
+}  // extern "C"
 
 namespace {
 
@@ -1352,137 +1150,116 @@ struct Launched {
   std::vector<Range> uses;
 };
 
-template <typename T> T Argument(void **arguments, int number) {
+template <typename T>
+T Argument(void** arguments, int number) {
   T value;
   memcpy(&value, arguments[number], sizeof value);
   return value;
 }
 
-template <typename Each> void ForEachThread(uint64_t threads, Each each) {
-  for (uint64_t number = 0; number < threads; ++number)
-    each(memmgr_kernels::Share{number, threads});
+template <typename Each>
+void ForEachThread(uint64_t threads, Each each) {
+  for (uint64_t number = 0; number < threads; ++number) each(memmgr_kernels::Share{number, threads});
 }
 
-Launched LaunchedSum(void **arguments, uint64_t threads) {
-  const auto p = Argument<CUdeviceptr>(arguments, 0),
-             result = Argument<CUdeviceptr>(arguments, 2);
+Launched LaunchedSum(void** arguments, uint64_t threads) {
+  const auto p = Argument<CUdeviceptr>(arguments, 0), result = Argument<CUdeviceptr>(arguments, 2);
   const auto bytes = Argument<uint64_t>(arguments, 1);
   return {[=] {
             uint64_t sum = 0;
             ForEachThread(threads, [&](memmgr_kernels::Share share) {
-              sum += memmgr_kernels::SumOf(
-                  reinterpret_cast<const unsigned char *>(p), bytes, share);
+              sum += memmgr_kernels::SumOf(reinterpret_cast<const unsigned char*>(p), bytes, share);
             });
-            *reinterpret_cast<uint64_t *>(result) += sum;
+            *reinterpret_cast<uint64_t*>(result) += sum;
           },
           {{p, p + bytes}, {result, result + sizeof(uint64_t)}}};
 }
 
-Launched LaunchedSame(void **arguments, uint64_t threads) {
-  const auto a = Argument<CUdeviceptr>(arguments, 0),
-             b = Argument<CUdeviceptr>(arguments, 1);
+Launched LaunchedSame(void** arguments, uint64_t threads) {
+  const auto a = Argument<CUdeviceptr>(arguments, 0), b = Argument<CUdeviceptr>(arguments, 1);
   const auto bytes = Argument<uint64_t>(arguments, 2);
   const auto result = Argument<CUdeviceptr>(arguments, 3);
-  return {
-      [=] {
-        ForEachThread(threads, [&](memmgr_kernels::Share share) {
-          if (memmgr_kernels::DiffersIn(
-                  reinterpret_cast<const unsigned char *>(a),
-                  reinterpret_cast<const unsigned char *>(b), bytes, share))
-            *reinterpret_cast<uint64_t *>(result) = 1;
-        });
-      },
-      {{a, a + bytes}, {b, b + bytes}, {result, result + sizeof(uint64_t)}}};
-}
-
-Launched LaunchedFill(void **arguments, uint64_t threads) {
-  const auto p = Argument<CUdeviceptr>(arguments, 0);
-  const auto bytes = Argument<uint64_t>(arguments, 1),
-             word = Argument<uint64_t>(arguments, 2);
   return {[=] {
             ForEachThread(threads, [&](memmgr_kernels::Share share) {
-              memmgr_kernels::FillWith(reinterpret_cast<unsigned char *>(p),
-                                       bytes, word, share);
+              if (memmgr_kernels::DiffersIn(reinterpret_cast<const unsigned char*>(a),
+                                            reinterpret_cast<const unsigned char*>(b), bytes, share))
+                *reinterpret_cast<uint64_t*>(result) = 1;
+            });
+          },
+          {{a, a + bytes}, {b, b + bytes}, {result, result + sizeof(uint64_t)}}};
+}
+
+Launched LaunchedFill(void** arguments, uint64_t threads) {
+  const auto p = Argument<CUdeviceptr>(arguments, 0);
+  const auto bytes = Argument<uint64_t>(arguments, 1), word = Argument<uint64_t>(arguments, 2);
+  return {[=] {
+            ForEachThread(threads, [&](memmgr_kernels::Share share) {
+              memmgr_kernels::FillWith(reinterpret_cast<unsigned char*>(p), bytes, word, share);
             });
           },
           {{p, p + bytes}}};
 }
 
 struct Kernel {
-  const char *name;
-  Launched (*launched)(void **arguments, uint64_t threads);
+  const char* name;
+  Launched (*launched)(void** arguments, uint64_t threads);
 };
-Kernel kKernels[] = {{"mm_sum", LaunchedSum},
-                     {"mm_same", LaunchedSame},
-                     {"mm_fill", LaunchedFill}};
+Kernel kKernels[] = {{"mm_sum", LaunchedSum}, {"mm_same", LaunchedSame}, {"mm_fill", LaunchedFill}};
 
-} // namespace
+}  // namespace
 
 extern "C" {
 
-CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   BEGIN("cuModuleLoadData");
-  if (strstr(static_cast<const char *>(image), ".entry") == nullptr)
-    return CUDA_ERROR_INVALID_VALUE;
+  if (strstr(static_cast<const char*>(image), ".entry") == nullptr) return CUDA_ERROR_INVALID_VALUE;
   *module = reinterpret_cast<CUmodule>(kKernels);
   return CUDA_SUCCESS;
 }
 
 CUresult cuModuleUnload(CUmodule module) {
   BEGIN("cuModuleUnload");
-  return module == reinterpret_cast<CUmodule>(kKernels)
-             ? CUDA_SUCCESS
-             : CUDA_ERROR_INVALID_HANDLE;
+  return module == reinterpret_cast<CUmodule>(kKernels) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) {
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   BEGIN("cuModuleGetFunction");
-  for (Kernel &kernel : kKernels) {
-    if (strcmp(kernel.name, name) != 0)
-      continue;
+  for (Kernel& kernel : kKernels) {
+    if (strcmp(kernel.name, name) != 0) continue;
     *function = reinterpret_cast<CUfunction>(&kernel);
     return CUDA_SUCCESS;
   }
   return CUDA_ERROR_INVALID_VALUE;
 }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y,
-                        unsigned blocks_z, unsigned threads, unsigned threads_y,
-                        unsigned threads_z, unsigned, CUstream handle,
-                        void **arguments, void **) {
+CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
+                        unsigned threads_y, unsigned threads_z, unsigned, CUstream handle, void** arguments, void**) {
   BEGIN("cuLaunchKernel");
   STREAM(stream, handle);
-  if (stream->device != current)
-    return CUDA_ERROR_INVALID_CONTEXT;
-  if (blocks == 0 || threads == 0 || threads > 1024 ||
-      blocks_y * blocks_z * threads_y * threads_z != 1)
+  if (stream->device != current) return CUDA_ERROR_INVALID_CONTEXT;
+  if (blocks == 0 || threads == 0 || threads > 1024 || blocks_y * blocks_z * threads_y * threads_z != 1)
     return CUDA_ERROR_INVALID_VALUE;
-  Launched launched = reinterpret_cast<Kernel *>(function)->launched(
-      arguments, uint64_t{blocks} * uint64_t{threads});
-  call.Queue(stream, {nullptr, nullptr, std::move(launched.run),
-                      std::move(launched.uses)});
+  Launched launched =
+      reinterpret_cast<Kernel*>(function)->launched(arguments, uint64_t{blocks} * uint64_t{threads});
+  call.Queue(stream, {nullptr, nullptr, std::move(launched.run), std::move(launched.uses)});
   return CUDA_SUCCESS;
 }
 
-// ---- for tests
-// ---------------------------------------------------------------------------------------------------
+// ---- for tests ---------------------------------------------------------------------------------------------------
 
-// Runs what is queued, takes everything back (handles and addresses from before
-// are invalid), forgets counts and faults.
+// Runs what is queued, takes everything back (handles and addresses from before are invalid), forgets counts and
+// faults.
 void fake_reset(uint64_t seed, int mode) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   Drain(&fake, &hold);
   ++fake.epoch;
   fake.changed.notify_all();
   fake.changed.wait(hold, [&] { return fake.workers == 0; });
-  for (const auto &[address, allocation] : fake.memory)
-    Forbid(address, allocation.bytes);
-  for (const auto &[address, mapping] : fake.mappings)
-    Forbid(address, mapping.bytes);
-  for (const auto &[address, locked] : fake.host) {
-    if (!locked.registered)
-      Forbid(address, locked.bytes);
+  for (const auto& [address, allocation] : fake.memory) Forbid(address, allocation.bytes);
+  for (const auto& [address, mapping] : fake.mappings) Forbid(address, mapping.bytes);
+  for (const auto& [address, locked] : fake.host) {
+    if (!locked.registered) Forbid(address, locked.bytes);
   }
   fake.memory.clear();
   fake.mappings.clear();
@@ -1500,125 +1277,111 @@ void fake_reset(uint64_t seed, int mode) {
   fake.graphs.clear();
   fake.lenient = false;
   fake.illegal_uses = 0;
-  if (ftruncate(fake.file, 0) != 0)
-    Die("ftruncate: %s", strerror(errno));
+  if (ftruncate(fake.file, 0) != 0) Die("ftruncate: %s", strerror(errno));
   fake.file_bytes = 0;
   SetUp(&fake, seed, mode);
 }
 
 void fake_drain() {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   Drain(&fake, &hold);
 }
 
-// The call of this name (as exported, the version may be left out) after the
-// next `after` ones answers with `code`.
-void fake_fail_next(const char *name, int after, int code) {
-  Fake &fake = Get();
+// The call of this name (as exported, the version may be left out) after the next `after` ones answers with `code`.
+void fake_fail_next(const char* name, int after, int code) {
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   std::string plain = name;
-  if (plain.ends_with("_v2"))
-    plain.resize(plain.size() - 3);
+  if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
   fake.faults[plain] = {after, code, 1};
 }
 
 // So do the next `times` calls of this name (without a version); 0: none does.
-void fake_fail_times(const char *name, int times, int code) {
-  Fake &fake = Get();
+void fake_fail_times(const char* name, int times, int code) {
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.faults.erase(name);
-  if (times > 0)
-    fake.faults[name] = {0, code, times};
+  if (times > 0) fake.faults[name] = {0, code, times};
 }
 
 // A kernel fails: the context is of no use from now on. 0: all is well.
 void fake_break(int code) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.broken = code;
 }
 
 void fake_set_integrated(int on) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.integrated = on != 0;
 }
 
-uint64_t fake_call_count(const char *name) {
-  Fake &fake = Get();
+uint64_t fake_call_count(const char* name) {
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   std::string plain = name;
-  if (plain.ends_with("_v2"))
-    plain.resize(plain.size() - 3);
+  if (plain.ends_with("_v2")) plain.resize(plain.size() - 3);
   const auto at = fake.calls.find(plain);
   return at != fake.calls.end() ? at->second : 0;
 }
 
-void fake_set_memory(uint64_t bytes) { // of each device; what is in use stays
-  Fake &fake = Get();
+void fake_set_memory(uint64_t bytes) {  // of each device; what is in use stays
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.memory_bytes = bytes;
 }
 
-void fake_set_granularity(uint64_t bytes) { // a power of two, at least a page
-  Fake &fake = Get();
+void fake_set_granularity(uint64_t bytes) {  // a power of two, at least a page
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.granularity = bytes;
 }
 
 void fake_set_devices(int count) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.device_count = count < kMaxDevices ? count : kMaxDevices;
 }
 
-// `handle` NULL: the default stream of device 0. When a capture ends its work
-// is kept for fake_replay.
+// `handle` NULL: the default stream of device 0. When a capture ends its work is kept for fake_replay.
 void fake_set_capturing(CUstream handle, int on) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
-  Stream *stream = handle != nullptr ? static_cast<Stream *>(handle)
-                                     : fake.devices[0].legacy;
-  if (on != 0)
-    stream->captured.clear();
-  stream->capture =
-      on != 0 ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
+  if (on != 0) stream->captured.clear();
+  stream->capture = on != 0 ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 // Queues what was captured on `captured` on `stream`.
 void fake_replay(CUstream captured, CUstream handle) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
-  Stream *from = captured != nullptr ? static_cast<Stream *>(captured)
-                                     : fake.devices[0].legacy;
-  Stream *stream = handle != nullptr ? static_cast<Stream *>(handle)
-                                     : fake.devices[0].legacy;
-  for (const Task &task : from->captured) {
+  Stream* from = captured != nullptr ? static_cast<Stream*>(captured) : fake.devices[0].legacy;
+  Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
+  for (const Task& task : from->captured) {
     stream->tasks.push_back(task);
     ++stream->queued;
   }
   TimePasses(&fake, &hold);
 }
 
-// The same of what was captured last, once and for all: later captures on the
-// stream are others. A number for fake_launch.
+// The same of what was captured last, once and for all: later captures on the stream are others. A number for fake_launch.
 int fake_keep_graph(CUstream captured) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
-  Stream *from = captured != nullptr ? static_cast<Stream *>(captured)
-                                     : fake.devices[0].legacy;
+  Stream* from = captured != nullptr ? static_cast<Stream*>(captured) : fake.devices[0].legacy;
   fake.graphs.push_back(std::move(from->captured));
   from->captured.clear();
   return static_cast<int>(fake.graphs.size()) - 1;
 }
 
 void fake_launch(int graph, CUstream handle) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
-  Stream *stream = handle != nullptr ? static_cast<Stream *>(handle)
-                                     : fake.devices[0].legacy;
-  for (const Task &task : fake.graphs.at(static_cast<size_t>(graph))) {
+  Stream* stream = handle != nullptr ? static_cast<Stream*>(handle) : fake.devices[0].legacy;
+  for (const Task& task : fake.graphs.at(static_cast<size_t>(graph))) {
     stream->tasks.push_back(task);
     ++stream->queued;
   }
@@ -1627,122 +1390,99 @@ void fake_launch(int graph, CUstream handle) {
 
 // Illegal uses do not end the process from now on until the next fake_reset.
 void fake_set_lenient(int on) {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.lenient = on != 0;
 }
 
 uint64_t fake_illegal_uses() {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   return fake.illegal_uses;
 }
 
 // Calls that a capture forbids, and did.
 uint64_t fake_capture_violations() {
-  Fake &fake = Get();
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   return fake.capture_violations;
 }
 
-// How many there are now: memory, bytes (of devices), handles, maps,
-// reservations, host (page-locked ranges), host bytes, streams, events, work;
-// NULL: all but work and what counts bytes.
-uint64_t fake_outstanding(const char *what) {
-  Fake &fake = Get();
+// How many there are now: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges), host
+// bytes, streams, events, work; NULL: all but work and what counts bytes.
+uint64_t fake_outstanding(const char* what) {
+  Fake& fake = Get();
   Hold hold(fake.mutex);
   uint64_t streams = 0;
   uint64_t work = 0;
-  for (const auto &stream : fake.streams) {
+  for (const auto& stream : fake.streams) {
     Runnable(stream.get());
     streams += stream->destroyed ? 0 : 1;
     work += stream->tasks.size();
   }
   streams -= kMaxDevices;
   uint64_t bytes = 0;
-  for (const Device &device : fake.devices)
-    bytes += device.used;
+  for (const Device& device : fake.devices) bytes += device.used;
   uint64_t host_bytes = 0;
-  for (const auto &[address, locked] : fake.host)
-    host_bytes += locked.bytes;
+  for (const auto& [address, locked] : fake.host) host_bytes += locked.bytes;
   const std::map<std::string, uint64_t> counts = {
-      {"memory", fake.memory.size()},
-      {"handles", fake.physical.size()},
-      {"maps", fake.mappings.size()},
-      {"reservations", fake.reservations.size()},
-      {"host", fake.host.size()},
-      {"streams", streams},
+      {"memory", fake.memory.size()}, {"handles", fake.physical.size()},
+      {"maps", fake.mappings.size()}, {"reservations", fake.reservations.size()},
+      {"host", fake.host.size()},     {"streams", streams},
       {"events", fake.events.size()},
   };
   if (what == nullptr) {
     uint64_t sum = 0;
-    for (const auto &[name, count] : counts)
-      sum += count;
+    for (const auto& [name, count] : counts) sum += count;
     return sum;
   }
-  if (strcmp(what, "bytes") == 0)
-    return bytes;
-  if (strcmp(what, "host bytes") == 0)
-    return host_bytes;
-  if (strcmp(what, "work") == 0)
-    return work;
+  if (strcmp(what, "bytes") == 0) return bytes;
+  if (strcmp(what, "host bytes") == 0) return host_bytes;
+  if (strcmp(what, "work") == 0) return work;
   const auto at = counts.find(what);
-  if (at == counts.end())
-    Die("what is %s?", what);
+  if (at == counts.end()) Die("what is %s?", what);
   return at->second;
 }
 
-// Kernels for tests. Byte i of a fill is value + 7 i; a check adds the number
-// of bytes that differ to *wrong.
-static CUresult Launch(const char *name, CUstream handle,
-                       std::function<void()> run, std::vector<Range> uses) {
+// Kernels for tests. Byte i of a fill is value + 7 i; a check adds the number of bytes that differ to *wrong.
+static CUresult Launch(const char* name, CUstream handle, std::function<void()> run, std::vector<Range> uses) {
   Call call(name);
-  if (call.error != 0)
-    return call.error;
-  Stream *stream = call.Find(handle);
-  if (stream == nullptr)
-    return call.error;
+  if (call.error != 0) return call.error;
+  Stream* stream = call.Find(handle);
+  if (stream == nullptr) return call.error;
   call.Queue(stream, {nullptr, nullptr, std::move(run), std::move(uses)});
   return CUDA_SUCCESS;
 }
 
-CUresult fake_launch_fill(CUstream handle, CUdeviceptr address, uint64_t bytes,
-                          int value) {
-  auto *at = reinterpret_cast<unsigned char *>(address);
+CUresult fake_launch_fill(CUstream handle, CUdeviceptr address, uint64_t bytes, int value) {
+  auto* at = reinterpret_cast<unsigned char*>(address);
   return Launch("fake_launch_fill", handle,
                 [=] {
-                  for (uint64_t i = 0; i < bytes; ++i)
-                    at[i] = static_cast<unsigned char>(value + 7 * i);
+                  for (uint64_t i = 0; i < bytes; ++i) at[i] = static_cast<unsigned char>(value + 7 * i);
                 },
                 {{address, address + bytes}});
 }
 
-CUresult fake_launch_check(CUstream handle, CUdeviceptr address, uint64_t bytes,
-                           int value, uint64_t *wrong) {
-  const auto *at = reinterpret_cast<const unsigned char *>(address);
+CUresult fake_launch_check(CUstream handle, CUdeviceptr address, uint64_t bytes, int value, uint64_t* wrong) {
+  const auto* at = reinterpret_cast<const unsigned char*>(address);
   return Launch("fake_launch_check", handle,
                 [=] {
                   uint64_t different = 0;
-                  for (uint64_t i = 0; i < bytes; ++i)
-                    different +=
-                        at[i] != static_cast<unsigned char>(value + 7 * i);
+                  for (uint64_t i = 0; i < bytes; ++i) different += at[i] != static_cast<unsigned char>(value + 7 * i);
                   __atomic_fetch_add(wrong, different, __ATOMIC_SEQ_CST);
                 },
                 {{address, address + bytes}});
 }
 
-// Adds `delta` to every byte of `from`: a fill's bytes become those of value +
-// delta. In place when to is from.
-CUresult fake_launch_add(CUstream handle, CUdeviceptr to, CUdeviceptr from,
-                         uint64_t bytes, int delta) {
-  auto *target = reinterpret_cast<unsigned char *>(to);
-  const auto *source = reinterpret_cast<const unsigned char *>(from);
+// Adds `delta` to every byte of `from`: a fill's bytes become those of value + delta. In place when to is from.
+CUresult fake_launch_add(CUstream handle, CUdeviceptr to, CUdeviceptr from, uint64_t bytes, int delta) {
+  auto* target = reinterpret_cast<unsigned char*>(to);
+  const auto* source = reinterpret_cast<const unsigned char*>(from);
   return Launch("fake_launch_add", handle,
                 [=] {
-                  for (uint64_t i = 0; i < bytes; ++i)
-                    target[i] = static_cast<unsigned char>(source[i] + delta);
+                  for (uint64_t i = 0; i < bytes; ++i) target[i] = static_cast<unsigned char>(source[i] + delta);
                 },
                 {{to, to + bytes}, {from, from + bytes}});
 }
 
-} // extern "C"
+}  // extern "C"

@@ -140,6 +140,17 @@ typedef struct {
 } mm_device_stats;
 void mm_device_stats_get(mm_device*, mm_device_stats* out);
 
+// ---- how long the device works on something ----------------------------------------------------------------------
+
+// Points in streams, from whichever threads; a point costs the host about a microsecond. `add` says its number, or -1
+// where there is none (a capture, an error, too many). `between` gives seconds, and the CPU waits for the second point;
+// negative: not known. The device has to outlive them.
+typedef struct mm_points mm_points;
+mm_points* mm_points_begin(mm_device*);
+int mm_points_add(mm_points*, mm_stream);
+double mm_points_between(mm_points*, int first, int second);
+void mm_points_end(mm_points*);
+
 // ---- the host tier ---------------------------------------------------------------------------------------------
 
 // Page-locked memory of at most `capacity_bytes`, copies on two side streams. It is locked in pieces ahead of need, by
