@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from .scenarios import DEVICE
 import memmgr  # isort: skip
 from memmgr.native.build import load_core  # isort: skip
 from memmgr.native import pager  # isort: skip
+from memmgr.runtime.plans import Plans  # isort: skip
 
 SHARES = {"mlp": (0.85, 0.75), "gpt": (0.75, 0.6), "convnet": (0.75, 0.62)}  # of what the run needs
 SCRIBBLED = 64  # allocator/pager/pools/pool.h
@@ -469,6 +471,41 @@ def lengths(mode: str, seed: int) -> dict[str, Any]:
         out[policy] = {"digest": digest, **mm.stats()}
     out["left"] = _left(handles)
     return out
+
+
+def device_times(mode: str, seed: int) -> dict[str, Any]:
+    """The seconds that the timeline has for the products of a backward, each of which the device computes for long."""
+    _start(mode, seed)
+    width = 768
+    weights = [torch.nn.Parameter(torch.eye(width).to(DEVICE)) for _ in range(4)]
+    noted: dict[str, list[float]] = {}
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            x = torch.ones(width, width).to(DEVICE)
+            for weight in weights:
+                x = torch.sin(x @ weight)
+            x.sum().backward()
+            for weight in weights:
+                weight.grad = None
+
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        train(1)
+    need = mm.stats()["resident_bytes.peak"]
+    period_ended = Plans.period_ended
+
+    def look(plans: Plans, ended: Any) -> None:
+        columns = pager.load().timeline()
+        names = [columns["names"][i] for i in np.frombuffer(columns["op"], dtype=np.int32)]
+        seconds = np.frombuffer(columns["seconds"], dtype=np.float32).tolist()
+        pairs = list(zip(names, seconds, strict=True))[columns["turn"] :]
+        noted["mm"] = [took for name, took in pairs if name == "aten::mm"]
+        period_ended(plans, ended)
+
+    Plans.period_ended = look  # type: ignore[method-assign]
+    with memmgr.budget(int(0.7 * need), device=DEVICE, quiet=True):
+        train(6)
+    return noted
 
 
 def by_chance(mode: str, seed: int) -> dict[str, Any]:

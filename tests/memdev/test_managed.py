@@ -38,6 +38,7 @@ CHILDREN: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "unwound": ("managed", "unwound", LATE),
     "lengths": ("managed", "lengths", LATE),
+    "device times": ("managed", "device_times", LATE),
     "by chance": ("managed", "by_chance", LATE),
     "two devices": ("managed", "two_devices", LATE),
     "shared cell": ("managed", "shared_cell", {}),
@@ -189,6 +190,13 @@ def test_lengths_that_change(children: Any) -> None:
         assert run["digest"] == plain and run["refused_kinds"] == 0, how
         assert run["evictions"] + run["offloads"] > 0, how
     assert seen["evict"]["trials"] < seen["evict"]["recorded_ops"] / 10  # the budgets before it have tried enough
+
+
+def test_a_plan_is_made_of_the_times_of_the_device(children: Any) -> None:
+    """A product of 0.9 GFLOP takes the device milliseconds, and the host far less to queue (first light, F4)."""
+    took = children("device times")["mm"]
+    assert len(took) >= 7
+    assert min(took) > 2e-3, took
 
 
 def test_what_adds_in_any_order_has_no_recipe(children: Any) -> None:
