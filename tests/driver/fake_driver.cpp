@@ -1220,8 +1220,8 @@ CUresult cuStreamIsCapturing(CUstream handle, int *status) {
   return CUDA_SUCCESS;
 }
 
-// What but for attributes only the GPU check asks
-// (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+// What memmgr itself never asks; programs that capture do.
+// A graph is the stream that it was captured on.
 CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
   BEGIN("cuStreamBeginCapture");
   STREAM(stream, handle);
