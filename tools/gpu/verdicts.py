@@ -293,12 +293,12 @@ def next_steps(f: Figures, verdicts: Iterable[Verdict]) -> Iterator[str]:
 def run_text(f: Figures, line: Line) -> str:
     """One run in one line."""
     per, gigabyte = line.get("per_step", {}), 1e9
-    budget = line.get("budget") or 0
+    budget, peak = line.get("budget") or 0, float(line.get("peak") or line.get("torch_peak") or 0)
     limit = f"of {budget / gigabyte:.2f} GB" if 0 < budget < 1 << 50 else "GB, no limit"
     parts = [
         where(line),
         f"{1e3 * line['step']:.1f} ms (host {1e3 * line['host_step']:.1f})",
-        f"peak {line.get('peak', line.get('torch_peak', 0)) / gigabyte:.2f} {limit}",
+        f"peak {peak / gigabyte:.2f} {limit}",
         f"nvml {(line.get('nvml_peak', 0) - line.get('nvml_before', 0)) / gigabyte:.2f}",
     ]
     if mark := f.bits(line):
