@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 GPU := $(shell (nvidia-smi -L 2>/dev/null | grep -q GPU || test -e /dev/nvidia0) && echo yes)
 
-.PHONY: help setup demo test compiled test-ops soak check-headers check-units compatibility lint api format bench gpu-check gpu-wheels wheel clean
+.PHONY: help setup demo test compiled test-ops soak check-headers check-units compatibility lint api format bench gpu-bundle gpu-check wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -132,30 +132,33 @@ wheel: ## one wheel in dist/, with the pager for the torch at hand, or of WITH="
 	@ls dist/*manylinux*.whl
 
 clean: ## remove what make made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build carry dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# ---- a bare GPU machine without a network --------------------------------------------------------------------------
-# `make gpu-wheels` where there is a network, carry the tree with .whl/ over, then `make gpu-check`. It installs into a
-# folder of its own (build/gpu), with the machine's own torch, and leaves that Python as it was.
+# ---- a borrowed GPU machine without a network ----------------------------------------------------------------------
+# `make gpu-bundle` where there is a network, carry the tree with carry/ over, then `make gpu-check` (docs/develop/gpu-check.md).
+# Without carry/ the machine compiles on the spot, for its own torch, and leaves its Python as it was.
 
 GPU_PYTHON ?= python3
-GPU_SITE := build/gpu
-GPU_PLATFORMS := 2_28 2_27 2_26 2_24 2_17 2_12 2_5
-GPU_WHEELS := scikit-build-core pathspec packaging ninja cmake nvidia-ml-py psutil pytest pytest-timeout pluggy iniconfig pygments
+GPU_BUNDLE_PYTHON ?= python3.12
+GPU_SITE = $(if $(wildcard carry/site),carry/site,build/gpu)
+GPU_ENV = PYTHONPATH=$(CURDIR)/$(GPU_SITE) MEMMGR_CACHE=$(CURDIR)/$(GPU_SITE)/cache
+DRIVER_CALLS := -std=c++17 -O2 -static-libstdc++ -static-libgcc tools/gpu/driver_calls.cpp -ldl -lpthread
+# -P: the folder ./memmgr must not shadow the installed package.
+INSTALL_HERE = -P -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-compile
 
-gpu-wheels: setup ## fetch the wheels that gpu-check needs into .whl/ (Python 3.12, x86-64)
-	rm -rf .whl
-	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
-	  --implementation cp $(foreach p,$(GPU_PLATFORMS),--platform manylinux_$(p)_x86_64) --platform manylinux2014_x86_64 \
-	  --platform manylinux2010_x86_64 --platform manylinux1_x86_64 -d .whl $(GPU_WHEELS)
-	@test "$$(du -sm .whl | cut -f1)" -lt 60 || { echo "the wheels pass 60 MiB" >&2; exit 1; }
-	@du -sh .whl
+gpu-bundle: ## carry/: everything that gpu-check would compile (GPU_BUNDLE_PYTHON: a Python 3.12 with torch 2.11)
+	@$(GPU_BUNDLE_PYTHON) -c 'import sys, torch; sys.exit(sys.version_info[:2] != (3, 12) or not torch.version.cuda or torch.__version__[:4] != "2.11")' \
+	  2>/dev/null || { echo "gpu-bundle needs a Python 3.12 with a CUDA build of torch 2.11; name one with GPU_BUNDLE_PYTHON=..." >&2; exit 1; }
+	rm -rf carry && mkdir -p carry/site
+	$(GPU_BUNDLE_PYTHON) $(INSTALL_HERE) --target carry/site .
+	PYTHONPATH=$(CURDIR)/carry/site MEMMGR_CACHE=$(CURDIR)/carry/site/cache MEMMGR_INSTALL=0 $(GPU_BUNDLE_PYTHON) -P -c \
+	  'from memmgr.native import pager; pager.load(); from memmgr import _cuda; _cuda.build()'
+	g++ $(DRIVER_CALLS) -o carry/driver_calls
+	find carry -name __pycache__ -prune -exec rm -rf {} +
+	@test "$$(du -sm carry | cut -f1)" -le 50 || { echo "carry/ passes 50 MiB" >&2; exit 1; }
+	@du -sh carry
 
-gpu-check: ## exactness, peak, overlap and timings on this machine's GPU, into docs/reports/
-	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
-	@if ls .whl/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index \
-	  --no-deps --no-compile --target $(GPU_SITE) .whl/*.whl; fi
-	PYTHONPATH=$(CURDIR)/$(GPU_SITE) PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH" $(GPU_PYTHON) -m pip install --quiet \
-	  --disable-pip-version-check --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
-	@# -P: the folder ./memmgr must not shadow the installed package.
-	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -P -m memmgr.tools.cli gpu-check $(GPU_ARGS)
+gpu-check: ## bits, times, peaks and verdicts on this machine's GPU (GPU_ARGS="first --out FOLDER")
+	@test -d carry/site || { rm -rf build/gpu && mkdir -p build/gpu && \
+	  $(GPU_PYTHON) $(INSTALL_HERE) --no-index --target build/gpu .; }
+	$(GPU_ENV) $(GPU_PYTHON) -P tools/gpu/check.py $(GPU_ARGS)

@@ -24,7 +24,11 @@ VERBS: tuple[tuple[str, str, str], ...] = (
     ("simulate", "memmgr.tools.verbs.simulate", "run a policy over a recorded pass: what would a budget cost?"),
     ("plan", "memmgr.tools.verbs.plan", "what a budget would do to a step on a device, before anything is trained"),
     ("bench", "memmgr.tools.bench.verb", "systems that save memory, side by side: time, peaks and bits under budgets"),
-    ("gpu-check", "memmgr.tools.verbs.gpu_check", "exactness, peak, overlap and timings on this machine, as a report"),
+    (
+        "gpu-check",
+        "memmgr.tools.verbs.gpu_check",
+        "this machine's GPU: the same bits, step times, peaks, and a verdict on each risk",
+    ),
     ("completion", "memmgr.tools.verbs.completion", "complete all of this by TAB in bash, zsh or fish"),
 )
 

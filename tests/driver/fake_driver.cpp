@@ -1039,7 +1039,7 @@ CUresult cuStreamIsCapturing(CUstream handle, int* status) {
   return CUDA_SUCCESS;
 }
 
-// What but for attributes only the GPU check asks (tools/bench/driver_probe.py). A graph is the stream that it was captured on.
+// Programs that capture ask this, memmgr never does. A graph is the stream that it was captured on.
 CUresult cuStreamBeginCapture_v2(CUstream handle, int) {
   BEGIN("cuStreamBeginCapture");
   STREAM(stream, handle);

@@ -1,117 +1,258 @@
-"""The GPU check's frame, and a rehearsal of it on the CPU device."""
+"""The check of a GPU: its frame, its verdicts, and a rehearsal of some acts on the CPU."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import replace
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import forkserver
 import pytest
-import torch
 from driver import build
 
 from memmgr.tools import cli
-from memmgr.tools.bench import driver_probe, gpu_sections, runs
-from memmgr.tools.verbs import gpu_check
+from memmgr.tools.gpu import check, plans
+from memmgr.tools.gpu.check import Check
+from memmgr.tools.gpu.plans import Act, Place
+from memmgr.tools.gpu.verdicts import RISKS, Figures, next_steps, summary
+
+TOOL = Path(check.__file__)
 
 
-def test_each_section_exists_and_together_they_leave_time_to_install() -> None:
-    assert [name for name, _, _ in gpu_check.SECTIONS] == list(gpu_sections.SECTIONS)
-    assert sum(limit for _, _, limit in gpu_check.SECTIONS) <= 500
+def script(name: str, text: str, limit: float = 20, **more: Any) -> Act:
+    """An act that runs a few lines of Python."""
+    return Act(name, [sys.executable, "-c", text], more.pop("group", name), limit, **more)
 
 
-def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["gpu-check", "--sections", "exactnes"]) == 2
-    assert "exactness" in capsys.readouterr().err
+def said(out: Path, act: str, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["act"] == act and line.get("event") == event]
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert cli.main(["gpu-check", "--quick"]) == 2
-    assert "no GPU that torch can use" in capsys.readouterr().err
+GOOD = """print('{"event": "check", "name": "one", "ok": true}')"""
+TWO_THREADS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def waits_for_ever():
+    time.sleep(60)
+waits_for_ever()
+"""
 
 
-def test_a_crash_and_a_hang_cost_their_own_section_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# ---- the frame -------------------------------------------------------------------------------------------------------
+
+
+def test_a_hanging_act_is_killed_with_stacks_and_a_crashing_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = (("crashes", "One", 60), ("timings", "Two", 0.05), ("crashes", "Three", 60), ("tests", "Four", 60))
-    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
-    keep = tmp_path / "kept"
-    keep.mkdir()
-    monkeypatch.setenv("OUT", str(keep))
-    report = tmp_path / "report.md"
-    words = ["--device", "cpu", "--quick", "--sections", "crashes,timings,tests", "--out", str(report)]
-    assert cli.main(["gpu-check", *words]) == 1
-    text = report.read_text()
-    assert text.count("KeyError") == 2
-    assert "**Stopped after 0 s.**" in text
-    assert text.index("## One") < text.index("## Two") < text.index("## Three") < text.index("## Four")
-    assert text.count("Held.") == 1 and "A rehearsal" in text
-    assert "| torch |" in text and "| CPU |" in text
-    assert (keep / "report.md").read_text() == text
+    monkeypatch.setattr(check, "LEAST_SECONDS", 0.5)
+    runner = Check(Place(tmp_path, "cpu"), 60)
+    crash = "import os; print('no JSON', flush=True); os.abort()"
+    acts = [script("hangs", TWO_THREADS, limit=1.5), script("crashes", crash), script("goes on", GOOD)]
+    runner.all([*acts, script("depends", GOOD, needs="hangs")])
+    assert said(tmp_path, "hangs", "ended")[0]["code"] == "killed after 2 s"
+    assert "waits_for_ever" in said(tmp_path, "hangs", "ended")[0]["stderr"]
+    errors = (tmp_path / "errors.txt").read_text()
+    assert errors.count("most recent call first") >= 3 and "==== crashes (-6) ====" in errors
+    assert said(tmp_path, "crashes", "ended")[0]["code"] == -6
+    assert said(tmp_path, "crashes", "text")[0]["text"] == "no JSON"
+    assert said(tmp_path, "goes on", "ended")[0]["code"] == 0 and said(tmp_path, "goes on", "check")[0]["ok"]
+    assert "hangs" in said(tmp_path, "depends", "skipped")[0]["why"]
+    assert not summary(runner.lines)
 
 
-def test_what_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the double all answers are right. Then one is not."""
+def test_the_first_crash_runs_again_under_the_tools_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "compute-sanitizer").write_text("#!/bin/sh\necho under $0 $*\n")
+    (tools / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    runner = Check(Place(tmp_path / "out", "cpu"), 60)
+    told = "import sys; sys.exit('RuntimeError: CUDA error: an illegal memory access was encountered')"
+    runner.all(
+        [script("wrong", "raise SystemExit(1)"), script("first", told), script("other", "import os; os.abort()")]
+    )
+    again = said(tmp_path / "out", "compute-sanitizer first", "text")
+    assert len(again) == 1 and "--tool memcheck" in again[0]["text"]
+    acts = [line["act"] for line in runner.lines if line.get("event") in ("ended", "skipped")]
+    assert acts == ["wrong", "first", "compute-sanitizer first", "other"]  # no signal: no backtrace; once in all
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_that_cannot_be_written_to_costs_its_lines_only(
+    full: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "file" / "below"
+    if full:
+        out = tmp_path
+        for name in ("raw.jsonl", "errors.txt"):
+            (out / name).symlink_to("/dev/full")
+    else:
+        (tmp_path / "file").write_text("no folder")
+    runner = Check(Place(out, "cpu"), 60)
+    runner.all([script("good", GOOD), script("bad", "raise SystemExit('no')")])
+    assert not summary(runner.lines)
+    text = capsys.readouterr().out
+    assert "good | one | ok" in text and "good | ended 0" in text and "bad | ended 1" in text
+    assert full or "raw.jsonl cannot be written" in text
+
+
+def test_a_second_start_skips_what_ended_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counted = f"open({str(tmp_path / 'count')!r}, 'a').write('x')\n"
+    acts = [
+        script("good", counted + GOOD),
+        script("bad", counted + "raise SystemExit(3)"),
+        script("last", GOOD, needs="good"),
+    ]
+    Check(Place(tmp_path, "cpu"), 60).all(acts)
+    with (tmp_path / "raw.jsonl").open("a") as file:
+        file.write('{"act": "last", "eve')  # the machine ended here
+    again = Check(Place(tmp_path, "cpu"), 60)
+    again.all(acts)
+    assert (tmp_path / "count").read_text() == "xxx"
+    summary(again.lines)
+    assert capsys.readouterr().out.count("good | one | ok") == 1  # what is known is part of the summary
+
+
+def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
+    runner = Check(Place(tmp_path, "cpu"), 2)
+    runner.all([script("late", GOOD)])
+    assert said(tmp_path, "late", "skipped")[0]["why"] == "no time left"
+    assert [v.real for v in (risk(Figures(runner.lines)) for risk in RISKS) if v.name == "F6"] == [True]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device", "cpu", "--only", "bitz"], "no act begins with 'bitz'; there are driver calls, smoke mapped"),
+        (["--device", "cpu", "--seconds", "0"], "there is no time"),
+        (["first"], "the driver has no GPU"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMMGR_DRIVER", "/nowhere/libcuda.so.1")
+    assert cli.main(["gpu-check", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_both_calls_have_limits_that_fit_and_names_of_their_own(tmp_path: Path) -> None:
+    for call, seconds in plans.CALLS.values():
+        acts = call(Place(tmp_path))
+        assert len({act.name for act in acts}) == len(acts)
+        assert all(0 < act.limit_seconds <= 75 for act in acts)
+        assert {act.needs for act in acts} - {""} <= {"smoke"} and seconds <= 400
+
+
+def test_by_its_path_it_rehearses_an_act_without_importing_memmgr(tmp_path: Path) -> None:
+    """One LSTM under four policies, as the acts run it on a GPU."""
+    command = [sys.executable, "-P", "-X", "importtime", str(TOOL), "first", "--device", "cpu", "--only", "bits lstm"]
+    done = subprocess.run([*command, "--out", str(tmp_path), "--seconds", "100"], capture_output=True, text=True)
+    assert done.stdout.startswith("A rehearsal on the CPU"), done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout
+    assert "| memmgr\n" not in done.stderr and "| torch\n" not in done.stderr
+    results = {line["run"]: line for line in said(tmp_path, "bits lstm", "result")}
+    assert set(results) == {"none", "none again", "measure", "auto", "offload", "evict", "torture"}
+    assert len({line["digest"] for line in results.values()}) == 1
+    assert results["torture"]["per_step"]["offloads"] > 0
+    assert "F10 FALSE" in done.stdout and "OTHER BITS" not in done.stdout
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def timing(run: str, **figures: Any) -> dict[str, Any]:
+    line = {"act": "timing gpt2", "event": "result", "run": run, "step": 0.1, "host_step": 0.1, "nvml_before": 10**9}
+    return line | {"nvml_peak": 10 * 10**9, "reserved_peak": 8 * 10**9} | figures
+
+
+def verdicts(*lines: dict[str, Any]) -> dict[str, bool | None]:
+    return {verdict.name: verdict.real for verdict in (risk(Figures(lines)) for risk in RISKS)}
+
+
+def test_without_figures_every_verdict_is_unknown() -> None:
+    assert set(verdicts().values()) == {None}
+    assert list(verdicts())[:10] == [f"F{number}" for number in range(1, 11)]
+
+
+def test_verdicts_follow_the_figures() -> None:
+    plain = timing("none")
+    profiled = {"kernel_seconds": 0.1, "HtoD": {"seconds": 0.2, "under_kernels": 0.095}}
+    good = timing("half auto", budget=5 * 10**9, planned={"overhead": 1.2}, step=0.13, **profiled)
+    assert [verdicts(plain, good)[name] for name in ("F1", "F2", "F4")] == [False, False, False]
+    slow = timing("half auto", step=0.3, planned={"overhead": 1.2}, per_step={"device.map_nanoseconds": 4e6})
+    slow |= {"DtoH": {"seconds": 0.1, "under_kernels": 0.02}, "kernel_seconds": 0.1}
+    slow |= {"beside_planner": {"steps": 3, "seconds": 0.6}, "committed_peak": 6 * 10**9, "budget": 5 * 10**9}
+    found = verdicts(plain, slow)
+    assert [found[name] for name in ("F1", "F2", "F4", "F13", "F21")] == [True, True, True, True, True]
+    opened = [{"act": "a", "event": "opened", "run": "x", "budget": 9, "seconds": s} for s in (3.0, 0.2, 0.7)]
+    assert verdicts(*opened[:2])["F5"] is False and verdicts(*opened)["F5"] is True
+    lost = {"act": "driver calls", "name": "blocks", "detail": {"kernel_wrong_words": 3}}
+    assert verdicts(lost)["F16"] is True
+
+
+def test_nvml_passes_the_budget_only_by_more_than_it_may() -> None:
+    """A plain run has 1 GB outside its allocator: 10 over a start of 1, and 8 in it."""
+    plain = timing("none")
+    within = timing("half auto", budget=5 * 10**9, nvml_peak=7_250_000_000)
+    above = timing("half auto", budget=5 * 10**9, nvml_peak=7_400_000_000)
+    assert Figures([plain, within]).nvml_over(within) == 0
+    assert Figures([plain, above]).nvml_over(above) == 400_000_000
+    assert Figures([above]).nvml_over(above) == 0  # nothing to compare with
+
+
+def test_the_decision_table_names_what_applies(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [{"act": f"smoke {pool}", "event": "ended", "code": code} for pool, code in (("mapped", -11), ("native", 0))]
+    digests = [{**timing(run, digest=digest), "act": "bits unet"} for run, digest in (("none", "a"), ("evict", "b"))]
+    steps = list(next_steps(Figures([*ends, *digests]), []))
+    assert [step.split(":")[0] for step in steps] == [
+        "memmgr's allocator crashes, torch's works",
+        "bits unet has other bits",
+    ]
+    assert not summary([*ends, *digests])
+    assert "OTHER BITS" in capsys.readouterr().out
+
+
+# ---- the table of driver calls ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = build.compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
-    path = str(build.fake_driver())
-    monkeypatch.setenv("MEMMGR_DRIVER", path)
-    told = {call: answer for call, answer, _ in driver_probe.rows()}
-    assert len(told) == 12
-    assert told["the driver and the device"].startswith("CUDA 13.0; ")
-    assert told["a stream is captured: what is allowed meanwhile"] == "ok"
-    assert not [answer for answer in told.values() if answer.startswith("**")], told
-    double = driver_probe.Driver(path)
-    double.code("fake_fail_next", ctypes.c_char_p(b"cuMemSetAccess"), ctypes.c_int(0), ctypes.c_int(801))
-    wrong = [answer for _, answer, _ in driver_probe.rows() if "cuMemSetAccess: 801" in answer]
-    assert len(wrong) == 1 and wrong[0].startswith("**")
-    double.code("fake_reset", 0, ctypes.c_int(0))
+    made = tmp_path_factory.mktemp("driver") / "driver_calls"
+    source = str(TOOL.with_name("driver_calls.cpp"))
+    flags = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror"]
+    done = subprocess.run(
+        [compiler, *flags, source, "-o", str(made), "-ldl", "-lpthread"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return made
 
 
-def test_what_failed_is_told_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu_sections, "_failed", [])
-    monkeypatch.setattr(gpu_sections, "_ends_at", 0.0)
-    monkeypatch.setattr(gpu_sections, "SECTIONS", {"one": lambda device, quick: gpu_sections._run(spec).failure == ""})
-    monkeypatch.setenv("PYTHONFAULTHANDLER", "")
-    spec = runs.RunSpec("nonsense", steps=1, sizes={"what": 1})
-    assert gpu_sections.main(["one", "cpu", "60"]) == gpu_sections.DID_NOT_HOLD
-    text = capsys.readouterr().out
-    assert "nonsense unmanaged" in text
-    assert "Traceback" in text and "unexpected keyword argument 'what'" in text
+def test_driver_calls_without_a_driver_says_so_in_one_line(driver_calls: Path) -> None:
+    env = {**os.environ, "MEMMGR_DRIVER": "/nowhere/libcuda.so.1"}
+    done = subprocess.run([driver_calls], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("\n") == 1
+    assert "/nowhere/libcuda.so.1" in json.loads(done.stdout)["error"]
 
 
-@pytest.fixture
-def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are forked, and what a model needs is measured once."""
-    monkeypatch.setattr(runs, "subprocess", forkserver)
-    measure, known = gpu_sections._unmanaged, dict[str, runs.RunResult]()
-
-    def unmanaged(spec: runs.RunSpec, **changes: Any) -> runs.RunResult:
-        key = repr(replace(spec, **changes))
-        return known.get(key) or known.setdefault(key, measure(spec, **changes))
-
-    monkeypatch.setattr(gpu_sections, "_unmanaged", unmanaged)
-
-
-@pytest.mark.usefixtures("quick_starts")
-def test_rehearsal_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    held = {name: section("cpu", True) for name, section in gpu_sections.SECTIONS.items()}
-    text = capsys.readouterr().out
-    assert all(held.values()), (held, text)
-    assert "NO" not in text and "failed" not in text and "An op: " in text
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA here")
-    report = tmp_path / "report.md"
-    code = cli.main(["gpu-check", "--quick", "--out", str(report)])
-    assert code == 0, report.read_text()
+def test_driver_calls_on_the_double_has_figures(driver_calls: Path) -> None:
+    env = {**os.environ, "MEMMGR_DRIVER": str(build.fake_driver())}
+    done = subprocess.run([driver_calls, "--seconds=15", "system", "host"], env=env, capture_output=True, text=True)
+    lines = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert lines["begin.driver"]["value"] == 13000
+    assert lines["host.event_record"]["unit"] == "ns" and lines["host.event_record"]["value"] > 0
+    assert not {"crash", "watchdog", "context"} & set(lines)

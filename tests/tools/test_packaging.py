@@ -55,7 +55,13 @@ def test_every_file_of_a_room_is_a_module_of_the_package() -> None:
     assert seen >= 30
 
 
-ARROWS = {"common": set(), "view": {"common"}, "bench": {"common", "view"}, "verbs": {"common", "view", "bench"}}
+ARROWS = {
+    "common": set(),
+    "view": {"common"},
+    "bench": {"common", "view"},
+    "gpu": {"bench"},
+    "verbs": {"common", "view", "bench", "gpu"},
+}
 
 
 @pytest.mark.parametrize("folder", ARROWS)

@@ -41,12 +41,8 @@ class RunSpec:
         options: further keyword arguments of `memmgr.budget`.
         device: "cpu" or "cuda".
         deterministic: switch torch's deterministic algorithms on.
-        benchmark: let cudnn try its kernels and take the fastest; not together with `deterministic`.
         measure_need: find out how much memory the run needs. On the CPU its resident set is made to tell (see
             `worker.keep_nothing_back`), which makes it slower: time another run. On CUDA torch's own count is taken.
-        nvml: sample the GPU's memory as NVML sees it.
-        profile: trace one more step at the end with torch's profiler (CUDA only) and report how much of the copying
-            lay under compute.
         seed: of parameters, dropout and batches.
         sample_seconds: how often memory is read.
     """
@@ -61,10 +57,7 @@ class RunSpec:
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     deterministic: bool = False
-    benchmark: bool = False
     measure_need: bool = False
-    nvml: bool = False
-    profile: bool = False
     seed: int = 1234
     sample_seconds: float = 0.005
 
@@ -82,12 +75,9 @@ class RunResult:
         rss_bytes: the process's resident set at its highest, over its start (torch imported, one tiny step taken, the
             model not yet built).
         need_bytes: what the run needs (unmanaged runs that measure it), else 0.
-        nvml_bytes: the GPU's used memory at its highest, over the start, as NVML sees it; 0 where not sampled.
         stats: `mm.stats()` when the context ended; empty without memmgr.
         timeline: (seconds since the first step began, RSS over the start, `resident_bytes.current` or -1 without a
             budget).
-        overlap: with `profile`: copy_seconds, hidden_seconds, kernel_seconds.
-        strips: with `profile`: the same step as lines of text, kernels above copies.
         failure: empty, or the last lines of what went wrong.
     """
 
@@ -98,11 +88,8 @@ class RunResult:
     step_seconds: list[float] = field(default_factory=list)
     rss_bytes: int = 0
     need_bytes: int = 0
-    nvml_bytes: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
-    overlap: dict[str, float] = field(default_factory=dict)
-    strips: list[str] = field(default_factory=list)
     failure: str = ""
 
     @property

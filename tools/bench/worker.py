@@ -72,36 +72,17 @@ def high_water_bytes() -> int:
     return 0
 
 
-class Nvml:
-    """Used memory of one GPU as the driver counts it; other processes on it would be counted too."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def used_bytes(self) -> int:
-        """Bytes in use on the device now."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-
 class Sampler:
     """Reads memory on a thread while the run goes on.
 
     Args:
         seconds: between two readings.
-        nvml: read the GPU too.
     """
 
-    def __init__(self, seconds: float, nvml: Nvml | None = None) -> None:
+    def __init__(self, seconds: float) -> None:
         self.resident: Callable[[], int] | None = None
         self.timeline: list[tuple[float, int, int]] = []
-        self.nvml_peak = 0
         self._waiting, self._waited = False, 0.0
-        self._nvml = nvml
-        self._nvml_start = nvml.used_bytes() if nvml else 0
         self._seconds = seconds
         self._start_rss = rss_bytes()
         self._exact = reset_high_water()
@@ -143,8 +124,6 @@ class Sampler:
                 # At most a hundredth of the run goes into asking, however long an answer takes.
                 next_resident = now + max(0.02, 100 * (self.clock() - now))
             self.timeline.append((now, rss_bytes() - self._start_rss, resident))
-            if self._nvml is not None:
-                self.nvml_peak = max(self.nvml_peak, self._nvml.used_bytes() - self._nvml_start)
 
 
 def keep_nothing_back() -> bool:
@@ -261,36 +240,6 @@ def _budget(spec: dict[str, Any], sampler: Sampler, result: dict[str, Any]) -> I
 Span = tuple[float, float]
 
 
-def _overlap(step: Callable[[], object]) -> dict[str, Any]:
-    """How much of one step's copying between device and host lay under kernels, by torch's profiler.
-
-    Returns:
-        The RunResult fields `overlap` and `strips`.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    copies: list[Span] = []
-    kernels: list[Span] = []
-    for event in profiler.events() or []:
-        if event.device_type.name == "CUDA":
-            span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-            if "Memcpy" in event.name:
-                if "HtoD" in event.name or "DtoH" in event.name:
-                    copies.append(span)
-            elif "Memset" not in event.name:
-                kernels.append(span)
-    copying, computing = union(copies), union(kernels)
-    overlap = {
-        "copy_seconds": length(copying),
-        "hidden_seconds": sum(within(computing, *span) for span in copying),
-        "kernel_seconds": length(computing),
-    }
-    return {"overlap": overlap, "strips": strips({"kernels": computing, "copies": copying})}
-
-
 def union(spans: list[Span]) -> list[Span]:
     """The same time, as spans in order that do not overlap."""
     merged: list[Span] = []
@@ -339,7 +288,6 @@ def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
     on_gpu = spec["device"] == "cuda"
     if spec["measure_need"] and not on_gpu:
         keep_nothing_back()
-    torch.backends.cudnn.benchmark = spec["benchmark"] and not spec["deterministic"]
     if spec["deterministic"]:
         torch.use_deterministic_algorithms(True)
     if spec["deterministic"] and on_gpu:
@@ -351,13 +299,9 @@ def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
     if on_gpu and spec["budget_bytes"] is None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    nvml = None
-    if spec["nvml"]:
-        with contextlib.suppress(Exception):  # no driver, no NVML: the figure stays 0 and the report says n/a
-            nvml = Nvml()
     losses: list[str] = []
     result: dict[str, Any] = {}
-    sampler = Sampler(spec["sample_seconds"], nvml)
+    sampler = Sampler(spec["sample_seconds"])
     with _budget(spec, sampler, result):
         training = Training(spec)
         began = sampler.clock()
@@ -371,9 +315,7 @@ def work(spec: dict[str, Any], *, turns: bool = False) -> dict[str, Any]:
             _say("step", index=index, loss=losses[-1], seconds=time.perf_counter() - before)
         digest = training.digest(losses)
         parameters = sum(p.numel() for p in training.model.parameters())
-        if spec["profile"] and on_gpu:
-            result |= _overlap(training.step)
-    result |= {"rss_bytes": sampler.peak_rss, "nvml_bytes": sampler.nvml_peak}
+    result["rss_bytes"] = sampler.peak_rss
     sampler.stop()
     if spec["measure_need"]:
         result["need_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else result["rss_bytes"]

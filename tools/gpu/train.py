@@ -5,7 +5,7 @@
 Started by its path by `check.py`, so that a process can leave memmgr out: `"plain": true` at the top never imports it, and all
 runs are torch's own. Otherwise memmgr is imported before CUDA is initialised, as a user would, and its allocator serves all runs.
 
-Keys at the top: `model`, `tiny`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
+Keys at the top: `model`, `tiny`, `batch`, `deterministic`, `plain`, `runs`, `device`, `seconds` (no run begins later than that).
 Keys of a run, all optional except `name`:
     budget: bytes, or null for none; `of_activations`: the budget is the fixed part + this share of the activations;
     `of_need`: this share of the need. Both need an earlier run with `"measure": true`.
@@ -22,6 +22,7 @@ import contextlib
 import faulthandler
 import gc
 import hashlib
+import importlib
 import importlib.util
 import json
 import statistics
@@ -40,10 +41,11 @@ PLAIN = SPEC.get("plain", False)
 if not PLAIN:
     import memmgr
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+# memmgr comes first, as in a user's program, and only where the spec has no "plain": hence the noqa.
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 DEVICE = SPEC.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
@@ -79,14 +81,22 @@ def _autocast(on: bool) -> Any:
 def gpt2(fp32: bool = False) -> Made:
     """GPT-2 124M, 8 x 1,024 tokens, bf16 autocast; `fp32`: a small one in fp32 with math attention."""
     gpt = _sibling("gpt")
-    sizes = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257, "dropout": 0.1}
-    batch = 8
-    if TINY or fp32:
-        sizes, batch = {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024, "dropout": 0.1}, 8
+    sizes: dict[str, Any] = {
+        "layers": 12,
+        "heads": 12,
+        "width": 768,
+        "context": 1024,
+        "vocabulary": 50257,
+        "dropout": 0.1,
+    }
+    if (TINY and ON_GPU) or fp32:
+        sizes |= {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024}
+    if TINY and not ON_GPU:
+        sizes |= {"layers": 2, "heads": 2, "width": 32, "context": 64, "vocabulary": 64}
     model = gpt.GPT(gpt.GPTConfig(**sizes))
 
     def loss() -> Tensor:
-        tokens = torch.randint(sizes["vocabulary"], (batch, sizes["context"] + 1), device=DEVICE)
+        tokens = torch.randint(sizes["vocabulary"], (SPEC.get("batch", 8), sizes["context"] + 1), device=DEVICE)
         with _autocast(not fp32):
             value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
         return value
@@ -96,16 +106,17 @@ def gpt2(fp32: bool = False) -> Made:
 
 def resnet(depth: int) -> Made:
     """ResNet-50 at 224 x 224, batch 128, or a small ResNet-18; bf16 autocast, channels_last."""
-    import torchvision
-
-    batch, side = (128, 224) if not TINY else (16, 64)
-    if depth == 18:
-        batch, side = 32, 96
+    torchvision: Any = importlib.import_module("torchvision")  # not on every machine that checks types
+    batch, side = (128, 224) if depth == 50 else (32, 96)
+    if TINY:
+        batch, side = 4, 64
     model = getattr(torchvision.models, f"resnet{depth}")().to(memory_format=torch.channels_last)
 
     def loss() -> Tensor:
-        images = torch.randn(batch, 3, side, side, device=DEVICE).contiguous(memory_format=torch.channels_last)
-        labels = torch.randint(1000, (batch,), device=DEVICE)
+        images = torch.randn(SPEC.get("batch", batch), 3, side, side, device=DEVICE).contiguous(
+            memory_format=torch.channels_last
+        )
+        labels = torch.randint(1000, (len(images),), device=DEVICE)
         with _autocast(True):
             return F.cross_entropy(model(images), labels)
 
@@ -113,22 +124,23 @@ def resnet(depth: int) -> Made:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(256, 256)
-        self.lstm = nn.LSTM(256, 512, num_layers=2, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(512, 256)
+        self.embed = nn.Embedding(256, width // 2)
+        self.lstm = nn.LSTM(width // 2, width, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(tokens))[0])
+        out: Tensor = self.head(self.lstm(self.embed(tokens))[0])
+        return out
 
 
 def lstm() -> Made:
     """A two-layer LSTM with dropout: cuDNN advances the state of its dropout in place."""
-    model = _Recurrent()
+    model = _Recurrent(512 if not TINY else 32)
 
     def loss() -> Tensor:
-        tokens = torch.randint(256, (32, 65), device=DEVICE)
+        tokens = torch.randint(256, (32, 65 if not TINY else 17), device=DEVICE)
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     return model, loss
@@ -164,10 +176,11 @@ class _UNet(nn.Module):
 
 def unet() -> Made:
     """A small U-Net in fp32."""
-    model = _UNet()
+    model = _UNet() if not TINY else _UNet(8, 2)
+    side = 128 if not TINY else 32
 
     def loss() -> Tensor:
-        images = torch.randn(8, 3, 128, 128, device=DEVICE)
+        images = torch.randn(8, 3, side, side, device=DEVICE)
         out: Tensor = model(images)
         return F.mse_loss(out, images)
 
@@ -175,22 +188,24 @@ def unet() -> Made:
 
 
 class _Recommender(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(20000, 64, mode="sum") for _ in range(4))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, 64, mode="sum") for _ in range(4))
         self.top = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.BatchNorm1d(512), nn.Linear(512, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.top(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))
+        out: Tensor = self.top(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))
+        return out
 
 
 def recommender() -> Made:
     """Embedding bags and a small network."""
-    model = _Recommender()
+    rows, batch = (20000, 2048) if not TINY else (500, 256)
+    model = _Recommender(rows)
 
     def loss() -> Tensor:
-        ids = torch.randint(20000, (2048, 4, 8), device=DEVICE)
-        return F.binary_cross_entropy_with_logits(model(ids).squeeze(1), torch.rand(2048, device=DEVICE))
+        ids = torch.randint(rows, (batch, 4, 8), device=DEVICE)
+        return F.binary_cross_entropy_with_logits(model(ids).squeeze(1), torch.rand(batch, device=DEVICE))
 
     return model, loss
 
@@ -268,6 +283,12 @@ KEPT = (
 ).split()
 
 
+def plans_now(mm: Any) -> bool:
+    """A plan is being made at this moment."""
+    thread = getattr(getattr(mm._runtime, "plans", None), "_thread", None)
+    return thread is not None and bool(thread.is_alive())
+
+
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Of counters; a key that was not there counts from zero."""
     return {key: round(value - before.get(key, 0), 6) for key, value in after.items() if value != before.get(key, 0)}
@@ -292,7 +313,7 @@ def budget(run: dict[str, Any]) -> Iterator[Any]:
         limit = MEASURED["fixed"] + int(run["of_activations"] * (MEASURED["need"] - MEASURED["fixed"]))
     if "of_need" in run:
         limit = int(run["of_need"] * MEASURED["need"])
-    options = {key: run[key] for key in ("policy", "host", "verify") if key in run}
+    options: dict[str, Any] = {key: run[key] for key in ("policy", "host", "verify") if key in run}
     if "placement" in run:
         options["_placement"] = run["placement"]
     if limit is not None:
@@ -339,111 +360,122 @@ def run_once(run: dict[str, Any]) -> None:
         nvml.peak = nvml.now()
         out["nvml_before"] = nvml.peak
     with budget(run) as mm:
-        torch.manual_seed(11)
-        with torch.device(DEVICE):
-            model, loss = MODELS[SPEC["model"]]()
-        loss = forward_of(run.get("method", "none"), model, loss)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        losses: list[Tensor] = []
+        trained(run, mm, out)
 
-        def step() -> None:
-            value = loss()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(value.detach())
 
-        warm_times = []
-        warm, most = run.get("warm", 2), run.get("settle", 0)
-        plans, since = -1, 0
-        settle_begun = time.perf_counter()
-        for taken in range(max(warm, most)):
-            begun = time.perf_counter()
-            step()
-            synchronize()
-            warm_times.append(round(time.perf_counter() - begun, 4))
-            if mm is None or taken + 1 < warm:
-                continue
-            stats = mm.stats()
-            since = since + 1 if stats["plans"] == plans else 0
-            plans = stats["plans"]
-            if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 3):
-                break
-            if time.perf_counter() - settle_begun > run.get("settle_seconds", 8):
-                break
-        out["warm"] = warm_times[:4] + ["..."] * (len(warm_times) > 8) + warm_times[max(4, len(warm_times) - 4) :]
-        out["warm_steps"], out["settle_seconds"] = len(warm_times), round(time.perf_counter() - settle_begun, 2)
-        before = (mm.stats(), native_figures()) if mm is not None else ({}, {})
-        steps = run.get("steps", 5)
-        host_times, marks = [], []
-        synchronize()
+def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
+    """The run itself: what it makes has gone before its budget closes."""
+    torch.manual_seed(11)
+    with torch.device(DEVICE):
+        model, loss = MODELS[SPEC["model"]]()
+    loss = forward_of(run.get("method", "none"), model, loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+
+    warm_times: list[float] = []
+    beside_planner: list[float] = []
+    warm, most = run.get("warm", 2), run.get("settle", 0)
+    plans, since = -1, 0
+    settle_begun = time.perf_counter()
+    for taken in range(max(warm, most)):
+        planning = mm is not None and plans_now(mm)
         begun = time.perf_counter()
-        for _ in range(steps):
-            at = time.perf_counter()
-            step()
-            host_times.append(time.perf_counter() - at)
-            if ON_GPU:
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
+        step()
         synchronize()
-        out["step"] = round((time.perf_counter() - begun) / steps, 5)
-        out["host_step"] = round(statistics.median(host_times), 5)
-        if len(marks) > 2:
-            out["device_steps"] = [round(a.elapsed_time(b), 2) for a, b in zip(marks, marks[1:], strict=False)]
-        if mm is not None:
-            stats, figures = mm.stats(), native_figures()
-            kept = {key: stats[key] for key in KEPT if key in stats}
-            out["per_step"] = {
-                key: round(value / steps, 6)
-                for key, value in (
-                    difference(kept, {k: before[0].get(k, 0) for k in kept}) | difference(figures, before[1])
-                ).items()
-            }
-            out |= {
-                "peak": stats["resident_bytes.peak"],
-                "committed_peak": stats["committed_bytes.peak"],
-                "budget": stats.get("budget_bytes"),
-                "plans": stats["plans"],
-                "plan_seconds": round(stats["plan_seconds"], 3),
-                "planned_passes": stats["planned_passes"],
-                "passes": stats["passes"],
-                "tier_peak": stats["tier_bytes.peak"],
-                "link": stats.get("link_bytes_per_second"),
-                "driver_errors": figures.get("device.driver_errors"),
-                "refused_kinds": stats["refused_kinds"],
-                "trials": stats["trials"],
-            }
-            made = mm._runtime.plans.latest() if hasattr(mm, "_runtime") and mm._runtime else None
-            if made is not None:
-                out["planned"] = {
-                    "overhead": round(made.overhead, 4),
-                    "lower_bound": made.lower_bound,
-                    "rematerialized": made.rematerialized,
-                    "offloaded": made.offloaded,
-                }
-            out["plan_errors"] = mm._runtime.plans.errors() if mm._runtime else []
+        warm_times.append(round(time.perf_counter() - begun, 4))
+        if planning and plans_now(mm):
+            beside_planner.append(warm_times[-1])
+        if mm is None or taken + 1 < warm:
+            continue
+        stats = mm.stats()
+        since = since + 1 if stats["plans"] == plans else 0
+        plans = stats["plans"]
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 3):
+            break
+        if time.perf_counter() - settle_begun > run.get("settle_seconds", 8):
+            break
+    out["warm"] = warm_times[:4] + ["..."] * (len(warm_times) > 8) + warm_times[max(4, len(warm_times) - 4) :]
+    out["warm_steps"], out["settle_seconds"] = len(warm_times), round(time.perf_counter() - settle_begun, 2)
+    if beside_planner:
+        out["beside_planner"] = {"steps": len(beside_planner), "seconds": round(statistics.median(beside_planner), 5)}
+    before = (mm.stats(), native_figures()) if mm is not None else ({}, {})
+    steps = run.get("steps", 5)
+    host_times, marks = [], []
+    synchronize()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        at = time.perf_counter()
+        step()
+        host_times.append(time.perf_counter() - at)
         if ON_GPU:
-            with contextlib.suppress(RuntimeError):
-                out["torch_peak"] = torch.cuda.max_memory_allocated()
-        if nvml is not None:
-            out["nvml_peak"] = nvml.peak
-        if run.get("measure"):
-            optimizer.zero_grad()
-            MEASURED["need"] = int(out["peak"])
-            synchronize()
-            MEASURED["fixed"] = int(mm.stats()["resident_bytes.current"])
-            out |= MEASURED
-        out["first_losses"] = [float(value).hex() for value in losses[:3]]
-        if run.get("digest", not most):  # after a number of steps that is the same in each run
-            out["digest"] = digest(model, losses)
-        if run.get("profile") and ON_GPU:
-            out |= profiled(step, run["profile"])
-        say(**out)
-        del model, loss, optimizer, losses, step
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    synchronize()
+    out["step"] = round((time.perf_counter() - begun) / steps, 5)
+    out["host_step"] = round(statistics.median(host_times), 5)
+    if len(marks) > 2:
+        out["device_steps"] = [round(a.elapsed_time(b), 2) for a, b in zip(marks, marks[1:], strict=False)]
+    if mm is not None:
+        stats, figures = mm.stats(), native_figures()
+        kept = {key: stats[key] for key in KEPT if key in stats}
+        out["per_step"] = {
+            key: round(value / steps, 6)
+            for key, value in (
+                difference(kept, {k: before[0].get(k, 0) for k in kept}) | difference(figures, before[1])
+            ).items()
+        }
+        out |= {
+            "peak": stats["resident_bytes.peak"],
+            "committed_peak": stats["committed_bytes.peak"],
+            "budget": stats.get("budget_bytes"),
+            "plans": stats["plans"],
+            "plan_seconds": round(stats["plan_seconds"], 3),
+            "planned_passes": stats["planned_passes"],
+            "passes": stats["passes"],
+            "tier_peak": stats["tier_bytes.peak"],
+            "link": stats.get("link_bytes_per_second"),
+            "driver_errors": figures.get("device.driver_errors"),
+            "refused_kinds": stats["refused_kinds"],
+            "trials": stats["trials"],
+        }
+        made = mm._runtime.plans.latest() if hasattr(mm, "_runtime") and mm._runtime else None
+        if made is not None:
+            out["planned"] = {
+                "overhead": round(made.overhead, 4),
+                "lower_bound": made.lower_bound,
+                "rematerialized": made.rematerialized,
+                "offloaded": made.offloaded,
+            }
+        out["plan_errors"] = mm._runtime.plans.errors() if mm._runtime else []
+    if ON_GPU:
+        with contextlib.suppress(RuntimeError):
+            out["torch_peak"] = torch.cuda.max_memory_allocated()
+            out["reserved_peak"] = torch.cuda.max_memory_reserved()
+    if nvml is not None:
+        out["nvml_peak"] = nvml.peak
+    if run.get("measure"):
+        optimizer.zero_grad()
+        MEASURED["need"] = int(out["peak"])
+        synchronize()
+        MEASURED["fixed"] = int(mm.stats()["resident_bytes.current"])
+        out |= MEASURED
+    out["first_losses"] = [float(value).hex() for value in losses[:3]]
+    if run.get("digest", not most):  # after a number of steps that is the same in each run
+        out["digest"] = digest(model, losses)
+    if run.get("profile") and ON_GPU:
+        out |= profiled(step, run["profile"])
+    say(**out)
 
 
 def profiled(step: Callable[[], None], path: str) -> dict[str, Any]:
-    """Two steps under torch's profiler: kernels, copies, and how much of the copies lies under kernels; the trace goes to `path`."""
+    """Two steps under torch's profiler: kernels, copies, and how much of these lies under those; the trace goes to `path`."""
     from torch.profiler import ProfilerActivity, profile
 
     worker = _sibling("worker")

@@ -1,0 +1,201 @@
+"""The acts of the two calls, most instructive first, each with the seconds that it may take."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+
+
+@dataclass(frozen=True)
+class Act:
+    """A process of the check.
+
+    Attributes:
+        group: acts of one group that follow one another run at once.
+        limit_seconds: the act and all that it started are killed after that.
+        needs: the act is skipped if that group ran and no act of it went well; empty: never.
+        folder: where it runs; None: where the check runs.
+        missing: why it cannot run here; empty: it can.
+    """
+
+    name: str
+    command: list[str]
+    group: str
+    limit_seconds: float
+    env: dict[str, str] = field(default_factory=dict)
+    needs: str = ""
+    folder: Path | None = None
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the check runs.
+
+    Attributes:
+        out: the folder for what the acts leave.
+        device: "cuda"; "cpu" is a rehearsal with tiny models.
+    """
+
+    out: Path
+    device: str = "cuda"
+
+    @property
+    def on_gpu(self) -> bool:
+        """There is something to measure."""
+        return self.device == "cuda"
+
+
+def by_path(name: str, *words: str) -> list[str]:
+    """A file of this folder, or of another one of the tools. -P: a folder ./memmgr must not shadow the installed package."""
+    return [sys.executable, "-P", str(HERE / name), *words]
+
+
+def train(place: Place, name: str, group: str, limit: float, spec: dict[str, Any], **env: str) -> Act:
+    """An act that trains."""
+    plain = {"MEMMGR_INSTALL": "0"} if spec.get("plain") else {}
+    spec = {"seconds": limit - 6, "device": place.device, **spec}
+    if not place.on_gpu:
+        spec["tiny"] = True
+    missing = "torchvision is missing" if spec["model"].startswith("resnet") and not HAS_TORCHVISION else ""
+    command = by_path("train.py", json.dumps(spec))
+    return Act(name, command, group, limit, {**plain, **env}, needs="smoke", missing=missing)
+
+
+def bits(place: Place, model: str, **spec: Any) -> Act:
+    """The same bits under four policies. `torture` evicts whatever it may, so each cell goes both ways."""
+    common: dict[str, Any] = {"warm": 0, "steps": 3, "host": "2GiB"}
+    runs = [
+        {"name": "none", **common},
+        {"name": "none again", **common},
+        {"name": "measure", "measure": True, **common},
+        {"name": "auto", "of_need": 0.75, **common},
+        {"name": "offload", "of_need": 0.75, "policy": "offload", **common},
+        {"name": "evict", "of_activations": 0.75, "policy": "evict", **common},
+        {"name": "torture", "of_need": 1.0, "policy": "torture", **common},
+    ]
+    if model == "gpt2":
+        spec["tiny"] = True
+    spec = {"model": model, "deterministic": True, "runs": runs, **spec}
+    return train(place, f"bits {model}", "bits", 75, spec, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+
+
+def timing(place: Place, model: str, limit: float) -> Act:
+    """Steps in half and a quarter of the activations, and what each choice changes."""
+    steady: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 7, "steps": 6}
+    fixed: dict[str, Any] = {"warm": 6, "settle": 30, "settle_seconds": 4, "steps": 4}
+    trace = str(place.out / f"{model}-trace.json.gz")
+    runs: list[dict[str, Any]] = [
+        {"name": "none", "warm": 3, "steps": 8},
+        {"name": "unlimited", "measure": True, "warm": 3, "steps": 8, "digest": False},
+        {"name": "half auto", "of_activations": 0.5, **steady},
+        {"name": "half offload", "of_activations": 0.5, "policy": "offload", **fixed},
+        {"name": "half auto, remap", "of_activations": 0.5, "placement": "remap", **fixed},
+        {"name": "half auto, profiled", "of_activations": 0.5, **fixed, "profile": trace},
+        {"name": "quarter auto", "of_activations": 0.25, **fixed},
+        {"name": "half evict", "of_activations": 0.5, "policy": "evict", **fixed},
+    ]
+    return train(place, f"timing {model}", f"timing {model}", limit, {"model": model, "host": "16GiB", "runs": runs})
+
+
+def first(place: Place) -> list[Act]:
+    """Does it work, and where is it slow?"""
+    steps: dict[str, Any] = {"warm": 0, "steps": 3, "host": "1GiB"}
+    smoke = [{"name": "none", **steps}, {"name": "measure", "measure": True, **steps}]
+    smoke += [{"name": "75 %", "of_need": 0.75, **steps}]
+    model = "resnet18" if HAS_TORCHVISION else "unet"
+    spec: dict[str, Any] = {"model": model, "deterministic": True, "runs": smoke}
+    native = {"MEMMGR_CONF": "allocator:native"}
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **native}
+    acts = [
+        driver_calls(place),
+        train(place, "smoke mapped", "smoke", 60, spec),
+        train(place, "smoke native", "smoke", 60, spec, **native),
+        train(place, "smoke native expandable", "smoke", 60, spec, **expandable),
+        train(place, "smoke plain torch", "smoke", 60, {**spec, "plain": True, "runs": smoke[:1]}),
+    ]
+    acts = [replace(act, needs="") for act in acts]
+    acts += [bits(place, model) for model in ("lstm", "gpt_fp32", "resnet18", "unet", "gpt2", "recommender")]
+    return [*acts, timing(place, "gpt2", 75), op_cost(place), timing(place, "resnet50", 75)]
+
+
+def second(place: Place) -> list[Act]:
+    """What was mended, what users do besides, and the figures beside torch's own ways to save memory."""
+    acts = [bits(place, model) for model in ("lstm", "resnet18", "gpt2", "gpt_fp32")]
+    acts.append(marked_tests())
+    acts += [other(place, name, "ways", 60) for name in ("graphs", "streams", "compiled", "trainer", "answers")]
+    acts += [timing(place, model, 75) for model in ("gpt2", "resnet50")]
+    acts += [other(place, "largest", f"largest {way}", 60, way) for way in ("plain", "memmgr")]
+    acts.append(other(place, "two", "two processes", 60))
+    for model in ("gpt2", "resnet50"):
+        methods = ("none", "checkpoint", "save_on_cpu")
+        runs = [{"name": method, "method": method, "warm": 3, "steps": 6, "digest": False} for method in methods]
+        spec = {"model": model, "plain": True, "runs": runs}
+        acts.append(train(place, f"plain {model}", f"plain {model}", 30, spec))
+    fixed = {"warm": 6, "settle": 30, "settle_seconds": 5, "steps": 4}
+    runs = [
+        {"name": "unlimited", "measure": True, "warm": 3, "steps": 3, "digest": False},
+        {"name": "half auto", "of_activations": 0.5, **fixed},
+    ]
+    small = {"MEMMGR_CUDA_PAGE": str(2 << 20)}
+    acts.append(train(place, "pages of 2 MiB gpt2", "pages", 30, {"model": "gpt2", "runs": runs}, **small))
+    return [*acts, op_cost(place)]
+
+
+CALLS: dict[str, tuple[Callable[[Place], list[Act]], float]] = {"first": (first, 300), "second": (second, 400)}
+"""By name: the acts, and the seconds that they have by default."""
+
+
+# ---- acts that do not train ------------------------------------------------------------------------------------------
+
+
+def other(place: Place, name: str, group: str, limit: float, *words: str) -> Act:
+    """One of `acts.py`."""
+    return Act(" ".join([name, *words]), by_path("acts.py", name, place.device, *words), group, limit)
+
+
+def op_cost(place: Place) -> Act:
+    """Host time of an op."""
+    return Act("op cost", by_path("op_cost.py", place.device), "op cost", 25, needs="smoke")
+
+
+def driver_calls(place: Place) -> Act:
+    """The table of what the driver's calls cost; compiled where no binary was carried here."""
+    act = Act("driver calls", [], "driver", 30)
+    if not place.on_gpu:
+        return replace(act, missing="no GPU in a rehearsal")
+    # carry/ beside the checkout's tools/, and beside carry/site where the package is installed in that folder.
+    for folder in (HERE.parents[1] / "carry", HERE.parents[2].parent, Path("carry")):
+        if (folder / "driver_calls").is_file():
+            return replace(act, command=[str((folder / "driver_calls").resolve())])
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        return replace(act, missing="no carry/driver_calls and no C++ compiler")
+    words = shlex.join([compiler, *COMPILED_WITH, str(HERE / "driver_calls.cpp")])
+    script = f'made=$(mktemp -d) && {words} -o "$made/calls" -ldl -lpthread && "$made/calls"; code=$?; rm -r "$made"; exit $code'
+    return replace(act, command=["bash", "-c", script], limit_seconds=50)
+
+
+COMPILED_WITH = ("-std=c++17", "-O2", "-static-libstdc++", "-static-libgcc")
+
+
+def marked_tests() -> Act:
+    """The tests marked gpu of kernels and device, with the installed package and the checkout's tests."""
+    files = ["tests/driver/test_kernels.py", "tests/driver/test_real_device.py"]
+    # -P keeps the working folder off the path, and with it the checkout's ./memmgr, which lacks policies and tools.
+    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    act = Act("tests", pytest, "bits", 75, {"MEMMGR_INSTALL": "0"})
+    for folder in (HERE.parents[1], Path.cwd()):
+        if all((folder / file).is_file() for file in files):
+            return replace(act, folder=folder, command=[*pytest, "--rootdir", str(folder)])
+    return replace(act, missing="no checkout with tests/ here")
