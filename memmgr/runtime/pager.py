@@ -45,8 +45,8 @@ _links: dict[tuple[Any, ...], tuple[float, float]] = {}
 class PagerRuntime:
     """One open budget.
 
-    Known limitations: on an accelerator the order in which work is queued is kept on test doubles; none of it has run on
-    a GPU yet.
+    Known limitations: on an accelerator the period of a plan has no device times, so that plans move more than pays. Several
+    streams and graphs have run on test doubles only.
     """
 
     def __init__(self, config: Config) -> None:

@@ -218,6 +218,7 @@ class _Process:
             "MEMMGR_DISK",
             "MEMMGR_DEBUG",
             "MEMMGR_CUDA_MEMORY",
+            "MEMMGR_CUDA_PAGE",
         )
         if spec.budget_bytes is None:
             environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # not even our entry point runs

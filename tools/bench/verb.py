@@ -14,7 +14,7 @@ process's resident set over what it was before the model. Losses and parameters 
 and optimizer states take: memmgr's budget is that memory, the peak of others must not pass it.
 
 Into the folder of --out go bench.json, which is written after every group and gone on from, bench.md and bench.png. --device cuda
-has never run on a GPU.
+of this command has not run on a GPU yet.
 
 Models: {models}.
 Systems: {systems}.

@@ -249,7 +249,7 @@ def _cuda(count: int) -> Iterator[Finding]:
     for ordinal in range(count):
         properties = torch.cuda.get_device_properties(ordinal)
         name = f"cuda:{ordinal} {properties.name}, {show_size(properties.total_memory)}, CUDA {torch.version.cuda}"
-        advice = "CUDA has been tested far less than the CPU: memmgr gpu-check compares the bits"
+        advice = "CUDA has been tested far less than the CPU, and steps are slow: memmgr gpu-check compares the bits"
         yield Finding("device", WEAKER, name, advice)
     if why is None:
         yield Finding("CUDA memory", OK, "memmgr's allocator is in place")
