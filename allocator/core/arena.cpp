@@ -612,10 +612,10 @@ void Arena::Touch(const void* p, StreamMask by, size_t kind, uint64_t now) {
   block->times.at[kind] = std::max(block->times.at[kind], now);
 }
 
-void Arena::Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind) {
+void Arena::Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind, uint64_t mark) {
   std::lock_guard hold(lock_);
   Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
-  if (block == nullptr) return;
+  if (block == nullptr || block->times.at[kind] >= mark) return;
   const StreamMask rest = sets_.Mask(block->touched) & ~by;
   block->touched = sets_.Of(rest);
   if (kind != 0 && (rest & of_kind) == 0) block->times.at[kind] = 0;

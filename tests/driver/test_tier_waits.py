@@ -158,6 +158,26 @@ def test_a_reload_waits_for_who_had_its_memory_and_not_for_later_work(scene: Sce
     assert (c.string_at(busy, 64) == pattern(9, 64)) == (not deferred)
 
 
+def test_the_end_of_one_copy_says_nothing_of_another_in_the_same_memory(scene: Scene) -> None:
+    """A and B leave, C takes the memory of both and waits for nobody. A's copy ends; that of B still reads half of C."""
+    first, second = scene.filled(1), scene.filled(2)
+    beyond = scene.device.alloc(8 * MIB, scene.stream)
+    scene.driver.fill(scene.stream, beyond, 8 * MIB, 7)
+    long = scene.tier.write(beyond, 8 * MIB)
+    assert scene.tier.wait(long) == 0
+    slots = [scene.tier.write(block, 4 * MIB) for block in (first, second)]
+    scene.device.free(first)
+    scene.device.free(second)
+    scene.core.mm_device_defer_waits(1)
+    target = scene.device.alloc(8 * MIB, scene.stream)
+    scene.core.mm_device_defer_waits(0)
+    assert target == first
+    assert scene.tier.wait(slots[0]) == 0
+    assert scene.tier.read(long, target) == 0
+    assert scene.tier.wait(long) == 0
+    assert c.string_at(scene.tier.bytes(slots[1]), 64) == pattern(2, 64)
+
+
 def test_other_names_are_refused(core) -> None:
     assert core.mm_test_leave_out(b"no.such") == -1
     assert core.mm_test_leave_out(None) == core.mm_test_leave_out(b"") == 0
