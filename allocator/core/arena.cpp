@@ -557,7 +557,8 @@ uint64_t Arena::Free(void* p, uint64_t now) {
     abort();
   }
   const uint64_t bytes = block->bytes;
-  if (block->touched != 0) block->times.at[0] = now;
+  // A graph that lies in a pool is replayed after its blocks were freed.
+  if (block->touched != 0) block->times.at[0] = block->pool != 0 ? kTail : now;
   Release(block, offset);
   return bytes;
 }
