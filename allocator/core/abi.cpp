@@ -154,12 +154,18 @@ void mm_tier_close(mm_tier* tier) {
   if (tier != nullptr) Of(tier)->Close();
 }
 
+static mm_slot WriteTo(mm_tier* tier, const void* src, uint64_t bytes, memmgr::Urgency urgency) {
+  const mm_slot slot = Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, urgency); });
+  if (slot < 0) Of(tier)->Refused(src);
+  return slot;
+}
+
 mm_slot mm_tier_write(mm_tier* tier, const void* src, uint64_t bytes) {
-  return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, memmgr::Urgency::kQueued); });
+  return WriteTo(tier, src, bytes, memmgr::Urgency::kQueued);
 }
 
 mm_slot mm_tier_write_now(mm_tier* tier, const void* src, uint64_t bytes) {
-  return Guarded<mm_slot>(-ENOMEM, [&] { return Of(tier)->Write(src, bytes, memmgr::Urgency::kNow); });
+  return WriteTo(tier, src, bytes, memmgr::Urgency::kNow);
 }
 
 int mm_tier_read(mm_tier* tier, mm_slot slot, void* dst) {

@@ -557,7 +557,8 @@ uint64_t Arena::Free(void* p, uint64_t now) {
     abort();
   }
   const uint64_t bytes = block->bytes;
-  if (block->touched != 0) block->times.at[0] = now;
+  // A graph that lies in a pool is replayed after its blocks were freed.
+  if (block->touched != 0) block->times.at[0] = block->pool != 0 ? kTail : now;
   Release(block, offset);
   return bytes;
 }
@@ -612,10 +613,10 @@ void Arena::Touch(const void* p, StreamMask by, size_t kind, uint64_t now) {
   block->times.at[kind] = std::max(block->times.at[kind], now);
 }
 
-void Arena::Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind) {
+void Arena::Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind, uint64_t mark) {
   std::lock_guard hold(lock_);
   Block* block = forked() || !Owns(p) ? nullptr : FindLive(Offset(p));
-  if (block == nullptr) return;
+  if (block == nullptr || block->times.at[kind] >= mark) return;
   const StreamMask rest = sets_.Mask(block->touched) & ~by;
   block->touched = sets_.Of(rest);
   if (kind != 0 && (rest & of_kind) == 0) block->times.at[kind] = 0;

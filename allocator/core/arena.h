@@ -87,8 +87,8 @@ class Arena final : private ForkAware {
 
   // All of these for live blocks.
   void Touch(const void* p, StreamMask by, size_t kind, uint64_t now);
-  // `of_kind`: all streams of that kind.
-  void Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind);
+  // Not if a stream of that kind has touched it since `mark`. `of_kind`: all streams of that kind.
+  void Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind, uint64_t mark);
   // The program's last use of the block was before `time`, whichever of the streams that touched it had it.
   void NoteUse(const void* p, uint64_t time);
   // What has to be waited for now. What NoteUse said holds for one look.

@@ -555,17 +555,20 @@ void Device::Touch(const void* block, CUstream by) {
   });
 }
 
-void Device::Untouch(const void* block, CUstream by) {
+void Device::Untouch(const void* block, CUstream by, uint64_t mark) {
   const int number = Number(by);
   if (number < 0 || number >= kSharedBit) return;
-  if (IfLent(block, [&](Lent& lent) { lent.touched &= ~Bit(number); })) return;
   const size_t kind = KindOf(by);
+  const bool lent = IfLent(block, [&](Lent& found) {
+    if (found.times.at[kind] < mark) found.touched &= ~Bit(number);
+  });
+  if (lent) return;
   StreamMask of_kind;
   {
     std::lock_guard hold(streams_lock_);
     of_kind = of_kind_[kind];
   }
-  arena_->Untouch(block, Bit(number), kind, of_kind);
+  arena_->Untouch(block, Bit(number), kind, of_kind, mark);
 }
 
 CUstream Device::Home(const void* block) {

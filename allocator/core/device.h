@@ -72,9 +72,10 @@ class Device final : private ForkAware, private Settler {
   static const std::atomic<uint64_t>& Clock();  // mm_device_clock
   // All that was queued on the live block is behind what `by` does next, or its home waits for.
   void Settled(const void* block);
-  // All that `by`, a stream of MakeStream, had to do with the live block is over, or its home waits for it already.
-  // Only its one user can know that.
-  void Untouch(const void* block, CUstream by);
+  // What `by`, a stream of MakeStream, had been given before its mark `mark` is over, or the home of the live block
+  // waits for it already: `by` touches the block no more, unless with what came later. The memory may be more than it
+  // was when that was queued: a block inherits what runs beside each other were touched by.
+  void Untouch(const void* block, CUstream by, uint64_t mark);
   CUstream Home(const void* block);
   int IsCapturing(CUstream stream);  // -1: the driver does not say
   int Synchronize();                 // 0 or -errno

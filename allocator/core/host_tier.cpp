@@ -171,7 +171,7 @@ void HostTier::Finish(Link* link, CUresult result) {
   const auto newest = link->blocks.find(operation->block);
   if (newest != link->blocks.end() && newest->second == operation) {
     link->blocks.erase(newest);
-    if (result == CUDA_SUCCESS) device_->Untouch(operation->block, link->stream);
+    if (result == CUDA_SUCCESS) device_->Untouch(operation->block, link->stream, operation->mark);
   }
   const bool write = operation->direction == kWrite;
   (write ? stats_.queued_write_bytes : stats_.queued_read_bytes) -= operation->bytes;
@@ -351,7 +351,7 @@ int HostTier::Use(mm_slot id, mm_stream stream) {
   Link& link = links_[kRead];
   const auto newest = link.blocks.find(read->block);
   if (newest != link.blocks.end() && newest->second.get() == read && device_->Home(read->block) == stream) {
-    device_->Untouch(read->block, link.stream);
+    device_->Untouch(read->block, link.stream, read->mark);
     link.blocks.erase(newest);
   }
   return 0;

@@ -47,6 +47,8 @@ class HostTier final : public Tier, private ForkAware {
   void Close() override;
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
+  // What was noted of its last use is forgotten: the program may use it again.
+  void Refused(const void* from) override { device_->NoteUse(from, kTail); }
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
   uint64_t Ended() override;

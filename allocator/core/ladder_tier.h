@@ -33,6 +33,7 @@ class LadderTier final : public Tier, private ForkAware {
   void Close() override;
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
+  void Refused(const void* from) override { host_->Refused(from); }
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
   int Wait(mm_slot id) override;

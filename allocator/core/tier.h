@@ -16,6 +16,8 @@ class Tier {
   virtual void Close() = 0;
 
   virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;
+  // No copy of it was queued, and none will be before the next Write.
+  virtual void Refused(const void* /*from*/) {}
   virtual int Read(mm_slot id, void* to, Urgency urgency) = 0;
   virtual int Poll(mm_slot id) = 0;
   // A number that is another one whenever an operation has ended since the last look; a look at what is oldest.

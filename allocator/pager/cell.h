@@ -29,6 +29,7 @@
 
 #include "budget.h"
 #include "checksum.h"
+#include "latest.h"
 #include "memmgr/device.h"
 
 namespace memmgr::pager {
@@ -232,7 +233,7 @@ inline bool pin(Cell* c, uint64_t now) {
 // ends the cell is then on his way.
 bool pin_living_locked(Cell* c, uint64_t now);
 void last_user_is_gone(Cell* c);
-inline void note_used(Cell* c) { c->used_at.store(device_time(), std::memory_order_relaxed); }
+inline void note_used(Cell* c) { raise_to(c->used_at, device_time()); }
 inline void unpin(Cell* c) {
   note_used(c);
   const uint32_t before = c->state.fetch_sub(1, std::memory_order_acq_rel);

@@ -196,7 +196,10 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
       lock.unlock();
       note_last_use(c);
       mm_slot slot = mm_tier_write_now(budget.tier, from, c->nbytes);
-      if (slot == -ENOSPC && drop_clean_copies()) slot = mm_tier_write_now(budget.tier, from, c->nbytes);
+      if (slot == -ENOSPC && drop_clean_copies()) {
+        note_last_use(c);
+        slot = mm_tier_write_now(budget.tier, from, c->nbytes);
+      }
       lock.lock();
       if (slot >= 0) {
         c->slot = slot;

@@ -202,6 +202,32 @@ def test_memory_of_a_released_pool_waits_for_replays_anywhere(
     device.free(address)
 
 
+def test_who_gets_a_pools_memory_waits_for_replays_after_its_free(
+    open_device: OpenDevice, driver: FakeDriver, captured: int
+) -> None:
+    """It was free when a mark of the graph's stream passed; the replay is queued behind that."""
+    device = open_device(budget=8 * MIB)
+    other, wrong = driver.stream(), c.c_uint64()
+    device.begin_pool(7)
+    driver.set_capturing(captured, 1)
+    address = device.alloc(8 * MIB, captured)
+    driver.fill(captured, address, 8 * MIB, 1)
+    device.free(address)
+    driver.set_capturing(captured, 0)
+    device.core.mm_device_mark(device.handle, captured)
+    driver.replay(captured, captured)
+    assert device.alloc(8 * MIB, other) == address
+    driver.fill(other, address, 8 * MIB, 2)
+    driver("cuStreamSynchronize", other)
+    driver.drain()
+    driver.check(other, address, 8 * MIB, 2, wrong)
+    driver("cuStreamSynchronize", other)
+    assert wrong.value == 0
+    device.free(address)
+    device.end_pool(7)
+    device.release_pool(7)
+
+
 def test_a_search_does_not_count_on_pools(open_device: OpenDevice, driver: FakeDriver, captured: int) -> None:
     device = open_device(budget=32 * MIB)
     device.begin_pool(7)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from .fake import INVALID_VALUE, LATE, OUT_OF_MEMORY, PROMPT, RANDOM, THREADED, FakeDriver
 from .tier_abi import Device, HostTier
-from .workload import Workload, pattern, run_seed
+from .workload import Workload, pattern, run_pair, run_seed
 
 KIB = 1024
 MODES = [PROMPT, RANDOM, LATE, THREADED]
@@ -405,6 +405,12 @@ def test_any_program(core, loaded_driver: FakeDriver, rng, seed: int, mode: int,
     workload = Workload(core, loaded_driver, seed, mode, slab=slab)
     workload.rng = rng
     workload.run(steps)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_programs_of_two_threads(core, driver: FakeDriver, mode: int) -> None:
+    assert sum(run_pair(core, driver, seed, mode) for seed in range(12)) > 500
+    assert driver.call_count(b"cuMemUnmap") > 0
 
 
 def test_the_same_seed_gives_the_same_run(core, driver: FakeDriver) -> None:

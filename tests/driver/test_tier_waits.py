@@ -14,7 +14,7 @@ from . import build
 from .fake import LATE, PROMPT, RANDOM, FakeDriver
 from .test_device import OF_COPIES
 from .tier_abi import Device, HostTier
-from .workload import WrongBytes, pattern, run_seed
+from .workload import ENOSPC, WrongBytes, pattern, run_seed
 
 SOURCE = (build.CORE / "host_tier.cpp").read_text()
 NAMES = re.findall(r'\bOrder<"([^"]+)">', SOURCE)
@@ -156,6 +156,60 @@ def test_a_reload_waits_for_who_had_its_memory_and_not_for_later_work(scene: Sce
     assert scene.tier.wait(slot) == 0
     assert c.string_at(target, 64) == pattern(1, 64)
     assert (c.string_at(busy, 64) == pattern(9, 64)) == (not deferred)
+
+
+def test_the_end_of_one_copy_says_nothing_of_another_in_the_same_memory(scene: Scene) -> None:
+    """A and B leave, C takes the memory of both and waits for nobody. A's copy ends; that of B still reads half of C."""
+    first, second = scene.filled(1), scene.filled(2)
+    beyond = scene.device.alloc(8 * MIB, scene.stream)
+    scene.driver.fill(scene.stream, beyond, 8 * MIB, 7)
+    long = scene.tier.write(beyond, 8 * MIB)
+    assert scene.tier.wait(long) == 0
+    slots = [scene.tier.write(block, 4 * MIB) for block in (first, second)]
+    scene.device.free(first)
+    scene.device.free(second)
+    scene.core.mm_device_defer_waits(1)
+    target = scene.device.alloc(8 * MIB, scene.stream)
+    scene.core.mm_device_defer_waits(0)
+    assert target == first
+    assert scene.tier.wait(slots[0]) == 0
+    assert scene.tier.read(long, target) == 0
+    assert scene.tier.wait(long) == 0
+    assert c.string_at(scene.tier.bytes(slots[1]), 64) == pattern(2, 64)
+
+
+def test_a_note_of_a_refused_write_is_forgotten(scene: Scene) -> None:
+    """There is no room for A, which is then used again; the next write of it waits for that, too."""
+    cold, large = scene.filled(1), scene.device.alloc(30 * MIB, scene.stream)
+    full = scene.tier.write(large, 30 * MIB)
+    assert scene.tier.wait(full) == 0
+    scene.core.mm_device_note_use(scene.device.handle, cold, scene.clock())
+    assert scene.tier.write(cold, 4 * MIB) == -ENOSPC
+    scene.tier.free(full)
+    scene.mark()
+    scene.driver.fill(scene.stream, cold, 4 * MIB, 9)
+    slot = scene.tier.write(cold, 4 * MIB)
+    assert c.string_at(scene.tier.bytes(slot), 64) == pattern(9, 64)
+
+
+def test_a_lent_block_that_was_not_written_ends_behind_its_last_use(scene: Scene) -> None:
+    """Its write was refused; a second stream used it afterwards; its memory is its home's again."""
+    other, wrong = scene.driver.stream(), c.c_uint64()
+    block = scene.driver.alloc(4 * MIB)
+    scene.core.mm_device_lend(scene.device.handle, block, 4 * MIB, scene.stream)
+    scene.driver.fill(scene.stream, block, 4 * MIB, 1)
+    scene.run()
+    scene.core.mm_device_note_use(scene.device.handle, block, scene.clock())
+    assert scene.tier.write(block, 64 * MIB) == -ENOSPC
+    scene.device.used(block, other)
+    scene.core.mm_device_mark(scene.device.handle, other)
+    scene.driver.check(other, block, 4 * MIB, 1, wrong)
+    scene.core.mm_device_lent_ends(scene.device.handle, block)
+    scene.driver.fill(scene.stream, block, 4 * MIB, 2)
+    scene.run()
+    scene.driver.drain()
+    assert wrong.value == 0
+    scene.driver("cuMemFree_v2", block)
 
 
 def test_other_names_are_refused(core) -> None:

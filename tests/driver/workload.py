@@ -1,14 +1,15 @@
-"""Random programs on two streams over the host tier, checked against a reference.
+"""Random programs on three streams over the host tier, checked against a reference.
 
 A cell's bytes are a pattern that one number stands for (byte i is value + 7 i), so the reference is that number, and the
-kernels are the double's: fill, add, check. The program orders its own work as any program must; all else is up to the
-tier and the device.
+kernels are the double's: fill, add, check. Some blocks are another allocator's, which hands them on in order of their
+home. The program orders its own work as any program must; all else is up to the tier and the device.
 """
 
 from __future__ import annotations
 
 import ctypes as c
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from .fake import FakeDriver
 from .tier_abi import Device, HostTier
 
+PAGE = 4096
 SIZES = (40, 300, 512, 513, 1100, 2048)  # around the slab's unit of 512
 ENOSPC, EAGAIN = 28, 11
 
@@ -46,6 +48,7 @@ class Workload:
         library: the core; built with mutations, because a test must look at host bytes without waiting for them.
         omit: the wait that is left out, "" for none.
         folder: for a file of `below` bytes, to which what lies in the slab goes on.
+        beside: another one, whose device and tier this one uses from a thread of its own.
     """
 
     def __init__(
@@ -58,16 +61,25 @@ class Workload:
         slab: int = 8192,
         folder: Path | None = None,
         below: int = 0,
+        beside: Workload | None = None,
     ):
-        driver.reset(seed, mode)
-        driver.set_lenient(1)
-        driver.cuInit(0)
-        driver.use_device(0)
+        if beside is None:
+            driver.reset(seed, mode)
+            driver.set_granularity(PAGE)
+            driver.set_lenient(1)
+            driver.cuInit(0)
+            driver.use_device(0)
         self.library, self.driver, self.omit = library, driver, omit
         self.rng = random.Random(seed)
-        self.streams = [driver.stream(), driver.stream()]
-        self.device = Device(library, driver.path)
-        self.tier, self.ladder = HostTier(self.device, slab, folder, below), folder is not None
+        self.streams = [driver.stream(), driver.stream(), driver.stream()]
+        self.lent: set[int] = set()  # of another allocator, in use
+        self.lent_as: dict[int, tuple[int, int]] = {}
+        self.lender: dict[tuple[int, int], list[int]] = {}  # free blocks of another allocator by size and home
+        self.sums: list[tuple[Cell, int, int]] = []  # begun, of what
+        self.device = beside.device if beside else Device(library, driver.path)
+        self.tier = beside.tier if beside else HostTier(self.device, slab, folder, below)
+        self.ladder = folder is not None
+        self.looks = not self.ladder  # at host bytes without waiting
         self.cells: list[Cell] = []
         self.wrong = c.c_uint64(0)
         self.host_wrong: list[str] = []
@@ -76,22 +88,26 @@ class Workload:
 
     def run(self, steps: int) -> None:
         """The whole program; raises at the end if anything was wrong."""
-        actions: list[tuple[Callable[[], None], int]] = [
-            (self.make, 6), (self.check, 8), (self.overwrite, 4), (self.hidden_write, 2), (self.write_early, 4),
-            (self.offload, 6), (self.drop_clean, 3), (self.prefetch, 4), (self.drop_unused, 2), (self.free_slot, 3),
-            (self.die, 2), (self.spill, 1), (self.wait, 1), (self.poll, 1), (self.overtake, 1), (self.mark, 8),
-        ]  # fmt: skip
-        names = [action for action, _ in actions]
-        weights = [weight for _, weight in actions]
         try:
-            for _ in range(steps):
-                self.rng.choices(names, weights)[0]()
-                self.raise_if_wrong()
+            self.act(steps)
             self.close()
         finally:
             self.library.mm_test_leave_out(b"")
             self.driver.drain()
         self.raise_if_wrong()
+
+    def act(self, steps: int) -> None:
+        actions: list[tuple[Callable[[], None], int]] = [
+            (self.make, 6), (self.check, 8), (self.overwrite, 4), (self.hidden_write, 2), (self.write_early, 4),
+            (self.offload, 6), (self.drop_clean, 3), (self.prefetch, 4), (self.drop_unused, 2), (self.free_slot, 3),
+            (self.die, 2), (self.spill, 1), (self.wait, 1), (self.poll, 1), (self.overtake, 1), (self.mark, 8),
+            (self.sum, 2), (self.ends, 2), (self.trim, 1),
+        ]  # fmt: skip
+        names = [action for action, _ in actions]
+        weights = [weight for _, weight in actions]
+        for _ in range(steps):
+            self.rng.choices(names, weights)[0]()
+            self.raise_if_wrong()
 
     def raise_if_wrong(self) -> None:
         if self.wrong.value or self.host_wrong or self.driver.illegal_uses():
@@ -103,13 +119,13 @@ class Workload:
         """A new cell, from nothing or from another one."""
         if len(self.cells) > 12:
             return
-        stream = self.rng.choice([self.streams[0], self.streams[0], self.streams[1]])
+        stream = self.rng.choice([self.streams[0], *self.streams])
         source = self.pick(self.rng.randrange(2))
         size = source[0].size if source else self.rng.choice(SIZES)
         delta = self.rng.randrange(1, 255)
         if source and not self.bring(source[0], stream):
             return
-        cell = Cell(size, delta, self.device.alloc(size, stream), stream, behind={stream})
+        cell = Cell(size, delta, self.take(size, stream), stream, behind={stream})
         assert cell.block is not None
         if source:
             assert source[0].block is not None
@@ -167,9 +183,10 @@ class Workload:
         for cell in self.pick(1, lambda x: x.block is not None and x.slot is None):
             home = cell.home
             assert home is not None and cell.block is not None
-            other = self.streams[self.streams[0] == home]
+            other = self.rng.choice([stream for stream in self.streams if stream != home])
             self.bring(cell, other)
-            self.order(other, home)  # reads by earlier ops: its own duty
+            for stream in {home} | cell.behind:
+                self.order(other, stream)  # reads by earlier ops: its own duty
             delta = self.rng.randrange(1, 255)
             self.driver.add(other, cell.block, cell.block, cell.size, delta)
             cell.value = (cell.value + delta) % 256
@@ -209,16 +226,71 @@ class Workload:
         assert cell.block is not None
         if cell.slot is not None:
             assert self.tier.order(cell.slot) == 0
-        self.device.free(cell.block)
+        self.give(cell.block)
         cell.block, cell.behind = None, set()
+
+    def take(self, size: int, stream: int) -> int:
+        """A block of the device, or one that is lent."""
+        if self.rng.random() < 0.8:
+            return self.device.alloc(size, stream)
+        free = self.lender.setdefault((size, stream), [])
+        block = free.pop() if free else self.driver.alloc(size)
+        self.library.mm_device_lend(self.device.handle, block, size, stream)
+        self.lent.add(block)
+        self.lent_as[block] = (size, stream)
+        return block
+
+    def give(self, block: int) -> None:
+        if block not in self.lent:
+            self.device.free(block)
+            return
+        self.lent.remove(block)
+        self.library.mm_device_lent_ends(self.device.handle, block)
+        self.lender[self.lent_as[block]].append(block)
+
+    def sum(self) -> None:
+        """Of what leaves: the device takes it behind all that used the block, which may be gone at once."""
+        for cell in self.pick(1, lambda x: x.block is not None and x.ready is not None):
+            stream, pending = self.rng.choice(self.streams), c.c_void_p()
+            assert self.library.mm_device_wait_block(self.device.handle, stream, cell.block) == 0
+            arguments = (self.device.handle, cell.block, cell.size, stream, c.byref(pending))
+            assert self.library.mm_device_sum_begin(*arguments) == 0
+            assert pending.value
+            self.sums.append((cell, cell.value, pending.value))
+            if cell.slot is not None or self.write(cell):
+                self.drop(cell)
+            else:
+                self.cells.remove(cell)
+                self.drop(cell)
+
+    def check_sums(self) -> None:
+        """By the sums of the same bytes, one after the other."""
+        for cell, value, pending in self.sums:
+            begun, now, stream = c.c_uint64(), c.c_uint64(), self.streams[0]
+            block = self.device.alloc(cell.size, stream)
+            self.driver.fill(stream, block, cell.size, value)
+            assert self.library.mm_device_sum(self.device.handle, block, cell.size, stream, c.byref(now)) == 0
+            assert self.library.mm_device_sum_end(self.device.handle, pending, c.byref(begun)) == 0
+            self.device.free(block)
+            if begun.value != now.value:
+                self.host_wrong.append(f"the sum of {cell.size} bytes is another one")
+
+    def trim(self) -> None:
+        """Pages that nobody has are unmapped, and mapped again where they are wanted."""
+        self.library.mm_device_trim(self.device.handle, self.rng.randrange(4) * PAGE)
+
+    def ends(self) -> None:
+        """One copy has ended; the tier looks."""
+        for cell in self.pick(1, lambda x: x.slot is not None):
+            self.tier.wait(cell.slot)
 
     def reload(self, cell: Cell, stream: int) -> None:
         assert cell.slot is not None and cell.block is None
         deferred = self.rng.random() < 0.6
         self.library.mm_device_defer_waits(deferred)
-        cell.block, cell.home, cell.ready = self.device.alloc(cell.size, stream), stream, None
+        cell.block, cell.home, cell.ready = self.take(cell.size, stream), stream, None
         self.library.mm_device_defer_waits(0)
-        self.note(cell)  # nothing has used it; its filling is the tier's own
+        self.note(cell)
         self.reads += 1
         now = self.rng.random() < 0.3
         if not now:
@@ -230,6 +302,7 @@ class Workload:
         if now:
             assert self.tier.read_now(cell.slot, cell.block) == 0
             cell.behind = {stream}
+            self.note(cell)
         if self.rng.random() < 0.3:  # not kept as a clean copy
             self.give_slot(cell)
 
@@ -267,14 +340,14 @@ class Workload:
 
     def spill(self) -> None:
         """The tier below takes the bytes from the slab."""
-        for cell in self.pick(1, lambda x: x.slot is not None and not self.ladder):
+        for cell in self.pick(1, lambda x: x.slot is not None and self.looks):
             self.compare_host(cell, self.tier.bytes(cell.slot), "spill")
 
     def wait(self) -> None:
         """After wait() nothing is under way: the host bytes are there and may even be scribbled on."""
         for cell in self.pick(1, lambda x: x.slot is not None):
             assert self.tier.wait(cell.slot) == 0
-            if self.ladder:
+            if not self.looks:
                 return
             address = self.host_address(cell)
             self.compare_host(cell, address, "wait")
@@ -286,7 +359,7 @@ class Workload:
         for cell in self.pick(1, lambda x: x.slot is not None):
             state = self.tier.poll(cell.slot)
             assert state in (0, 1)
-            if state == 1 and not self.ladder:
+            if state == 1 and self.looks:
                 self.compare_host(cell, self.host_address(cell), "poll")
 
     def overtake(self) -> None:
@@ -298,8 +371,7 @@ class Workload:
         for cell in self.pick(3, lambda x: x.block is not None and x.slot is None):
             self.write(cell)
 
-    def close(self) -> None:
-        """With work under way. What has come back to the device is good beyond the end of the tier."""
+    def bring_all(self) -> None:
         for cell in self.cells:
             if cell.block is None:
                 self.reload(cell, self.streams[0])
@@ -307,13 +379,27 @@ class Workload:
                 self.write(cell)
             if cell.slot is not None:
                 self.give_slot(cell)
-        stats = self.tier.stats
-        self.traffic = (stats.written_bytes, stats.read_bytes, stats.queued_write_bytes, stats.queued_read_bytes)
-        self.tier.close()
+
+    def check_all(self) -> None:
         for cell in self.cells:
             self.check_on(cell, self.streams[0])
             self.drop(cell)
+        self.check_sums()
+
+    def close(self) -> None:
+        """With work under way. What has come back to the device is good beyond the end of the tier."""
+        self.bring_all()
+        stats = self.tier.stats
+        self.traffic = (stats.written_bytes, stats.read_bytes, stats.queued_write_bytes, stats.queued_read_bytes)
+        self.tier.close()
+        self.check_all()
         assert self.device.close() == 0
+        self.free_lent()
+
+    def free_lent(self) -> None:
+        for blocks in self.lender.values():
+            for block in blocks:
+                self.driver("cuMemFree_v2", block)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -330,6 +416,7 @@ class Workload:
         if stream not in cell.behind:
             if cell.ready is None:
                 assert self.tier.use(cell.slot, stream) == 0
+                self.note(cell)
             else:
                 self.driver("cuStreamWaitEvent", stream, cell.ready, 0)
             cell.behind.add(stream)
@@ -371,3 +458,35 @@ def run_seed(
     workload = Workload(library, driver, seed, mode, omit, **tier)
     workload.run(steps)
     return workload
+
+
+def run_pair(library: c.CDLL, driver: FakeDriver, seed: int, mode: int, steps: int = 150) -> int:
+    """Two programs on streams of their own, in two threads, over one device and one tier. How much was checked."""
+    first = Workload(library, driver, seed, mode)
+    second = Workload(library, driver, seed + 1, mode, beside=first)
+    first.looks = second.looks = False  # the switch for that is both threads'
+    errors: list[BaseException] = []
+
+    def act(workload: Workload) -> None:
+        try:
+            driver.use_device(0)
+            workload.act(steps)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=(workload,)) for workload in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        driver.drain()
+        raise errors[0]
+    second.bring_all()
+    second.check_all()
+    first.close()
+    second.free_lent()
+    driver.drain()
+    for workload in (first, second):
+        workload.raise_if_wrong()
+    return first.checks + second.checks

@@ -74,8 +74,9 @@ void mm_device_mark(mm_device*, mm_stream);
 // The clock, to be read with an atomic load after work was queued: that work is over when a mark of its stream with a
 // greater number has passed.
 const uint64_t* mm_device_clock(void);
-// The program's last use of the live block was queued before the clock said `time`. Holds for the next mm_tier_write of
-// it, which then does not wait for later work; without it that waits for the tails of the streams.
+// The program's last use of the live block was queued before the clock said `time`; an mm_tier_use is one, too. Holds
+// for the next mm_tier_write of it, refused or not, which then does not wait for later work; without it that waits for
+// the tails of the streams.
 void mm_device_note_use(mm_device*, const void* p, uint64_t time);
 // While it is on, blocks that the calling thread allocates do not make their stream wait for former users of the
 // memory: the first mm_tier_read into them does. Nothing else may use such a block before. Says what it was.

@@ -122,6 +122,7 @@ class DevicePool final : public Pool {
   void scribble(void* p, uint64_t nbytes) override {
     if (!rule_holds(kScribbled)) return;
     check(mm_device_wait_block(memory_, stream(), p), "waited for");  // it may be on its way out
+    mm_device_used(memory_, p, stream());                             // whose home may be another one
     if (mm_device_fill(memory_, p, 0xCD, nbytes, stream()) == 0) return;
     static const auto* other = new std::vector<char>(1 << 16, '\xCD');
     for (uint64_t at = 0; at < nbytes; at += other->size())
