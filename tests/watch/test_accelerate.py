@@ -66,7 +66,7 @@ def test_a_tracker_opens_the_budget_and_the_next_ones_get_its_figures(
     from memmgr.integrations import MemmgrTracker
 
     plain, first = _train([])
-    budget = beyond("14MB")
+    budget = beyond("16MB")
     before, ours, behind = _notes(), MemmgrTracker(budget, disk=False), _notes()
     managed, second = _train([before, ours, behind])
     assert managed == plain and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
