@@ -139,6 +139,7 @@ class _Child:
             )
             kept.pop_all()
         self.ready = False
+        self.killed = False  # by us: that is no crash
         start = Start(_path(), str(Path(__file__).parent.parent), memmgr.policies.__path__[0], _threads._BEHIND)
         self._socket.settimeout(START_SECONDS)
         with contextlib.suppress(OSError):  # who asks finds out that it has ended
@@ -175,6 +176,7 @@ class _Child:
 
     def kill(self) -> None:
         """Whoever waits for an answer gets none."""
+        self.killed = True
         self._process.kill()
 
     def reap(self) -> int:
@@ -309,6 +311,10 @@ class PlannerProcess:
     def _done(self) -> None:
         with self._lock:
             self._asker = None
+            child = self._child
+            if child is not None and child.killed:  # its answer was here already when `stop` came
+                self._child = None
+                child.end()
 
     def _crashed(self, child: _Child) -> str:
         self._child = None

@@ -313,13 +313,16 @@ def test_a_child_leaves_no_process_behind() -> None:
     assert not _descendants() - before
 
 
+KEPT = ("resource_tracker", "forkserver", "planner_child")  # for the process's life
+
+
 def _descendants() -> set[int]:
     import psutil
 
     return {
         p.pid
         for p in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(p.cmdline()) and "forkserver" not in " ".join(p.cmdline())
+        if not any(name in " ".join(p.cmdline()) for name in KEPT)
     }
 
 

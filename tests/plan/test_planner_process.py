@@ -162,6 +162,24 @@ def test_what_is_stopped_is_given_up_at_once(process: PlannerProcess) -> None:
     assert executor().run(os.getpid)[0] == process.pid
 
 
+def test_a_stop_behind_the_answer_is_no_crash(process: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget closes when the reply is there and its thread has not gone on yet: later budgets have plans all the same."""
+    ask = planner_process._Child.ask
+    with monkeypatch.context() as patch:
+        for _ in range(planner_process.MOST_CRASHES + 1):
+            asker = executor()
+
+            def ask_and_stop(child: Any, question: bytes, asker: InProcess = asker) -> Any:
+                reply = ask(child, question)
+                process.stop(asker)
+                return reply
+
+            patch.setattr(planner_process._Child, "ask", ask_and_stop)
+            asker.run(os.getpid)
+    assert process.works
+    assert executor().run(os.getpid)[0] == process.pid
+
+
 def test_another_budgets_computation_goes_on(process: PlannerProcess) -> None:
     asks, other = executor(), executor()
     asked = Asks(asks, time.sleep, 1.0)
