@@ -116,9 +116,8 @@ class budget:
             device leaves, and a line on stderr says what the budget became. `"auto"`: the smallest budget at which a planned
             pass is predicted to take at most 1.1 times as long as one without a limit, of 95, 90, 85 ... per cent of the need.
         device: what the budget is about, the CPU or a CUDA device; default the accelerator if there is one, else the CPU.
-            On CUDA trainings have run on one H100 for minutes (torch 2.11): with the bits of unmanaged runs, and slowly, since
-            plans do not know device times yet. CUDA graphs, torch.compile, several streams or GPUs, and torch's own allocator
-            in a budget have not run on a GPU.
+            On CUDA trainings have run on one H100 for minutes (torch 2.11): with the bits of unmanaged runs, and slowly. CUDA
+            graphs, torch.compile, several streams or GPUs, and torch's own allocator in a budget have not run on a GPU.
         host: bytes of memory that what leaves may use. From an accelerator: the most that is page-locked, in pieces as it is
             needed, until the budget closes; default half of what is free, at most twice the limit. On the CPU device: memory
             beside the budget that the machine has to spare, as page cache of the first so many bytes of the disk tier, which

@@ -25,6 +25,8 @@ from .native.build import NotBuiltError, compile_library, include_folder, load_c
 INSTALL_VARIABLE = "MEMMGR_INSTALL"
 # How a device's memory is made: `mapped` (the default; pages as they are needed) or `plain` (one piece, taken at once).
 MEMORY_VARIABLE = "MEMMGR_CUDA_MEMORY"
+# Bytes of a page of mapped memory, a power of two; the core reads it. Unset: a 4,096th of the device's memory.
+PAGE_VARIABLE = "MEMMGR_CUDA_PAGE"
 # The library with the driver's entry points; unset: libcuda. Tests name a double here.
 DRIVER_VARIABLE = "MEMMGR_DRIVER"
 MEMORIES = {"mapped": 0, "plain": 1}  # MM_MEMORY_*
@@ -203,6 +205,9 @@ def _put_in_place() -> str | None:
     memory = os.environ.get(MEMORY_VARIABLE, "mapped").lower()
     if memory not in MEMORIES:
         return f"{MEMORY_VARIABLE}={memory!r} is none of {', '.join(MEMORIES)}"
+    page = os.environ.get(PAGE_VARIABLE)
+    if page is not None and not page.strip().isdecimal():
+        return f"{PAGE_VARIABLE}={page!r} is not a number of bytes"
     try:
         library = _load(build())
     except (NotBuiltError, OSError) as error:

@@ -32,7 +32,7 @@ def default_placement(device_type: str) -> str:
     """The placement of a budget whose caller names none.
 
     On the CPU `mremap` moves a page's address in microseconds, so `remap` has the lowest floor at no cost. An accelerator's
-    driver takes 50 us to move a page, and whoever used it has to be waited for first, so a run of addresses is made by evicting
+    driver takes 150 us to move a page, and its users have to be waited for first, so a run of addresses is made by evicting
     neighbours (`window`), and pages are moved only where that does not help.
     """
     return "remap" if device_type == "cpu" else "window"

@@ -78,7 +78,7 @@ class Arena final : private ForkAware {
   // Its bytes. `now`: the device's clock, where there are streams.
   uint64_t Free(void* p, uint64_t now = 0);
   // The stream that asked has waited for what p is touched by. So it has for the runs beside p, where nothing is newer:
-  // whoever waits for this stream from now on waits for those others too. `now`: the clock after that wait.
+  // a later wait for this stream covers their streams too. `now`: the clock after that wait.
   void Waited(const void* p, const StreamOrder& order, uint64_t now);
   // The stream that asked has not waited: p is in use by whoever touched it before, and nobody else has used it yet.
   void Inherit(const void* p, const StreamOrder& order);
@@ -91,7 +91,7 @@ class Arena final : private ForkAware {
   void Untouch(const void* p, StreamMask by, size_t kind, StreamMask of_kind, uint64_t mark);
   // The program's last use of the block was before `time`, whichever of the streams that touched it had it.
   void NoteUse(const void* p, uint64_t time);
-  // What has to be waited for now. What NoteUse said holds for one look.
+  // The streams to wait for before the block is touched, and their times. The call drops the time of NoteUse.
   StreamMask TakeTouched(const void* p, StreamTimes* times);
   // All work that was queued on the block is behind the work of `by`.
   void Settled(const void* p, StreamMask by);

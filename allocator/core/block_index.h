@@ -59,8 +59,8 @@ struct alignas(64) Block {
   };
   uint8_t pool = 0;
   bool live = false;
-  // Of `touched`. A live block's uses by the program's streams are not told here: their time is kTail, or what
-  // Arena::NoteUse says until somebody has waited for it.
+  // The time of the last use by each stream of `touched`. For a live block, the time of a program's stream is kTail,
+  // or the one that Arena::NoteUse set, until a stream has waited for it.
   StreamTimes times;
 };
 static_assert(offsetof(Block, times) == 64, "what has to do with streams lies beyond the first cache line");

@@ -72,8 +72,8 @@ class Device final : private ForkAware, private Settler {
   static const std::atomic<uint64_t>& Clock();  // mm_device_clock
   // All that was queued on the live block is behind what `by` does next, or its home waits for.
   void Settled(const void* block);
-  // What `by`, a stream of MakeStream, had been given before its mark `mark` is over, or the home of the live block
-  // waits for it already: `by` touches the block no more, unless with what came later. The memory may be more than it
+  // The work that `by`, a stream of MakeStream, had queued before its mark `mark` is over, or the home of the live
+  // block waits for it already. Only work that `by` queued later may touch the block. The memory may be more than it
   // was when that was queued: a block inherits what runs beside each other were touched by.
   void Untouch(const void* block, CUstream by, uint64_t mark);
   CUstream Home(const void* block);

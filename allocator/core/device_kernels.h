@@ -58,7 +58,7 @@ class DeviceKernels {
 
   bool Load();
   void Unload();
-  // What a kernel looks at.
+  // The argument of the kernels that examine memory.
   struct Look {
     CUdeviceptr a;
     CUdeviceptr b;  // 0: a sum is taken of `a`

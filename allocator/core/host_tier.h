@@ -47,7 +47,7 @@ class HostTier final : public Tier, private ForkAware {
   void Close() override;
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;
-  // What was noted of its last use is forgotten: the program may use it again.
+  // The note of the last use is dropped: the program may use the block again.
   void Refused(const void* from) override { device_->NoteUse(from, kTail); }
   int Read(mm_slot id, void* to, Urgency urgency) override;
   int Poll(mm_slot id) override;
@@ -65,7 +65,7 @@ class HostTier final : public Tier, private ForkAware {
   mm_slot Reserve(uint64_t bytes, bool wait, void** room);
   // From any host memory into a live block, as a read of a slot would; returns when the bytes are there.
   int Fill(const void* from, uint64_t bytes, void* to);
-  // Of the slab; less once it cannot grow any further.
+  // The capacity of the slab. It gets smaller once the slab cannot grow any further.
   uint64_t capacity_bytes() const { return slab_.capacity_bytes(); }
 
   void AfterForkInChild() override { forked_.store(true); }

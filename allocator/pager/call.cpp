@@ -85,14 +85,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   const uint64_t stalled = waited;
   const bool cut = C10_UNLIKELY(info_->list_op) && outermost;
   const Share at_once = cut ? largest_index(info_, *stack_) : Share{};
-  mm_device_stats queued{};
-  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) {
-    timed.points = points_of_period();
-    if (timed.points) {
-      mm_device_stats_get(budget.pool->queue(), &queued);
-      timed.begins = mm_points_add(timed.points.get(), budget.pool->stream());
-    }
-  }
+  if (C10_UNLIKELY(times_ops.load(std::memory_order_relaxed)) && outermost) timer.begin();
   const uint64_t begun = ticks();
   Taking& here = taking();
   if (outermost) {
@@ -116,12 +109,7 @@ void Call::run(Frame& frame, bool outermost, KeptArguments* kept) {
   }
   if (drawing_.owns_lock()) drawing_.unlock();
   ended_ = ticks();
-  if (C10_UNLIKELY(timed.points != nullptr)) {
-    const uint64_t waits = queued.waits;
-    timed.ends = mm_points_add(timed.points.get(), budget.pool->stream());
-    mm_device_stats_get(budget.pool->queue(), &queued);
-    timed.waited = queued.waits != waits;
-  }
+  timer.end();
   seconds = seconds_of_ticks(ended_ - begun);
   const uint64_t stall = waited - stalled;
   if (stall) seconds = std::max(1e-7, seconds - static_cast<double>(stall) * 1e-9);

@@ -50,7 +50,7 @@ class Call {
   bool began_writes = false;
   bool drew = false;
   double seconds = 0;
-  Timed timed;
+  OpTimer timer;
   c10::SmallVector<Cell*, 4> made;
 
  private:

@@ -174,7 +174,7 @@ void page(const c10::OperatorHandle& op, OpInfo* info, c10::DispatchKeySet below
       if (depth.outermost() && !budget.forked) admitted.emplace(need, alone);
       call.run(frame, depth.outermost(), &kept);
       if (C10_UNLIKELY(moment != nullptr))
-        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), call.timed);
+        moment->ended(info, call.made.data(), call.made.size(), call.seconds, scratch_peak(), call.timer);
       break;
     } catch (const c10::OutOfMemoryError&) {
       call.give_up();

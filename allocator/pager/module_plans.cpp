@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
+#include <utility>
 
 #include "budget.h"
 #include "follow.h"
@@ -106,24 +107,20 @@ PyObject* py_turn_period(PyObject*, PyObject*) {
 
 // timeline() -> dict of columns as bytes, of the period that ended last
 PyObject* py_timeline(PyObject*, PyObject*) {
+  if (last_timeline().points) {
+    // The device is waited for without the GIL, and another period may end meanwhile: then that one is the last.
+    Timeline timed = std::exchange(last_timeline(), Timeline());
+    Py_BEGIN_ALLOW_THREADS;
+    take_device_times(&timed);
+    Py_END_ALLOW_THREADS;
+    if (last_timeline().ops.empty()) last_timeline() = std::move(timed);
+  }
   const Timeline& t = last_timeline();
   std::vector<int32_t> names;
   std::vector<uint32_t> first, modules;
   std::vector<float> seconds, before;
   std::vector<uint64_t> scratch, other;
   std::unordered_map<const OpInfo*, int32_t> numbers;
-  // The wait for the device is without the GIL, under which another period may end meanwhile.
-  std::vector<float> on_device, between;
-  if (t.points) {
-    const Timeline timed = t;
-    Py_BEGIN_ALLOW_THREADS;
-    device_times(timed, &on_device, &between);
-    Py_END_ALLOW_THREADS;
-    if (t.points != timed.points) {
-      on_device.clear();
-      between.clear();
-    }
-  }
   PyObject* list = PyList_New(0);
   if (!list) return nullptr;
   for (const OpNote& op : t.ops) {
@@ -141,10 +138,8 @@ PyObject* py_timeline(PyObject*, PyObject*) {
     }
     names.push_back(at->second);
     first.push_back(op.first_touch);
-    const size_t i = seconds.size();
-    const bool known = i < on_device.size() && on_device[i] >= 0;
-    seconds.push_back(known ? on_device[i] : op.seconds);
-    before.push_back(known && between[i] >= 0 ? std::min(between[i], op.before) : op.before);
+    seconds.push_back(op.seconds);
+    before.push_back(op.before);
     scratch.push_back(op.scratch);
     other.push_back(op.other);
     modules.push_back(op.module);

@@ -216,7 +216,7 @@ uint64_t leave(Cell* c, Way way, void (*let_go_of)(StoragePtr)) {
     }
     if (drop && c->version->recipe->checked && !sum.taken()) {
       take_sum();
-      if (!may_be_dropped_locked(c)) return give_up();
+      if (!sum.taken() || !may_be_dropped_locked(c)) return give_up();
     }
     c->checksum = std::move(sum);
     Trash trash;

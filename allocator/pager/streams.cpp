@@ -56,7 +56,6 @@ void note_queued_home(Cell* c) {
 }
 
 void tell_last_use(const Cell* c) {
-  if (!rule_holds(kRuleLastUse)) return;
   mm_device_note_use(c->pool->queue(), c->bytes.get(), c->used_at.load(std::memory_order_relaxed));
 }
 

@@ -32,8 +32,8 @@ inline void note_last_use(const Cell* c) {
 struct Unmarked {
   uint64_t bytes = 0;
   uint32_t ops = 0;
-  // A mark costs the host and the device about a microsecond each; what is read or written between two of them takes
-  // the device some 50 us, and a copy over the link a millisecond.
+  // An H100 reads or writes 64 MiB in 24 us and copies them over its link in 1.2 ms: a copy that waits for a mark
+  // begins that much later at most. The mark costs the host 0.2 us and what the calls around it take.
   bool due() const { return bytes >= (uint64_t{64} << 20) || ops >= 32; }
 };
 Unmarked& unmarked();

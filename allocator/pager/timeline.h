@@ -47,15 +47,26 @@ struct OpNote {
   bool waited = false;
 };
 
-// Of one op, as it runs.
-struct Timed {
-  std::shared_ptr<mm_points> points;  // null: it is not timed
-  int begins = -1, ends = -1;
-  bool waited = false;
-};
-// Does the period that is noted take the device's time for each op?
+// The period that is noted takes the device's time for each op.
 extern std::atomic<bool> times_ops;
-std::shared_ptr<mm_points> points_of_period();
+
+// Of one op, as it runs: nothing happens unless it is begun.
+class OpTimer {
+ public:
+  void begin();
+  void end() {
+    if (C10_UNLIKELY(points_ != nullptr)) end_timed();
+  }
+  // The op is this one of the period with these points.
+  void tell(OpNote* note, const std::shared_ptr<mm_points>& points) const;
+
+ private:
+  void end_timed();
+
+  std::shared_ptr<mm_points> points_;
+  int begins_ = -1, ends_ = -1;
+  uint64_t waits_ = 0;  // of the device's streams so far; at the end those since the beginning
+};
 
 struct Timeline {
   std::vector<OpNote> ops;
@@ -83,7 +94,7 @@ class Moment {
   // Before the op's cells are pinned: what a plan wants before it is begun.
   void begins(OpInfo* info, const Frame& frame, bool follow = true);
   // After it ran; what it made is still held by its caller.
-  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const Timed& timed = {});
+  void ended(OpInfo* info, Cell* const* made, size_t n, double seconds, uint64_t scratch, const OpTimer& timer = {});
   // Nothing is pinned any more: what a plan lets go after it may.
   void left();
 
@@ -104,10 +115,10 @@ Cell* cell_of_ordinal_locked(uint32_t ordinal);
 // as the one before it, whatever came since. Null: it has died, or there is none.
 Cell* cell_before_locked(uint32_t ordinal, uint64_t hash);
 
-// What the device took for each op of a period that was timed, and for what lay between it and the op before, in
-// seconds; negative: not known. Waits for the device. An op that met a wait has the least that any op like it took so
-// far.
-void device_times(const Timeline& t, std::vector<float>* seconds, std::vector<float>* before);
+// The device's times of a period that was timed, in place of the host's, as far as they are known. Waits for the
+// device. An op whose stream was made to wait has the least that an op like it has taken so far. Known limitation: ops
+// are alike that touch cells of the same lengths, whatever their shapes.
+void take_device_times(Timeline* t);
 
 // An outermost backward begins here.
 void turn_period();

@@ -45,8 +45,7 @@ _links: dict[tuple[Any, ...], tuple[float, float]] = {}
 class PagerRuntime:
     """One open budget.
 
-    Known limitations: on an accelerator the period of a plan has no device times, so that plans move more than pays. Several
-    streams and graphs have run on test doubles only.
+    Known limitations: on an accelerator plans with device times, several streams and graphs have run on test doubles only.
     """
 
     def __init__(self, config: Config) -> None:
@@ -288,7 +287,7 @@ class PagerRuntime:
     def _measure_link(self) -> None:
         """Writes and reads some megabytes: what a byte takes to the tier. The next budgets of the process know it."""
         on_device = self.config.device.type != "cpu"
-        for size in (*(64 << 20,) * on_device, 8 << 20, 1 << 20, 64 << 10):
+        for size in (64 << 20 if on_device else 8 << 20, 8 << 20, 1 << 20, 64 << 10):
             if self._tier in _links:
                 break
             times = self.native.tier_probe(size)

@@ -67,6 +67,7 @@ class Library:
             "worker",
         ),
         (lambda m: m.setenv("MEMMGR_CUDA_MEMORY", "some"), "none of mapped, plain"),
+        (lambda m: m.setenv("MEMMGR_CUDA_PAGE", "16MiB"), "'16MiB' is not a number of bytes"),
     ],
 )
 def test_why_not(cuda: pytest.MonkeyPatch, change: Any, says: str) -> None:

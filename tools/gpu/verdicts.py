@@ -272,7 +272,7 @@ def next_steps(f: Figures, verdicts: Iterable[Verdict]) -> Iterator[str]:
         if remaps.get(line["act"], 1e9) < 0.95 * line["step"]:
             yield f"{line['act']}: remap is faster than the window: look at its page traffic in both before choosing"
     if "F2" in real:
-        yield "F2: make the second call again with MEMMGR_CUDA_PAGE=134217728 and compare maps and steps"
+        yield "F2: make the second call again with MEMMGR_CUDA_PAGE=67108864 and compare maps and steps"
     if "F1" in real:
         yield "F1: open the trace, find the copy that compute waits for, and mend that wait before more timings"
     if "F4" in real:

@@ -2,6 +2,7 @@
 // lies in torch's place there (allocator/cuda); other devices have theirs looked up at every use, so it is put there.
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <errno.h>
 
 #include <algorithm>
 #include <array>
@@ -114,7 +115,9 @@ class DevicePool final : public Pool {
     if (!has_kernels()) return Checksum(sum(p, nbytes));
     wait_for_writers(p);
     mm_sum* pending = nullptr;
-    check(mm_device_sum_begin(memory_, p, nbytes, stream(), &pending), "summed");
+    const int error = mm_device_sum_begin(memory_, p, nbytes, stream(), &pending);
+    if (error == -EBUSY) return {};
+    check(error, "summed");
     return {memory_, pending};
   }
   // Without kernels the bytes are fetched through pageable memory.

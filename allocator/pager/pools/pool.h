@@ -26,7 +26,6 @@ enum StreamRule : uint32_t {
   kRuleLate = 128,      // who may be behind an event of a step waits for its slices that ran after that
   kRuleWhere = 256,     // a slice is queued where its step would have been
   kScribbled = 64,      // no rule: in torture what has left is overwritten, behind all that used it
-  kRuleLastUse = 512,   // no rule: a copy below waits for the last use of the bytes, and not for all that is queued
   kSampled = 32,  // no rule: a sample of what leaves has a checksum; what comes back with one waits for the device
 };
 
@@ -58,7 +57,7 @@ class Pool {
   virtual void settle() {}                              // all that was queued has run
   virtual void settle_stream() {}                       // what the calling thread's stream was given has run
   // The sum of the bytes as they are at this place of the calling thread's stream. It may only be queued; the block may
-  // be given back at once.
+  // be given back at once. None (not `taken`) where it cannot be queued, during a capture.
   virtual Checksum begin_sum(const void* p, uint64_t nbytes) { return Checksum(sum(p, nbytes)); }
   virtual bool sums_cheaply(uint64_t /*nbytes*/) const { return true; }
 
