@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from budget import models
 from plan import endless
+from plan.own_process import SOON, process
 
 import memmgr
 from memmgr import _budget
@@ -26,7 +26,7 @@ from memmgr.runtime.planner_process import PlannerProcess
 
 from .planned import bits, need, settled, sizes, trained
 
-__all__ = ["sizes"]  # a fixture
+__all__ = ["process", "sizes"]  # fixtures
 
 pytestmark = [
     pytest.mark.filterwarnings("error:memmgr"),
@@ -36,17 +36,6 @@ pytestmark = [
 
 GPT = models.MODELS["gpt"]
 STEPS = 12
-SOON = 0.2
-"""Seconds in which a budget that closes has given up what is being planned."""
-
-
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlannerProcess]:
-    """A process of the test's own."""
-    process = PlannerProcess()
-    monkeypatch.setattr(planner_process, "PLANNER", process)
-    yield process
-    process.close()
 
 
 def until_it_plans(process: PlannerProcess, training: models.Training) -> list[float]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,11 @@ from memmgr.runtime import planner_process, planning
 from memmgr.runtime.planner_process import Failed, InProcess, PlannerProcess
 
 from . import endless
+from .own_process import SOON, process
+
+__all__ = ["process"]  # a fixture
 
 pytestmark = pytest.mark.timeout(120)
-
-SOON = 0.2
-"""Seconds in which a budget that closes has given up what is being planned."""
-
-
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlannerProcess]:
-    """A process of the test's own."""
-    process = PlannerProcess()
-    monkeypatch.setattr(planner_process, "PLANNER", process)
-    yield process
-    process.close()
 
 
 def executor() -> InProcess:
