@@ -112,9 +112,10 @@ class Explainer:
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is what the allocator said."""
         self._native.note_refused()
-        held = self._holdings()
+        census = Census(self._native)
+        held = self._holdings(census)
         op = FailedOp(*self._native.failed_op())
-        error = self._error(torchs_own_words(text), held, failed=failed_tier(text), op=op)
+        error = self._error(torchs_own_words(text), held, census, failed=failed_tier(text), op=op)
         if self._detail():
             self._happened(
                 "budget_error",
@@ -137,18 +138,21 @@ class Explainer:
 
     def too_big(self, there_bytes: int) -> BudgetError:
         """What is there when the budget opens does not fit, and cannot leave."""
-        return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
+        census = Census(self._native)
+        words = out_of_memory_words(self._asked.device)
+        return self._error(words, self._holdings(census), census, there_bytes=there_bytes)
 
     def _error(
         self,
         first: str,
         held: Holdings,
+        census: Census,
         failed: tuple[str, str] | None = None,
         there_bytes: int = 0,
         op: FailedOp | None = None,
     ) -> BudgetError:
         tier, now = self._native.tier_stats(), self._native.stats()
-        ahead, floor_bytes = self._ahead(held, now, below=bool(tier)), now["floor_bytes"]
+        ahead, floor_bytes = self._ahead(held, now, census, below=bool(tier)), now["floor_bytes"]
         if failed is not None and not is_full(failed):  # nobody can count on that one, as the floor does
             tier, floor_bytes = {}, floor_bytes + held.states_bytes
         return budget_error(
@@ -185,7 +189,7 @@ class Explainer:
         hidden = self._native.resident() - sum(held.kinds.values())
         return hidden if hidden > HIDDEN_BYTES else 0
 
-    def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Callable[[], Ahead]:
+    def _ahead(self, held: Holdings, now: dict[str, int], census: Census, *, below: bool) -> Callable[[], Ahead]:
         """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
 
         Args:
@@ -201,7 +205,7 @@ class Explainer:
             work = forward - (0 if below else held.states_bytes - held.kinds.get("gradients", 0))
             most = max(LOSS * forward, GROWS * now["floor_bytes"])
             return functools.partial(Ahead, int(most), int(states + AGAIN * LOSS * max(0, work)))
-        otherwise = self._without_rehearsal(held, now, moved)
+        otherwise = self._without_rehearsal(held, now, census, moved)
         call = None if passes.in_backward or transformed() else module_call()
         if call is None:
             return lambda: otherwise
@@ -220,11 +224,11 @@ class Explainer:
 
         return ahead
 
-    def _without_rehearsal(self, held: Holdings, now: dict[str, int], moved: int) -> Ahead:
+    def _without_rehearsal(self, held: Holdings, now: dict[str, int], census: Census, moved: int) -> Ahead:
         passes = self._passes
         if not passes.count or not held.step_bytes:  # without an optimizer no two passes need be alike
             return Ahead(int(LOSS * now["floor_bytes"]))
-        coming = missing_states(self._native, self._asked.device, gradients=False)
+        coming = missing_states(census, self._asked.device, gradients=False)
         if passes.count == 1 or not passes.steps_before:
             # No backward was beside the states that the first update makes.
             # Some of them may be gone again: zeros are made from nothing.
@@ -234,8 +238,8 @@ class Explainer:
             )
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
-    def _holdings(self) -> Holdings:
-        native, device = Census(self._native), self._asked.device
+    def _holdings(self, native: Census) -> Holdings:
+        device = self._asked.device
         kinds, modules = holders(native, device, rest=self._native.resident_cells())
         return Holdings(
             kinds,

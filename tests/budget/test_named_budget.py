@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memmgr
 from memmgr._sizes import round_up, show_size
+from memmgr.native import pager
 from memmgr.observe import rehearsal
 
 from . import models
@@ -568,17 +569,25 @@ def test_call_of_a_module_without_gradients_is_named_as_such() -> None:
 def test_program_that_tries_smaller_batches_pays_for_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads no text: the walk over the objects of the process is all that an error takes, and there is one."""
     walks: list[int] = []
-    census = memmgr.observe.errors.Census
-    monkeypatch.setattr("memmgr.observe.errors.Census", lambda native: (walks.append(1), census(native))[1])
+    native = pager.load()
+    walk = native.objects_of
+    monkeypatch.setattr(native, "objects_of", lambda *words: (walks.append(1), walk(*words))[1])
     monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a rehearsal"))
     model = nn.Linear(64, 40_000)
     with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True):
+        walks.clear()
         with pytest.raises(memmgr.BudgetError) as caught:
             model(torch.randn(256, 64))
         assert caught.value.floor_bytes > caught.value.budget_bytes and walks == [1]
+        small = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(small.parameters())
+        for _ in range(2):
+            small(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        walks.clear()
         with pytest.raises(memmgr.BudgetError):
             torch.ones(40 * MB)
-        assert walks == [1, 1]
+        assert walks == [1]
 
 
 def test_error_that_is_read_late_says_the_same() -> None:
