@@ -27,6 +27,7 @@ from memmgr._stock import Census, Inventory, holders, missing_states, states_bel
 from memmgr.native.pager import Escape
 from memmgr.readers.patches import Patches
 
+from .loops import Loop, loop_around
 from .passes import Passes
 from .rehearsal import Rehearsal, in_step, module_call, transformed
 
@@ -171,16 +172,20 @@ class Explainer:
             failed=failed,
             there_bytes=there_bytes,
             op=op or FailedOp(),
-            exports=self._exports(now),
+            exports=self._exports(now, loop_around(census)),
             trains=self._trains(),
         )
 
     def _trains(self) -> bool:
         return (self._passes.in_backward or in_step()) and not transformed()
 
-    def _exports(self, now: dict[str, int]) -> Exports:
-        by = HAS_ADDRESSES.get(Escape(now["exported_why"])) if now["exported_cells"] else None
-        return Exports(now["exported_cells"], now["exported_bytes"], by) if by else Exports()
+    def _exports(self, now: dict[str, int], loop: Loop | None) -> Exports:
+        count = now["exported_cells"]
+        by = HAS_ADDRESSES.get(Escape(now["exported_why"])) if count else None
+        left = None
+        if loop is not None:  # this turn's is not exported yet
+            left = (loop.left + 1) * max(1, round(count / loop.done) if loop.done else 1)
+        return Exports(count, now["exported_bytes"], by, left) if by else Exports()
 
     def _hidden_bytes(self, held: Holdings) -> int:
         """What a device's allocator has given to others than tensors: cuBLAS takes 32 MiB and more for each stream."""
@@ -210,6 +215,8 @@ class Explainer:
         if call is None:
             return lambda: otherwise
         rehearsal, compiled, name = Rehearsal(*call), self._compiled(), "" if in_step() else type(call[0]).__name__
+        loop = loop_around(census) if name else None
+        calls = loop.left + 1 if loop is not None and loop.gathers else 0
         stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
 
         def ahead() -> Ahead:
@@ -218,9 +225,9 @@ class Explainer:
                 return otherwise
             if compiled:  # nothing leaves in its graph, and its backward is given all that its forward has saved
                 whole = states + found.inputs_bytes + found.made_bytes + found.op_bytes
-                return Ahead(whole, whole, name)
+                return Ahead(whole, whole, name, calls, found.outputs_bytes)
             made = int(AGAIN * (found.inputs_bytes + found.activations_bytes))
-            return Ahead(stays + found.op_bytes, states + made, name)
+            return Ahead(stays + found.op_bytes, states + made, name, calls, found.outputs_bytes)
 
         return ahead
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import re
 import resource
 import sys
 import threading
@@ -564,6 +565,41 @@ def test_call_of_a_module_without_gradients_is_named_as_such() -> None:
         assert "should do for this call of Sequential; what comes after it is not known." in str(caught.value)
         with memmgr.budget(caught.value.enough_bytes, quiet=True):
             model(torch.randn(2048, 64))
+
+
+def _exports_in_a_generator(model: nn.Module) -> list[Any]:
+    return list(model(torch.randn(2048, 64)).numpy() for _ in range(24))  # noqa: C400  what it goes over is known
+
+
+def _exports_of_a_loader(model: nn.Module) -> list[Any]:
+    found = []
+    for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24 * 256, 64)), 256):
+        y = model(x.repeat(8, 1))
+        found += [y.numpy(), (y + 1).numpy()]
+    return found
+
+
+@pytest.mark.parametrize(("run", "limit"), [(_exports_in_a_generator, 12), (_exports_of_a_loader, 30)])
+def test_exports_of_a_loop_whose_turns_are_known_are_named_in_whole(run: Callable[..., Any], limit: int) -> None:
+    """The named budget has room for those that are to come, and for little besides."""
+    model = nn.Linear(64, 128)
+    with torch.no_grad():
+        with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(bytes_already_there() + limit * MB, quiet=True):
+            run(model)
+        assert re.search(r"Its loop has \d+ more to come\.\n.* That leaves room for all of them\.", str(caught.value))
+        with memmgr.budget(caught.value.enough_bytes, quiet=True) as mm:
+            run(model)
+    assert caught.value.enough_bytes <= 1.2 * mm.stats()["resident_bytes.peak"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="a comprehension has no frame there")
+def test_list_of_what_a_module_returns_is_named_with_room_to_put_it_together() -> None:
+    words = "and to put together what 24 of them return"
+    limit = bytes_already_there() + 6 * MB
+    with pytest.raises(memmgr.BudgetError, match=words) as caught, memmgr.budget(limit, quiet=True):
+        _evaluate()
+    with memmgr.budget(caught.value.enough_bytes, quiet=True):
+        _evaluate()
 
 
 def test_program_that_tries_smaller_batches_pays_for_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
