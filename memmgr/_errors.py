@@ -111,16 +111,16 @@ class BudgetError(OutOfMemoryError):
 _ARGS: Any = vars(BaseException)["args"]
 
 
-def of_torchs(spent: Callable[[str], BudgetError]) -> Callable[..., BaseException]:
-    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator is made what `spent` makes of its text.
+def of_torchs(spent: Callable[[str], BudgetError | None]) -> Callable[..., BaseException]:
+    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator becomes what `spent` makes of its text, if
+    that is something.
 
     All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
     """
 
     def new(kind: type[OutOfMemoryError], *args: Any) -> BaseException:
-        if kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0]):
-            return spent(str(args[0]))
-        return RuntimeError.__new__(kind, *args)
+        ours = kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0])
+        return (spent(str(args[0])) if ours else None) or RuntimeError.__new__(kind, *args)
 
     return new
 
@@ -259,6 +259,7 @@ class Ahead:
     Attributes:
         op_bytes: its largest op, and what can never leave beside it; 0: no more than so far, or not known.
         states_stay_bytes: as much where no model state can leave; None: not known.
+        rehearsed: by a run on tensors without bytes.
         call: of which module's call that is the rest, by its class; empty: of a training step.
         calls: how many such calls a list is made of; 0: no list is known.
         returns_bytes: what one of them returns.
@@ -266,6 +267,7 @@ class Ahead:
 
     op_bytes: int = 0
     states_stay_bytes: int | None = None
+    rehearsed: bool = False
     call: str = ""
     calls: int = 0
     returns_bytes: int = 0
@@ -408,7 +410,7 @@ def budget_error(
         else:
             step = int(SPARE * max(floor, coming.op_bytes, held.update_bytes))
         enough = max(floor, step, untried_bytes) if known or there_bytes or held.step_bytes else floor
-        if not trained and not there_bytes and not coming.call:
+        if not trained and not there_bytes and not coming.rehearsed:
             enough = max(enough, floor + MORE * op.result_bytes)
         if not trained and op.result_bytes:
             enough += kept + exports.coming_bytes

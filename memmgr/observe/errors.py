@@ -104,11 +104,15 @@ class Explainer:
 
     def begin(self) -> None:
         """From here on torch's out-of-memory errors that quote the allocator are ours."""
-        self._patches.wrap(torch.OutOfMemoryError, "__new__", lambda _: of_torchs(self.spent))
+        self._patches.wrap(torch.OutOfMemoryError, "__new__", lambda _: of_torchs(self._outside))
 
     def end(self) -> None:
         """Undoes it."""
         self._patches.undo()
+
+    def _outside(self, text: str) -> BudgetError | None:
+        """Of a request outside of an op. A compiled graph asks the allocator itself what it has refused (`CompiledGraphs`)."""
+        return None if self._compiled() else self.spent(text)
 
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is what the allocator said."""
@@ -225,9 +229,9 @@ class Explainer:
                 return otherwise
             if compiled:  # nothing leaves in its graph, and its backward is given all that its forward has saved
                 whole = states + found.inputs_bytes + found.made_bytes + found.op_bytes
-                return Ahead(whole, whole, name, calls, found.outputs_bytes)
+                return Ahead(whole, whole, True, name, calls, found.outputs_bytes)
             made = int(AGAIN * (found.inputs_bytes + found.activations_bytes))
-            return Ahead(stays + found.op_bytes, states + made, name, calls, found.outputs_bytes)
+            return Ahead(stays + found.op_bytes, states + made, True, name, calls, found.outputs_bytes)
 
         return ahead
 
