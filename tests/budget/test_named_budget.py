@@ -525,7 +525,6 @@ PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
     "the next request is rounded up": (5.04, lambda: torch.randn(1000, 1500).topk(700, 1), "needs"),
     "evaluation": (12, _evaluate, "This op (aten::cat) needs"),
     "exports to NumPy": (12, lambda: _export(torch.Tensor.numpy), "NumPy has the addresses of"),
-    "exports by DLPack": (12, lambda: _export(torch.utils.dlpack.to_dlpack), "DLPack has the addresses of"),
     "per-sample gradients": (3, _per_sample, "needs"),
     "forward over reverse": (4, _forward_over_reverse, "needs"),
     "second order": (1.4, _second_order, "budget of"),
