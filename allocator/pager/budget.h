@@ -48,6 +48,7 @@ struct Budget {
   Pool* pool = nullptr;             // one a device; budgets follow one another on it
   mm_arena* arena = nullptr;        // its
   mm_tier* tier = nullptr;
+  bool tier_writes = false;  // else it reads files that are lent to it, and no more
   Options options;
 
   std::mutex& error_lock = taken_by_forks(new std::mutex);

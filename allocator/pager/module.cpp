@@ -3,6 +3,7 @@
 
 #include <ATen/record_function.h>
 #include <Python.h>
+#include <c10/util/ScopeExit.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,6 +19,7 @@
 #include "elsewhere.h"
 #include "escape.h"
 #include "exports.h"
+#include "fixed.h"
 #include "foreign.h"
 #include "fork.h"
 #include "frame.h"
@@ -25,6 +27,7 @@
 #include "hold.h"
 #include "hooks.h"
 #include "kernel.h"
+#include "mapped.h"
 #include "module_plans.h"
 #include "module_ranking.h"
 #include "objects.h"
@@ -109,10 +112,15 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     if (pool->on_host() && folder && may_offload) {
       budget.tier = mm_tier_open_cached(folder, disk_bytes, throttle, 2, host_bytes, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier file in %s: %s", folder, why);
-    } else if (!pool->on_host() && host_bytes && may_offload) {
+    } else if (pool->on_host()) {
+      budget.tier = mm_tier_open(nullptr, 0, throttle, 1, why, sizeof why);
+      if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot read files that are mapped: %s", why);
+    } else if (host_bytes && may_offload) {
       budget.tier = pool->open_host_tier(host_bytes, folder, disk_bytes, throttle, why, sizeof why);
       if (!budget.tier) return PyErr_Format(PyExc_OSError, "memmgr: cannot open a tier in host memory: %s", why);
     }
+    budget.tier_writes = budget.tier && !(pool->on_host() && !(folder && may_offload));
+    learn_mapped();
     Options o;
     o.small_bytes = small_bytes;
     o.may_evict = may_evict;
@@ -175,6 +183,9 @@ std::vector<WeakStorage>& former_cells() {
   return *f;
 }
 
+// What goes back to a mapping lies there and in the pool's pages until these are given back.
+constexpr uint64_t kTrimEach = uint64_t{32} << 20;
+
 // close(): brings everything back, takes the cells off their storages, closes the tier.
 PyObject* py_close(PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
@@ -201,15 +212,25 @@ PyObject* py_close(PyObject*, PyObject*) {
     Py_END_ALLOW_THREADS;
     auto cells = all_cells();
     Py_BEGIN_ALLOW_THREADS;
+    uint64_t moved = 0;
+    for (auto& [c, s] : cells) {  // first, so that the pool's memory is free when the others come back
+      if (!c->resident() || !return_to_mapping(c)) continue;
+      if ((moved += c->nbytes) < kTrimEach) continue;
+      mm_arena_trim(budget.arena, 0);
+      moved = 0;
+    }
+    if (moved) mm_arena_trim(budget.arena, 0);
     for (auto& [c, s] : cells) {
       if (c->given_up) continue;  // whoever reads it is told; this budget has lost nothing
-      pin(c, ticks());
       try {
+        if (return_to_mapping(c)) continue;
+        pin(c, ticks());
+        const auto unpinned = c10::make_scope_exit([c = c] { unpin(c); });
         bring_back(c);
       } catch (...) {
         wrong = std::current_exception();
       }
-      unpin(c);
+      return_to_mapping(c);
     }
     forget_works();
     exhume();
@@ -229,6 +250,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       wrong = std::make_exception_ptr(std::runtime_error("memmgr: an op of another thread has not ended for a minute"));
     Py_END_ALLOW_THREADS;
     staying.reset();
+    forget_fixed();
     cells = all_cells();  // with those that were born meanwhile
     cut_recipes(true);
     for (auto& [c, s] : cells)
@@ -252,6 +274,7 @@ PyObject* py_close(PyObject*, PyObject*) {
       finish_transfers();
       mm_tier_close(budget.tier);
       budget.tier = nullptr;
+      budget.tier_writes = false;
     }
     if (wrong) std::rethrow_exception(wrong);
     Py_RETURN_NONE;
@@ -276,11 +299,12 @@ PyObject* py_adopt(PyObject*, PyObject* o) {
 PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   if (!PyList_Check(tensors)) return PyErr_Format(PyExc_TypeError, "adopt_all() takes a list");
   const bool gradients = elsewhere() != Elsewhere::kGradients;
-  std::vector<StoragePtr> found;
+  std::vector<StoragePtr> found, others;
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (adoptable(s) && s->nbytes() >= budget.options.small_bytes) found.push_back(StoragePtr::reclaim_copy(s));
+    if (s->nbytes() < budget.options.small_bytes) return;
+    (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* o = PyList_GET_ITEM(tensors, i);
@@ -297,6 +321,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   uint64_t bytes = 0;
   for (const StoragePtr& s : found)
     if (const Cell* c = adopt(s.get())) bytes += c->nbytes;
+  for (const StoragePtr& s : others) count_fixed(s.get());
   return PyLong_FromUnsignedLongLong(bytes);
 }
 

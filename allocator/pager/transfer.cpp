@@ -133,7 +133,7 @@ void note_tier_error(int error) {
 bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
 
 bool begin_write_locked(Cell* c) {
-  if (!budget.tier || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
+  if (!budget.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
   note_last_use(c);
   const mm_slot slot = mm_tier_write(budget.tier, c->bytes.get(), c->nbytes);
@@ -185,7 +185,7 @@ bool begin_read(Cell* c) {
   {
     const OwnWork own;
     const FilledByTier filled;
-    r.bytes = c->pool->try_allocate(c->nbytes, 0);
+    r.bytes = try_allocate_for(c, 0);
   }
   if (!r.bytes.get() || mm_tier_read(budget.tier, c->slot, r.bytes.get()) < 0) {
     end_move(c, true);
@@ -277,6 +277,7 @@ bool drop_clean_copies() {
   for_each_cell_locked([&](Cell* c) {
     if (c->state.load() & (kBusy | kAbsent)) return;
     cancel_write_locked(c, &trash);
+    if (has_file_copy(c)) return;
     if (c->slot >= 0) trash.slots.push_back(c->slot);
     c->slot = -1;
   });

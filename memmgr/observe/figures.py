@@ -150,6 +150,22 @@ FIGURES: tuple[Figure, ...] = (
     Figure("adopted_bytes", "counter", "bytes of what was adopted"),
     Figure("escapes", "counter", "storages whose address was handed out for good"),
     Figure("escaped_bytes", "gauge", "bytes of escaped storages that live"),
+    Figure(
+        "mapped_bytes", "gauge", "bytes of tensors that are mapped from a file which is their copy: none was written"
+    ),
+    Figure(
+        "fixed_bytes.library",
+        "gauge",
+        "bytes of tensors over memory of another library's (NumPy, Arrow, DLPack): it counts and cannot leave",
+    ),
+    Figure(
+        "fixed_bytes.shared", "gauge", "bytes of tensors in memory that processes share: it counts and cannot leave"
+    ),
+    Figure(
+        "fixed_bytes.mapped_file",
+        "gauge",
+        "bytes of tensors over files that another library has mapped: the kernel takes their pages back, they do not count",
+    ),
     Figure("foreign_writes", "counter", "writes by C++ that no op announced"),
 )
 """All of them but `escapes.MODULE:LINE`, which says how often a place in the program handed an address out."""

@@ -102,6 +102,24 @@ def spread(ranks: list[dict[str, Any]], *, binary: bool = False) -> list[str]:
     return [f"of {len(ranks)} ranks: peak {least} to {most}{slower}"]
 
 
+def fixed(s: dict[str, Any], *, binary: bool = False) -> list[str]:
+    """Memory that counts and cannot leave since it is not torch's, in one line; none where it is less than a tenth of the budget.
+
+    Args:
+        s: `memmgr.stats()`.
+    """
+    owners = (
+        ("fixed_bytes.library", "of NumPy's or another library's"),
+        ("fixed_bytes.shared", "shared with other processes"),
+    )
+    found = [(s.get(name, 0), text) for name, text in owners if s.get(name, 0)]
+    whole = sum(size for size, _ in found)
+    if s["budget_bytes"] >= UNLIMITED or whole < s["budget_bytes"] / 10:
+        return []
+    parts = ", ".join(f"{show_size(size, binary=binary)} {text}" for size, text in found)
+    return [f"of the peak, tensors over memory that cannot leave: {parts}; `.clone()` makes one that can"]
+
+
 def report(
     s: dict[str, Any], ranks: list[dict[str, Any]], *, log: str | os.PathLike[str] | None = None, binary: bool = False
 ) -> None:
@@ -113,6 +131,7 @@ def report(
         log: the telemetry's; None: there is none.
     """
     lines = spread(ranks, binary=binary) + states.line(s, binary=binary) + own_checkpointing(s, binary=binary)
+    lines = fixed(s, binary=binary) + lines
     global _next
     _next = next_command(log)
     print(summary(s, binary=binary), *("memmgr: " + line for line in lines), sep="\n", file=sys.stderr)

@@ -9,6 +9,7 @@ Three ways, told apart by who asks:
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections import Counter
@@ -111,6 +112,9 @@ class RawReaders:
             wrap(module, "set_rng_state", self.scoped)
         wrap(torch._C.PyTorchFileWriter, "write_record", self.scoped)
         wrap(torch._C, "_is_alias_of", self.scoped)
+        wrap(
+            torch.serialization._open_zipfile_writer_file, "__init__", functools.partial(self._overwriting, argument=1)
+        )
         self._patches.when_imported("safetensors.torch", self._safetensors)
         self._patches.when_imported("triton.runtime.jit", self._triton)
         self._patches.when_imported("torch._inductor.output_code", self._inductor)
@@ -195,6 +199,7 @@ class RawReaders:
 
     def _safetensors(self, module: Any) -> None:
         self._patches.wrap(module, "_tobytes", self._pointer_in_scope)
+        self._patches.wrap(module, "serialize_file", functools.partial(self._overwriting, argument=1))
 
         def copied(original: Callable[..., Any]) -> Callable[..., Any]:
             """What it returns points at the tensors until the last of them is written, and they may not all fit."""
@@ -239,6 +244,18 @@ class RawReaders:
                 return original(graph, inputs)
             finally:
                 del region, writes
+
+        return call
+
+    def _overwriting(self, original: Callable[..., Any], *, argument: int) -> Callable[..., Any]:
+        """`original` overwrites the file that this argument names: what is mapped from it is brought into memory first."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = args[argument] if len(args) > argument else kwargs.get("filename", kwargs.get("name"))
+            if isinstance(name, str | os.PathLike):
+                self._pager.forsake_file(name)
+            return original(*args, **kwargs)
 
         return call
 

@@ -225,6 +225,7 @@ typedef struct {
 
 // One file in `folder`, mode 0600, unlinked as soon as it is open. capacity 0: limited by the file system only.
 // bytes_per_second 0: not throttled (a throttle paces reads and writes each; for tests and for sharing a disk).
+// folder NULL: no file, so writes end with -ENOSPC; for slots that are lent.
 mm_tier* mm_tier_open(const char* folder, uint64_t capacity_bytes, uint64_t bytes_per_second, int workers, char* err,
                       size_t err_len);
 // The same; its first `cached_bytes` go through the page cache, as memory that the machine has to spare.
@@ -240,6 +241,10 @@ mm_slot mm_tier_write(mm_tier*, const void* src, uint64_t bytes);
 // The same, in the calling thread (no GIL, no Python), with the workers' help: what reclaim uses. Jumps the queue. On
 // an error no slot is held.
 mm_slot mm_tier_write_now(mm_tier*, const void* src, uint64_t bytes);
+// A slot over the range [offset, offset + bytes) of a file that is not the tier's: reads work as for others, nothing is
+// written, no room is taken. `fd` stays the caller's, open until the slot is freed. A read ends with -ESTALE once the
+// file's size or time of modification is not what it was at this call. A negative errno: no slot is held.
+mm_slot mm_tier_lend(mm_tier*, int fd, uint64_t offset, uint64_t bytes);
 // Queues a read of the slot into dst, behind the slot's own write if that is still under way. Returns 0 or a negative
 // errno. At most one read per slot under way.
 int mm_tier_read(mm_tier*, mm_slot, void* dst);
