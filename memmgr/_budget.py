@@ -131,6 +131,7 @@ class budget:
             your own: a filter, a director and a prefetcher, each a pure function from columns to columns.
         verify: compare everything that comes back with a checksum of what left (a sample is compared anyway), and run each op
             twice at first use in every size (else 32 sizes of it vouch for those between).
+        prefetch: False: nothing comes back before an op needs it. To see what reading ahead gains.
         quiet: no summary line at the end.
         log: a file for the telemetry stream (JSON, an object a line), for `memmgr report`. An existing one is begun anew; in a
             process that opens several budgets with the same log, one follows the other. With several ranks each has its
@@ -176,6 +177,7 @@ class budget:
         trace_pass: int = 2,
         silent_seconds: float = SILENT_SECONDS,
         allocator: str = "auto",
+        prefetch: bool = True,
         _throttle: int = 0,
         _placement: str | None = None,
         _plan: bool = True,
@@ -202,6 +204,7 @@ class budget:
             small_bytes=int(os.environ.get("MEMMGR_PAGER_SMALL", SMALL_BYTES)),
             placement=parse_placement(_placement or default_placement(self._device.type)),
             plan=_plan,
+            prefetch=prefetch,
             log=None if log is None else _file(log, "log"),
             trace=None if trace is None else os.path.expanduser(_file(trace, "trace")),
             trace_pass=_pass(trace_pass),

@@ -34,6 +34,7 @@ struct Options {
   bool may_offload = true;
   bool torture = false;  // everything leaves after every op
   bool verify = false;   // every cell that comes back meets its checksum
+  bool prefetch = true;  // bytes may come back before an op needs them
   uint32_t sample = 64;  // otherwise one in so many
   Order order = Order::kDtr;
   int search = -1;             // how victims are found where addresses matter (MM_BY_*); -1: in the order of leaving

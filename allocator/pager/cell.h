@@ -113,7 +113,7 @@ struct Cell {
   int32_t queued_at = -1;    // among the victims (victims.cpp)
   uint32_t period = 0;       // in which the timeline met it last, and its number there (timeline.cpp)
   uint32_t ordinal = 0;
-  uint32_t in_turn = 0;  // its place in the order of a loop's turn, from 1; 0: none (order.cpp)
+  uint32_t in_turn = 0;  // where it is touched next, in places from 1 on; 0: not known (order.cpp)
 
   uint16_t held = 0;             // pins of works, of DDP's reducer and of readers that outlive their call
   bool counted_as_held = false;  // counted among held_bytes
@@ -200,6 +200,10 @@ inline Cell* cell_of(const c10::StorageImpl* s) {
 // May this storage become a cell: memory of the pool, of torch's default allocator, or of a private mapping, that is
 // nobody else's?
 bool adoptable(const c10::StorageImpl* s);
+// Too small to be paged, or without bytes: its size is a symbol.
+inline bool is_small(const c10::StorageImpl* s) {
+  return s->sym_nbytes().is_heap_allocated() || s->nbytes() < budget.options.small_bytes;
+}
 // Storages remember who gave them their first bytes, and would ask torch's allocator for more.
 void grows_in_pool(c10::StorageImpl* s);
 // Makes it one, if it is not; the address stays. Takes the lock. Null where that cannot be.

@@ -67,7 +67,7 @@ void Frame::storage(c10::StorageImpl* s, bool written) {
   if (C10_UNLIKELY(!c)) {
     grows_in_pool(s);  // set_ lets a storage grow that it only reads
     if (!adopts_) return;
-    if (s->nbytes() < budget.options.small_bytes) {
+    if (is_small(s)) {
       if (C10_UNLIKELY(is_mapped(s))) share_mapping(s);
       return;
     }

@@ -90,15 +90,15 @@ StoragePtr storage_of(PyObject* o) {
 namespace {
 
 PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle",   "small_bytes", "may_evict",
-                                "may_offload", "torture", "verify",     "order",      "search",      "remap",
-                                "apart",       "device",  "driver",     "host_bytes", nullptr};
+  static const char* names[] = {"limit",       "folder",  "disk_bytes", "throttle", "small_bytes", "may_evict",
+                                "may_offload", "torture", "verify",     "prefetch", "order",       "search",
+                                "remap",       "apart",   "device",     "driver",   "host_bytes",  nullptr};
   unsigned long long limit, disk_bytes, throttle, small_bytes, host_bytes;
   const char *folder, *device, *driver;
-  int may_evict, may_offload, torture, verify, order, search, remap, apart;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKppppiiipszK", const_cast<char**>(names), &limit, &folder,
+  int may_evict, may_offload, torture, verify, prefetch, order, search, remap, apart;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KzKKKpppppiiipszK", const_cast<char**>(names), &limit, &folder,
                                    &disk_bytes, &throttle, &small_bytes, &may_evict, &may_offload, &torture, &verify,
-                                   &order, &search, &remap, &apart, &device, &driver, &host_bytes))
+                                   &prefetch, &order, &search, &remap, &apart, &device, &driver, &host_bytes))
     return nullptr;
   return guarded([&]() -> PyObject* {
     TORCH_CHECK(!budget.forked,
@@ -127,6 +127,7 @@ PyObject* py_open(PyObject*, PyObject* args, PyObject* kwargs) {
     o.may_offload = may_offload;
     o.torture = torture;
     o.verify = verify;
+    o.prefetch = prefetch;
     o.order = static_cast<Order>(order);
     o.search = pool->places() ? search : -1;
     o.remap = remap;
@@ -303,7 +304,7 @@ PyObject* py_adopt_all(PyObject*, PyObject* tensors) {
   const auto add = [&](const at::Tensor& t) {
     if (!t.defined() || !t.unsafeGetTensorImpl()->has_storage()) return;
     c10::StorageImpl* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (s->nbytes() < budget.options.small_bytes) return;
+    if (is_small(s)) return;
     (adoptable(s) ? found : others).push_back(StoragePtr::reclaim_copy(s));
   };
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {

@@ -132,6 +132,8 @@ void note_tier_error(int error) {
 
 bool transfers_under_way() { return under_way.load(std::memory_order_relaxed) > 0; }
 
+size_t writes_under_way_locked() { return transfers().writes.size(); }
+
 bool begin_write_locked(Cell* c) {
   if (!budget.tier_writes || c->small || c->slot >= 0 || c->writing >= 0 || nothing_leaves_locked() || !begin_move(c))
     return false;
@@ -171,7 +173,8 @@ bool begin_read(Cell* c) {
   Read r{c, {}, {}};
   {
     std::lock_guard<std::mutex> lock(graph_lock());
-    if (nothing_leaves_locked()) return false;  // an op that nobody has seen relies on the trap
+    if (nothing_leaves_locked() || !budget.options.prefetch)
+      return false;  // an op that nobody has seen relies on the trap
     uint32_t expected = kAbsent;
     if (!budget.tier || c->absence != Absence::kOffloaded || c->slot < 0) return true;  // nothing to read
     if (!c->state.compare_exchange_strong(expected, kAbsent | kBusy, std::memory_order_acq_rel)) return true;

@@ -125,6 +125,7 @@ class Pager(Protocol):
         may_offload: bool,
         torture: bool,
         verify: bool,
+        prefetch: bool,
         order: int,
         search: int,
         remap: int,

@@ -41,6 +41,7 @@ class Config:
     small_bytes: int = SMALL_BYTES
     placement: Placement = REMAP
     plan: bool = True
+    prefetch: bool = True
     log: str | None = None
     trace: str | None = None
     trace_pass: int = 2

@@ -123,6 +123,7 @@ class PagerRuntime:
                 may_offload=config.policy.offloads,
                 torture=config.policy.torture,
                 verify=config.verify,
+                prefetch=config.prefetch,
                 order=int(self._order),
                 search=config.placement.search if config.limit_bytes < UNLIMITED else -1,
                 remap=config.placement.remap,

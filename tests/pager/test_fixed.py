@@ -102,6 +102,17 @@ def test_a_slice_of_a_counted_storage_is_not_counted_again():
         assert float(whole[0]) == 2
 
 
+def test_tensors_whose_sizes_are_symbols_are_passed_over():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        fake = mode.from_tensor(torch.ones(FLOATS), symbolic_context=context)
+        with budget():
+            assert (fake * 2).shape == fake.shape
+
+
 def test_the_summary_names_memory_that_cannot_leave(capfd):
     with memmgr.budget(8 * EACH, device="cpu"):
         tensor = of_numpy()
