@@ -31,7 +31,7 @@ from memmgr.tools import cli
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REPORTS = sorted(DOCS.glob("reports/*.md"))  # of their date: their commands need not run any more
-PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md"} - set(REPORTS))
+PAGES = sorted({*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"} - set(REPORTS))
 TRAIN = """
 import sys
 import torch
@@ -114,7 +114,7 @@ writer, accelerator, trainer = logger("add_scalar"), logger("log"), SimpleNamesp
 wandb, mlflow = SimpleNamespace(run=logger("log")), logger("log_metrics")
 """,
     "docs/policies.md": "import memmgr",
-    "docs/internals/planner.md": """
+    "docs/develop/planner.md": """
 from memmgr.policies.trace import Op, OpKind, Storage, Trace
 ops = [Op("input", 0.0, (), (0,), OpKind.CONSTANT), *(Op(f"op{k}", 1.0, (k - 1,), (k,)) for k in range(1, 9))]
 trace = Trace(tuple(ops), tuple(Storage(f"{k}.0", 10, k, min(k + 1, 8) + 1) for k in range(9)))
@@ -249,7 +249,7 @@ def test_no_block_of_commands_is_passed_over() -> None:
             assert not commands, f"{block.page}:{block.number}: {commands}"
     pages = {block.page for block in SHELL}
     users = {f"docs/{name}.md" for name in ("quickstart", "tuning", "errors", "distributed", "when_it_does_not_help")}
-    assert users | {"README.md", "docs/internals/planner.md"} <= pages
+    assert users | {"README.md", "docs/develop/planner.md"} <= pages
 
 
 SHOWN = [block for block in blocks() if block.language == "python" and block.page != GENERATED]
