@@ -153,7 +153,7 @@ class Telemetry:
             self._happenings.append({"what": what, "seconds": self._now(), **fields})
 
     def close(self, stats: dict[str, Any], summary: str, failed: bool) -> None:
-        """Sends the end, and leaves no thread, no file and no hook (rule 10)."""
+        """Sends the end, and leaves no thread, no file and no hook (rule 13)."""
         if self._thread is None or os.getpid() != self._pid:
             return
         self._ending = {"stats": stats, "summary": summary, "failed": failed}

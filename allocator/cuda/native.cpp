@@ -312,7 +312,7 @@ class Door final : public CUDAAllocator {
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
     TheNative().SetFraction(fraction, device);
   }
-  // cudnn chooses kernels by what workspace it could have: a tight budget must not pick others (design §4).
+  // cudnn chooses kernels by what workspace it could have: a tight budget must not pick others.
   void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
     const Native::Place* place = TheNative().At(device);
     if (!place) return torchs().cacheInfo(device, largest);

@@ -212,7 +212,7 @@ class Allocator final : public CUDAAllocator {
   }
 
   // cudnn chooses kernels by what workspace it could have. The answer is the same however full the budget is: a tight
-  // one must not pick other kernels (design §4).
+  // one must not pick other kernels.
   void cacheInfo(c10::DeviceIndex ordinal, size_t* largest) override { *largest = At(ordinal).total_bytes(); }
 
   void* getBaseAllocation(void* p, size_t* bytes) override {

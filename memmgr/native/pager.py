@@ -49,8 +49,10 @@ class Order(enum.IntEnum):
 
 
 class CellInfo(TypedDict):
-    """What `describe` says about a cell. `residency`: "resident", "offloaded", "evicted", "packed" or "fill"; `trusted`: its
-    recipe may run again; `op`: of the recipe."""
+    """One cell, as `describe` returns it.
+
+    `residency` is "resident", "offloaded", "evicted" or "packed". `trusted`: the recipe may run again. `op`: the recipe's op.
+    """
 
     nbytes: int
     residency: str
@@ -68,8 +70,11 @@ class CellInfo(TypedDict):
 
 
 class PeriodInfo(TypedDict):
-    """What `next_period` says of the one that ended. `hash`: of its ops; `before`: of the period
-    before it, 0 where that was not noted; `short`: its plan left malloc to choose."""
+    """The period that ended, as `next_period` returns it.
+
+    `hash`: the hash of its ops. `before`: the hash of the period before it, 0 if that was not recorded. `short`: its plan
+    left malloc to choose victims.
+    """
 
     hash: int
     before: int

@@ -1,4 +1,4 @@
-"""Measure, then plan, then follow (design section 5; Capuchin, ASPLOS 2020): one period decides the next ones like it.
+"""Measure, then plan, then follow (Capuchin, ASPLOS 2020): one period decides the next ones like it.
 
 Another process makes the plan while training goes on with malloc's own order. The pager follows it by position and identity;
 where a period deviates, malloc's order finishes it.

@@ -1,4 +1,4 @@
-"""Policies that malloc does not have built in rank what may leave, ahead of need, on a thread of their own (design section 5).
+"""Policies that malloc does not have built in rank what may leave, ahead of need, on a thread of their own.
 
 Malloc never takes the GIL (rule 11): it takes victims from the order that was made last, and while it uses up the first half
 of that the next one is made. Where there is none yet, its own order decides, which is DTR's.

@@ -1,4 +1,4 @@
-"""From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell (design section 5).
+"""From a trace and a budget to a plan: keep, recompute, offload and prefetch, cell by cell.
 
 The plan is a list of steps in the order in which the compute stream meets them, and says what it costs, what no schedule can
 go below, and the gap between the two.
@@ -59,7 +59,7 @@ def plan(
     *Known limitations*: what the program holds at the end (gradients) may be dropped and made again, but close to the room
     that constants, these and the largest op need together a plan may not be found although one exists. What fits a budget fits
     every larger one, but for the few that only an online policy fits. In a trace that is not `copy_on_write`, recomputing an
-    in-place op is taken to need a private copy (design rule 2).
+    in-place op is taken to need a private copy (rule 4).
     """
     wanted = SOLVE.set(solve)
     try:

@@ -1,6 +1,6 @@
 """When transfers happen: the clock of a timeline with a link, and the moves that hide transfers behind compute.
 
-A storage that is read back anywhere is written once, right after it was first made: its bytes never change (design: a cell is
+A storage that is read back anywhere is written once, right after it was first made: its bytes never change (a cell is
 one version), so one copy serves every read. Writes and reads are two queues, each in the order of the events. Freeing a
 storage whose copy is still being written waits; an op waits for the reads of its inputs. A `Timeline` alone (reads at the
 last moment, frees at the first) keeps the budget but waits a lot; `hide` spends the room that is left on waiting less.

@@ -54,7 +54,7 @@ class Candidates:
         chain_seconds: float64, sum of the costs of the ancestors that a recompute has to run as well: those that are evicted
             (e* of DTR) and, live, those that the program itself has let go of.
         component_seconds: float64, union-find estimate of the evicted neighbourhood's cost (DTR's h_eq).
-        recomputable: bool, has a valid, trusted recipe (design rules 3, 6 and 7), and, where there is a tier, the room that
+        recomputable: bool, has a valid, trusted recipe (rules 5 and 8), and, where there is a tier, the room that
             running it takes is there beside the floor.
         clean: bool, a copy exists below: letting go costs no write.
         offloadable: bool, the tier below has room and may take it. A clean cell counts as offloadable either way.

@@ -193,7 +193,7 @@ class Simulation:
             self.clean[s] = False
             if self.resident[s]:
                 self.drop(s)
-        for root in self.chains.release(s):  # a root stays while a recipe needs it (design section 2)
+        for root in self.chains.release(s):  # a root stays while a recipe needs it (rule 5)
             self.clean[root] = False
             if self.resident[root] and not self.recomputable[root]:
                 self.drop(root)
@@ -255,7 +255,7 @@ class Simulation:
     # ---- bringing back
 
     def gather(self, targets: Iterable[int], k: int) -> None:
-        """Makes all of `targets` resident: depth first, the inputs of every op that waits pinned (design rule 9)."""
+        """Makes all of `targets` resident: depth first, the inputs of every op that waits pinned (rule 10)."""
         targets = tuple(targets)
         if self.resident[list(targets)].all():
             return

@@ -4,14 +4,14 @@
 takes no time and makes one storage: a parameter, a buffer, a batch). A storage is one *version* of one block of bytes,
 made by exactly one op (`maker`). A view makes no storage: its op has the storage of its argument among its inputs, none
 among its outputs, and later ops that read the view name the same storage. An in-place write makes a new storage of the
-same size (design rule 2): the old version is an input, and `Op.writes` pairs (old, new). Whether the two share a block
+same size (rule 4): the old version is an input, and `Op.writes` pairs (old, new). Whether the two share a block
 or, as in the operator logs, exist side by side while the op runs, is `Trace.copy_on_write`.
 
 **When the program lets go.** `Storage.released = k`: the program lost its last reference (a saved tensor counts as one)
 after op k - 1 had started and before op k did, so an unmanaged run frees it as soon as op k - 1 has ended. `HELD`: never,
 it is there at the end. After its release no op of the program reads a storage; only a recompute may want it.
 `Storage.pinned_until = k`: until then the program itself holds it (a local, a list), so that letting go would free
-nothing (design section 2); 0 for all storages of the operator logs, whose recorder stood under every tensor.
+nothing; 0 for all storages of the operator logs, whose recorder stood under every tensor.
 
 **What a schedule may do** (recompute only; the judge is `check_schedule.py` of the operator logs):
 
@@ -53,7 +53,7 @@ class OpKind(IntEnum):
     COMPUTE = 0
     VIEW = 1  # makes no storage; costs its time once
     CONSTANT = 2  # a parameter or a batch: there from the start, cannot be made again
-    ONCE = 3  # must not run a second time (design rule 6): its outputs can be offloaded, never recomputed
+    ONCE = 3  # must not run a second time (rule 8): its outputs can be offloaded, never recomputed
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def _scalar(b: Bits) -> Any:
     return b.data
 
 
-# --- global state (rule 10) -------------------------------------------------------------------------------------------
+# --- global state (rule 13) -------------------------------------------------------------------------------------------
 
 _PATCHABLE = [
     (torch.Tensor, "data_ptr"),
@@ -198,7 +198,7 @@ def _left(key: str, before: Any, after: Any) -> bool:
 
 
 def assert_left_clean(before: dict[str, Any]) -> None:
-    """Rule 10: leaving the context leaves no threads, no files and no changed global."""
+    """Rule 13: leaving the context leaves no threads, no files and no changed global."""
     deadline = time.monotonic() + 1.0
     while True:
         after = global_state()
@@ -246,7 +246,7 @@ def managed(
     place: str = "loop",
     **options: Any,
 ) -> Managed:
-    """Run ``fn`` under a budget; checks rule 10 and the budget itself as it goes."""
+    """Run ``fn`` under a budget; checks rule 13 and the budget itself as it goes."""
     import memmgr
     from memmgr import _budget
 

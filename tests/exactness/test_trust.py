@@ -1,4 +1,4 @@
-"""Rule 7: what is not known to reproduce is made again for nobody, whether autograd saved its result or not."""
+"""Rule 8: what is not known to reproduce is made again for nobody, whether autograd saved its result or not."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _WRITES_PIVOTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 NOT_DETERMINISTIC: dict[str, str] = (
     {} if _WRITES_PIVOTS else {"linalg.lstsq": _PIVOTS, "linalg.lstsq.grad_oriented": _PIVOTS}
 )
-"""Not compared: two unmanaged runs may differ. memmgr must not recompute them either (rule 7)."""
+"""Not compared: two unmanaged runs may differ. memmgr must not recompute them either (rule 8)."""
 
 RAISES: dict[str, str] = {
     "abs": "in place: not for complex numbers",

@@ -37,7 +37,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 BUCKETS = 64
-LIMIT = "8GB"  # far above any sample, but finite: only then are kinds proven at their first use (rule 7)
+LIMIT = "8GB"  # far above any sample, but finite: only then are kinds proven at their first use (rule 8)
 SAMPLES = {torch.float32: 6, torch.float64: 3, torch.bfloat16: 3, torch.complex64: 3}
 INPLACE_SAMPLES = {torch.float32: 6, torch.float64: 2, torch.bfloat16: 2, torch.complex64: 2}
 DOUBLE_SAMPLES = {torch.float32: 2}  # create_graph=True: the backward is recorded too

@@ -1,4 +1,4 @@
-"""Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice (design section 5)."""
+"""Optimizers' steps and list ops in slices of their lists: the same bits, with the working set of a slice."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, added to the input; batch norm's running stats are a hidden write (rule 2)."""
+    """Two convolutions with batch norm, added to the input; batch norm's running stats are a hidden write (rule 4)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
