@@ -29,9 +29,9 @@ def knee(need_bytes: int, slowdown: Callable[[int], float | None]) -> Knee:
     """The smallest of 100, 95, 90 ... 5 per cent of the need under which a pass takes at most `MOST` times as long.
 
     Args:
-        need_bytes: what a pass takes without a limit.
-        slowdown: the time of a pass under so many bytes over that of one without a limit; None: it does not fit. Asked some
-            five times.
+        need_bytes: peak of a pass without a limit.
+        slowdown: the time of a pass under so many bytes over that of one without a limit; None: it does not fit. Called
+            about five times.
 
     Known limitation: found by bisection, so a share that is slow although smaller ones are fast may be passed over.
     """
