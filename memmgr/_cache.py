@@ -1,4 +1,4 @@
-"""Where what is compiled on this machine is kept, and how that is said."""
+"""The folder for libraries that are compiled on this machine, and its text for users."""
 
 from __future__ import annotations
 

@@ -38,6 +38,6 @@ def _limit(file: Path) -> list[int]:
 
 
 def memory_bytes() -> int:
-    """Of what a percentage of the CPU device is a percentage."""
+    """The memory that a percentage on the CPU device refers to."""
     whole = int(psutil.virtual_memory().total)
     return min(whole, group_bytes() or whole)

@@ -1,6 +1,5 @@
-"""The telemetry stream's address and version: what a training process and whoever watches it have to agree on.
-
-Imports nothing heavy: a dashboard starts without torch. Every line has a `type`.
+"""The telemetry stream's address and version: a training process and its readers have to agree on both. Imports no
+heavy module: a dashboard starts without torch. Every line has a `type`.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def listen() -> tuple[socket.socket, Path]:
             _at(new, server.bind)
             os.chmod(new, 0o600)
             server.listen(8)
-            os.rename(new, path)  # who finds it finds it listening
+            os.rename(new, path)  # readers that find the new path find a listening socket
         except FileNotFoundError:  # another process took the empty folder away
             server.close()
             continue

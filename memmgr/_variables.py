@@ -1,7 +1,7 @@
-"""The variables `MEMMGR_...` that somebody reads. One that nobody reads is a spelling mistake: a script would train without
-what it asks for, and not a word would be said.
+"""The known variables `MEMMGR_...`.
 
-Torch is not imported here, and this file is not where there is no such variable.
+An unknown one is a spelling mistake: the script would train without the setting, and without a message. Torch is not
+imported here, and this file is only imported if there is such a variable.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Escape(enum.IntEnum):
 
 
 class Order(enum.IntEnum):
-    """Who leaves first when malloc chooses; the values are those of `allocator/pager/budget.h`."""
+    """The order of victims when malloc chooses; the values are those of `allocator/pager/budget.h`."""
 
     DTR = 0
     LRU = 1
@@ -86,7 +86,7 @@ class PeriodInfo(TypedDict):
 
 
 class TimelineColumns(TypedDict):
-    """A period in columns, as bytes; `allocator/pager/timeline.h` says what they are."""
+    """A period in columns, as bytes; `allocator/pager/timeline.h` explains them."""
 
     names: list[str]
     op: bytes
@@ -212,7 +212,7 @@ class Pager(Protocol):
     def gradient_info(self, tensor: torch.Tensor) -> tuple[int, int, int, bool] | None: ...
     def gradient_bytes(self, tensor: torch.Tensor) -> int: ...
 
-    # -- what is told (observe.cpp) --
+    # -- introspection (observe.cpp) --
     def set_detail(self, on: bool) -> None: ...
     def set_learning(self, on: bool) -> None: ...
     def set_module(self, number: int) -> None: ...
@@ -259,7 +259,7 @@ def load() -> Pager:
     if _loaded is None and target.is_file():
         try:
             _loaded = _open(target)
-        except ImportError:  # what was built of sources that somebody was just editing
+        except ImportError:  # a library built while a source was being edited
             target.unlink()
     if _loaded is None:
         if why := unfit(torch.__version__):

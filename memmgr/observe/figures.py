@@ -1,4 +1,4 @@
-"""What `memmgr.stats()` has: every figure by its name, with a sentence. The API reference prints this table."""
+"""The figures of `memmgr.stats()`: each by its name, with a sentence. The API reference prints this table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: its key in `memmgr.stats()`; `_bytes` and `_seconds` are units, what has neither is a count.
+        name: its key in `memmgr.stats()`; `_bytes` and `_seconds` are units; a name with neither is a count.
         kind: a "counter" never falls until the next budget opens; a "gauge" may.
         meaning: one sentence, without its full stop.
     """
@@ -44,7 +44,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "fragmentation", "gauge", "1 - longest run / free bytes, of the addresses that are used without remap; 0 to 1"
     ),
-    # By what they are for. Tensors under 64 KiB never leave, and are other.
+    # By role. Tensors under 64 KiB are never evicted, and are other.
     Figure("resident_bytes.parameters", "gauge", "parameters: on the device now"),
     Figure("resident_bytes.gradients", "gauge", "gradients: on the device now"),
     Figure("resident_bytes.optimizer_states", "gauge", "optimizer states: on the device now"),
@@ -67,7 +67,7 @@ FIGURES: tuple[Figure, ...] = (
         "gauge",
         "what the link to the tier below moves, one way at a time, as measured; 0 without a tier",
     ),
-    # What left, and came back.
+    # Evictions and restores.
     Figure("evictions", "counter", "tensors that were dropped, to be made again"),
     Figure("evicted_bytes", "counter", "bytes of the evictions"),
     Figure("offloads", "counter", "tensors that were written to the tier below, ahead of need included"),
@@ -118,7 +118,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("plan_seconds", "counter", "making plans, beside the training"),
     Figure("rankings", "counter", "times that a policy ranked"),
     Figure("reclaims", "counter", "times that malloc asked for room"),
-    # Ops, and what was seen of them.
+    # Ops.
     Figure("ops", "counter", "ops that the pager's kernel saw, views included"),
     Figure("recorded_ops", "counter", "ops that are known well enough to run again"),
     Figure("trials", "counter", "ops that ran twice, to be compared at the first use of their kind"),

@@ -1,5 +1,6 @@
-"""What torch.distributed reads outside of ops: DDP's reducer, pinned for the backwards in which it waits for gradients (rule 3),
-and backends that are asked themselves."""
+"""Reads of torch.distributed outside of ops: DDP's reducer, pinned for the backwards in which it waits for gradients
+(rule 3), and backends that are called directly.
+"""
 
 from __future__ import annotations
 

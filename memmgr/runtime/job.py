@@ -1,11 +1,12 @@
-"""The ranks of a distributed job: one that is in trouble says so, and the others stop waiting for it.
+"""The ranks of a distributed job: one that fails reports it, and the others stop waiting for it.
 
-Through the default process group's store. While a budget is open a thread looks there twice a second, and at the processes of
-this host's ranks. A rank that leaves its budget by an exception writes what it was; one whose process ends inside its budget
-is written down by its neighbours, or by the first rank that an error of the backend tells of it. One whose host has vanished
-closes nothing: a thread of C++ gives each rank's sign of life, and the rank before it listens. Where the store is gone, so is
-the rank that had it. Who hears of it has `GRACE_SECONDS` to end by itself. Then what it waits for is aborted: process groups
-by torch's own `abort`, and gloo's connections between ranks, since gloo has no abort.
+Through the default process group's store. While a budget is open a thread checks it twice a second, and the processes
+of this host's ranks. A rank that leaves its budget by an exception writes that exception. If a rank's process ends
+inside its budget, its neighbours report it, or the first rank that gets an error of the backend. If its host has
+vanished, no connection closes: a thread of C++ sends each rank's heartbeat, and the rank before it listens. If the
+store does not answer, the rank that serves it is lost. A rank that learns of a failure has `GRACE_SECONDS` to end by
+itself. Then its waits are aborted: process groups by torch's own `abort`, and gloo's connections between ranks, since
+gloo has no abort.
 """
 
 from __future__ import annotations
@@ -79,15 +80,15 @@ class Job:
             self._join()
 
     def close(self, *, failed: bool) -> None:
-        """The budget closes, in order or because of what `failed` was told."""
+        """Ends this rank's part when the budget closes, in order or after `failed`."""
         self._patches.undo()
         self._leave(failed)
 
     def failed(self, error: BaseException) -> RankError | None:
-        """An exception leaves the budget: the other ranks are told, unless it came from one of them.
+        """Reports an exception that leaves the budget to the other ranks, unless it came from one of them.
 
         Returns:
-            What to raise in its place: another rank is the cause.
+            The error to raise in its place, if another rank is the cause.
         """
         member = self._member
         if member is None or (isinstance(error, SystemExit) and not error.code):
@@ -223,7 +224,7 @@ _member: Member | None = None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was raised for."""
+    """An error, and the errors that caused it."""
     met: set[int] = set()
     while error is not None and id(error) not in met:
         yield error
@@ -243,7 +244,7 @@ def _is_of_a_backend(error: BaseException) -> bool:
 
 
 def _budget_error(error: BaseException) -> BudgetError | None:
-    """Only where it was raised for one: what was handled before has nothing to do with it."""
+    """The BudgetError that the error was raised from; an error handled before does not count."""
     while not isinstance(error, BudgetError):
         if error.__cause__ is None:
             return None

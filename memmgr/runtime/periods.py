@@ -1,4 +1,4 @@
-"""Where one period ends and the next begins, and who wants to know what was in it: the plans, a file for the user."""
+"""The boundary between periods, and the receivers of a finished one: the plans, a file for the user."""
 
 from __future__ import annotations
 

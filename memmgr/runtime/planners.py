@@ -1,4 +1,4 @@
-"""Who makes the schedule of a measured period, by the name that a policy has for it (`Policy.planner`)."""
+"""The planners of a measured period, by their names in a policy (`Policy.planner`)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PERIODS = 1_000
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What a planner decided.
+    """A planner's result.
 
     Attributes:
         steps: the schedule.
         overhead: predicted time over the unmanaged one's.
         lower_bound: no schedule takes less, in the same unit; None: the planner has none.
-        away: what is below when the period begins.
-        moved_bytes: what it writes and reads; 0: not counted.
+        away: storages in the tier when the period begins.
+        moved_bytes: bytes that it writes and reads; 0: not counted.
     """
 
     steps: Sequence[Step]
