@@ -1,5 +1,6 @@
-"""Publishes the activity of a budget to the readers of this process's socket and to a log, one JSON object a line.¶One
-thread, asleep in `poll` without a time-out while no reader is connected and no log is kept. It sends sums and
+"""Publishes the activity of a budget to the readers of this process's socket and to a log, one JSON object a line.
+
+One thread, asleep in `poll` without a time-out while no reader is connected and no log is kept. It sends sums and
 snapshots; the training threads never wait for it, and never send anything themselves. Its own processor time is
 measured and kept under a share of the run by doing less.
 """

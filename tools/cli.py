@@ -34,7 +34,7 @@ VERBS: tuple[tuple[str, str, str], ...] = (
 
 
 def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
-    """The command itself, without what its verbs take; `with_verb` False leaves room for them."""
+    """The command itself, without the options of its verbs; `with_verb` False leaves room for them."""
     lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
     parser = Parser(
         prog="memmgr",

@@ -10,9 +10,10 @@ _SECONDS = ("wall_seconds", "recompute_seconds", "stall_seconds")
 
 
 class Interval:
-    """Sums up stretches of time, usually steps, and returns memmgr's share of them.¶Time between two stretches
-    (evaluation, a checkpoint) is in no share. Every `stats` here is a reading of `memmgr.stats()`, or an empty dict
-    while no budget is open yet.
+    """Sums up stretches of time, usually steps, and returns memmgr's share of them.
+
+    Time between two stretches (evaluation, a checkpoint) is in no share. Every `stats` here is a reading of
+    `memmgr.stats()`, or an empty dict while no budget is open yet.
 
     Known limitation: threads that recompute at the same time add up, so a share may pass 100 %.
     """

@@ -1,6 +1,8 @@
 """Gives the pager the purpose of cells: parameter, gradient, optimizer state. A cell without one counts as an
-activation.¶Bytes are counted by cell when they move, and by purpose when figures are read. So no op waits for this
-code, and a cell may move before its purpose is known.
+activation.
+
+Bytes are counted by cell when they move, and by purpose when figures are read. So no op waits for this code, and a cell
+may move before its purpose is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Estimates the memory of the rest of a forward and its backward: the module runs again on tensors without bytes.¶For
-the text of an error only, when memory ran out inside a forward: the ops to come have not been seen yet. A copy of the
-module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own. A real tensor in one of
-its ops ends it: the program's tensors, gradients and graphs are not touched.
+"""Estimates the memory of the rest of a forward and its backward: the module runs again on tensors without bytes.
+
+For the text of an error only, when memory ran out inside a forward: the ops to come have not been seen yet. A copy of
+the module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own. A real tensor in one
+of its ops ends it: the program's tensors, gradients and graphs are not touched.
 """
 
 from __future__ import annotations

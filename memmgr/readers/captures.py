@@ -1,6 +1,7 @@
-"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and its equivalents on other devices.¶Between
-`capture_begin` and `capture_end` ops are recorded and do not run: no thread can compare, copy or query bytes then. The
-graph contains the addresses of the tensors that its ops touch, so these stay where they are from then on.
+"""Graphs that are captured while a budget is open: `torch.cuda.graph`, and its equivalents on other devices.
+
+Between `capture_begin` and `capture_end` ops are recorded and do not run: no thread can compare, copy or query bytes
+then. The graph contains the addresses of the tensors that its ops touch, so these stay where they are from then on.
 """
 
 from __future__ import annotations

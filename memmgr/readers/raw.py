@@ -1,6 +1,9 @@
-"""Functions that read a tensor's bytes without an op, and the guard of each (rule 9).¶Three guards, by the caller:
-escaped  the address was handed out for good: the bytes stay where they are while the storage lives scoped   the bytes
-are in memory, where they are, while a call runs named    the address is only compared, and no byte is read: names.py
+"""Functions that read a tensor's bytes without an op, and the guard of each (rule 9).
+
+Three guards, by the caller:
+  escaped  the address was handed out for good: the bytes stay where they are while the storage lives
+  scoped   the bytes are in memory, where they are, while a call runs
+  named    the address is only compared, and no byte is read: names.py
 """
 
 from __future__ import annotations

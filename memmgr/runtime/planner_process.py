@@ -37,8 +37,10 @@ _SHOWN_BYTES = 2000  # bytes of its output in an error's text
 
 
 class Failed(Exception):
-    """The computation failed; the message has the reason.¶Attributes:
-    cpu_seconds: processor time that it took.
+    """The computation failed; the message has the reason.
+
+    Attributes:
+        cpu_seconds: processor time that it took.
     """
 
     def __init__(self, text: str, cpu_seconds: float = 0.0) -> None:

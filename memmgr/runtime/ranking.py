@@ -1,6 +1,7 @@
-"""Policies that malloc does not have built in rank the candidates ahead of need, on a thread of their own.¶Malloc never
-takes the GIL (rule 11): it takes victims from the last order. While it uses up the first half of that, the next one is
-made. Where there is none yet, malloc's own order decides, which is DTR's.
+"""Policies that malloc does not have built in rank the candidates ahead of need, on a thread of their own.
+
+Malloc never takes the GIL (rule 11): it takes victims from the last order. While it uses up the first half of that, the
+next one is made. Where there is none yet, malloc's own order decides, which is DTR's.
 """
 
 from __future__ import annotations

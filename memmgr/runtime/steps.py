@@ -4,9 +4,10 @@ touched.
 A `foreach` step is a dozen list ops, and each of them touches every parameter or state: paged one by one they would move all
 states a dozen times. The functions that torch's optimizers call with their lists run on slices instead, so that the
 tensors of a slice are restored once and evicted once. The result for one index depends on no other index, unless two
-share memory: then a step stays whole.¶A slice waits until an op needs the tensors that it writes: usually in the next
-forward. That touches the parameters one after the other and computes during the transfers, while a step on its own has
-little to compute while all states move.
+share memory: then a step stays whole.
+
+A slice waits until an op needs the tensors that it writes: usually in the next forward. That touches the parameters one
+after the other and computes during the transfers, while a step on its own has little to compute while all states move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small residual convnet with batch norm and dropout: beside the GPT, the other half of what must come out exact.
+"""A small residual convnet with batch norm and dropout: with the GPT, the two models whose bits are compared.
 
 Imports nothing of ours, for the reason that `gpt.py` gives.
 """

@@ -1,6 +1,6 @@
-"""What saves memory: plain torch's ways, other packages', and memmgr by policy. Each is applied to a `Training`.
+"""Systems that save memory: plain torch's, other packages', and memmgr by policy. Each is applied to a `Training`.
 
-Without memmgr this module needs nothing of it: a process of an unmanaged training imports it, too.
+This module imports memmgr only where it is used: a process of an unmanaged training imports it, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class System:
     """One way to train.
 
     Attributes:
-        line: what it is.
+        line: its description.
         apply: changes a training before its first step; raises `NotHere`.
         policy: memmgr's, under a budget; empty: without memmgr.
         plan: memmgr may make plans of measured passes.

@@ -1,4 +1,4 @@
-"""What a budget would do to a training step, before anything is trained: no memory and no device are needed.
+"""Predict the effect of a budget on a training step before any training: no memory and no device are needed.
 
     memmgr plan --device rtx4090 --budget 20GB --tier host:64GB model.py:make_step
     memmgr plan --device h100,rtx4090,l4 --sweep --picture sweep.png model.py:make_step
@@ -9,9 +9,9 @@
 forward, backward, optimizer.step(), zero_grad(). Both run on fake tensors, so a 70B model is traced on a laptop. Instead of a
 file: a folder with the config.json of one of transformers' language models; nothing is downloaded.
 
-Said is: whether it fits, what a step takes, what leaves (parameters, gradients, optimizer states, activations), how much is
-moved, what no schedule can go below, and the budget that leaves half of the overhead. Devices: {devices};
-or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
+The answer: if it fits, the time of a step, the evicted bytes by kind (parameters, gradients, optimizer states,
+activations), the bytes moved, a lower bound on every schedule, and the budget that leaves half of the overhead.
+Devices: {devices}; or a table of memmgr doctor --measure; or cpu, whose rates are measured now.
 
 Exit code: 0 for an answer, "does not fit" included; 2 for a step that cannot be planned, a file or an option that makes no sense.
 """
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, names: list[str]) -> None:
-    """What makes no sense is said before the user's file runs, and before anything is traced or measured."""
+    """Checks the options before the user's file runs, and before any tracing or measuring."""
     plot.check_picture(args.picture)
     if args.trace is not None:
         check_output(args.trace, "--trace", [Path(args.what.rpartition(":")[0])])
@@ -154,7 +154,9 @@ def _check(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def _take_model(args: argparse.Namespace) -> None:
-    """What is said of a model that a folder describes is refused with a file, which makes its own; then the defaults."""
+    """Options that describe the model of a folder are an error with a file, which makes its own model; then sets the
+    defaults.
+    """
     for option, usual in _OF_A_FOLDER.items():
         given = getattr(args, option)
         if given is not None and not Path(args.what).is_dir():

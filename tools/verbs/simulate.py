@@ -1,20 +1,20 @@
-"""Run a policy over a recorded pass: what a budget would cost, before anything is trained.
+"""Run a policy over a recorded pass: the cost of a budget, before any training.
 
 The pass is an operator log (--format dtr) or a trace file (--format trace, the default where the file is one). Policies:
 
-  plan        the default: the planner, which knows the whole pass; what a live run follows from its third step or so on
-  auto        what a live run does before it has a plan (price, auto, bandwidth). The default for operator logs, where it is
-              online without --link
-  online      decides op by op what runs again, for operator logs
+  plan        the default: the planner, which knows the whole pass; a live run follows it from its third step or so on
+  auto        the policy of a live run before it has a plan (price, auto, bandwidth). The default for operator logs,
+              where it is online without --link
+  online      decides op by op which ops run again, for operator logs
   all         a table of all of these
   capuchin    Capuchin: swaps by free time, recomputes by memory saving per second, feedback
   delta_paper DELTA's online algorithm as published; delta_taco: its knapsack; delta: the mended one
   sqrt_n, chen_greedy  checkpointing of segments (Chen 2016)
   coop, tcontrol       DTR's successors: windows of neighbouring addresses, locked tensors
-  checkmate, moccasin  integer programs over what runs again when (scipy)
+  checkmate, moccasin  integer programs that choose which ops run again (scipy)
   rotor, rockmate      dynamic programs over chains of blocks; pofo: the same with a tier below
   vdnn_all, vdnn_conv, flashneuron, swapadvisor, autotm  swap only, with a tier
-  superneurons         convolutions to the tier, what lies between runs again
+  superneurons         convolutions to the tier, ops between them run again
   tsplit               from bottleneck to bottleneck, the least time for each byte
   zero_offload, zero_infinity, patrickstar, l2l: model states below, as published; for a trace whose period is a cycle
   ...         every name that memmgr.budget(policy=...) takes: dtr, dtr_eq, msps, lru+evict, price+auto+bandwidth, ...
@@ -286,7 +286,9 @@ def _read(path: Path, form: str | None) -> Trace:
 
 
 def _bytes(args: argparse.Namespace, trace: Trace, tier: TierLink | None) -> int:
-    """Of the need a share, here where it is known: `need*0.6`. `none` is all of it, `auto` the knee of the policy's curve."""
+    """The budget. Here the need is known: `need*0.6` is a share of it, `none` all of it, `auto` the knee of the
+    policy's curve.
+    """
     need = trace.unmanaged_peak[0]
     asked = parse_budget(args.budget, what="--budget")
     if isinstance(asked, Need) and asked.share is None:
@@ -321,7 +323,7 @@ def _all(trace: Trace, tier: TierLink | None) -> list[str]:
 
 
 class _Outcome(NamedTuple):
-    """What a policy decided; `away` and `clean`: of a cycle, as `replay` takes them."""
+    """A policy's result; `away` and `clean`: of a cycle, as `replay` takes them."""
 
     feasible: bool
     steps: list[Step]
