@@ -82,12 +82,12 @@ bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string*
     *wrong = "cannot look at the file in " + folder + ": " + strerror(errno);
     return false;
   }
-  fchmod(fd_, 0600);  // whatever the umask took away
+  fchmod(fd_, 0600);  // in spite of the umask
   if (want_direct) ProbeDirect();
   return true;
 }
 
-// What a file system says about O_DIRECT and what it does are different things: try.
+// A file system may accept O_DIRECT and fail later: try.
 void ScratchFile::ProbeDirect() {
   const int flags = fcntl(fd_, F_GETFL);
   if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_DIRECT) != 0) return;

@@ -91,8 +91,8 @@ void FileTier::Close() {
   delete this;
 }
 
-// No transfer is under way while the process forks: a direct read into memory that is being copied on write may end in
-// the child's copy (open(2), notes on O_DIRECT). And what the child inherits is whole.
+// No transfer runs while the process forks: a direct read into memory that is being copied on write may end in the
+// child's copy (open(2), notes on O_DIRECT). And the memory that the child inherits is complete.
 void FileTier::BeforeFork() {
   if (forked_.load()) return;
   Hold hold(mutex_);

@@ -31,7 +31,7 @@ struct Parked {
   unsigned char fill;
 };
 
-// What the callback may take: a table of them, as the pager has one.
+// The blocks that the callback may take: a table, as the pager has one.
 struct Shared {
   mm_arena* arena;
   mm_tier* tier;
@@ -61,7 +61,7 @@ void ExpectFilled(const Parked& block) {
          "a block was written by another owner");
 }
 
-// By a search: the choice and what becomes of it are one step under the table's lock.
+// By a search: the choice and the release of its blocks are one step under the table's lock.
 uint64_t ReclaimChosen(Shared* shared, uint64_t need, uint64_t request) {
   std::vector<Parked> chosen;
   {
