@@ -6,11 +6,11 @@
 
 Rules: each `rule N` that a source or a document cites is a rule of docs/develop/rules.md.
 
-Headless comments: a unit (a docstring, or comment lines that follow each other) counts if it contains the word what, whatever,
-who, whoever or whom, or if it begins with Of, Whether, In whose or In which. Such a unit leaves the thing that it describes
-without a name. Text in backticks or double quotes does not count. scripts/words.txt holds the number of each folder. A number
-may only fall: the check fails if a folder has more, and if it has fewer and the file was not lowered.
-docs/develop/style.md says what to write instead.
+Headless comments: a unit (a docstring, or comment lines that follow each other) counts if it contains the word `what`,
+`whatever`, `who`, `whoever` or `whom`, or if it begins with `Of`, `Whether`, `In whose` or `In which`. Such a unit
+leaves the thing that it describes without a name. Text in backticks or double quotes does not count. scripts/words.txt
+holds the number of each folder. A number may only fall: the check fails if a folder has more, and if it has fewer and
+the file was not lowered. docs/develop/style.md says what to write instead.
 """
 
 from __future__ import annotations
