@@ -617,7 +617,7 @@ def _drawn_chain(w: nn.Parameter) -> torch.Tensor:
 
 @hole
 def batched_gradients(step: int, w: nn.Parameter, s: SimpleNamespace) -> Any:
-    """Backward runs inside vmap, whose layer must be off while what it asks for is made again."""
+    """Backward runs inside vmap, whose layer must be off while the tensors that it reads are made again."""
     h = _drawn_chain(w)
     out = (h * h).sum(0)[:3]
     (rows,) = torch.autograd.grad(out, w, torch.eye(3), is_grads_batched=True, retain_graph=True)
@@ -872,7 +872,7 @@ def relu_and_dropout_inplace_chain(step: int, w: nn.Parameter, s: SimpleNamespac
     return h.square().mean()
 
 
-# --- what is not known is never run twice (rule 8) --------------------------------------------------------------------
+# --- an op that is not known is never run twice (rule 8) --------------------------------------------------------------
 
 _calls = {"custom_op": 0, "mutating_op": 0, "function": 0}
 
@@ -1298,7 +1298,7 @@ pytestmark = [
 
 
 def _every_mode() -> Iterator[Any]:
-    """By turns evict or offload in `make test`, the other is slow; and so is what takes as long as forty others."""
+    """By turns evict or offload in `make test`, the other is slow; and so are cases that take as long as forty others."""
     for nth, name in enumerate(HOLES):
         for mode in MODES:
             slow = mode == MODES[2 + nth % 2] or (name, mode) == ("rnn_of_3000_steps", "torture")

@@ -58,7 +58,7 @@ def _one_way(name: str, own: random.Random) -> str:
 
 
 def _collectives(shared: random.Random, own: random.Random) -> str:
-    """Under way for long, with everything leaving and poison laid over what has left."""
+    """Long-running collectives, while every tensor is evicted and freed memory is filled with poison."""
     rank, world = dist.get_rank(), dist.get_world_size()
     said = []
     with memmgr.budget("1GB", policy="torture", quiet=True):

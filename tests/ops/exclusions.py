@@ -1,6 +1,5 @@
-"""What the sweep over the operator database leaves out or compares otherwise, each with its reason.
-
-Keep it short: everything here is torch's own behaviour, and a test asserts that each entry is still needed.
+"""Exceptions of the sweep over the operator database, each with its reason. Keep it short: each is torch's own
+behaviour, and a test asserts that each entry is still needed.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ print(torch.linalg.lstsq(A, B).solution.numpy().tobytes().hex())
 
 
 def lstsq_reads_unwritten_memory() -> bool:
-    """In two processes whose malloc fills what it hands out, with zeros and with something else (glibc)."""
+    """In two processes whose malloc fills allocated memory, with zeros and with other values (glibc)."""
     found = []
-    for perturb in ("255", "1"):  # the complement is what is filled in
+    for perturb in ("255", "1"):  # memory is filled with the complement
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],
             capture_output=True,
