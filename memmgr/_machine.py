@@ -8,7 +8,8 @@ import psutil
 
 _GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""What says the limit, by the controller that `_MINE` names: of the second version, which names none, and of the first."""
+"""The file with the limit, by the controller that `_MINE` names: the second version, which names none, and the first.
+"""
 
 
 def group_bytes() -> int | None:

@@ -137,7 +137,7 @@ class Need:
 
 
 MOST_SHARE = 2.0
-"""Of the need: more is taken for a percentage that lost its sign."""
+"""The largest share of the need: a larger one is a percentage without its sign."""
 
 _OF_A_RUN = ('"need*60%" (of what the run needs)', '"auto" (the knee of its cost)', NO_LIMIT)
 _WORDS = ("auto", "need", "none")

@@ -28,7 +28,8 @@ from ._threads import join
 from .observe.ranks import where_in_job
 
 SHARES = {"sample": 15e-4, "events": 5e-4, "cells": 3e-4, "map": 2e-4, "holders": 3e-4}
-"""Of the run's time, at most that much is processor time of the telemetry's thread. What takes longer is done less often."""
+"""The most processor time of the telemetry's thread, as a share of the run's time. An expensive task runs less often.
+"""
 
 EVENTS_SECONDS = 0.5  # least time between two lines of events: each line is a sum over many small events
 

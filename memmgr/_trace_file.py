@@ -19,7 +19,7 @@ _MAGIC = "memmgr_trace"
 
 
 ABOUT = ("rank", "world_size", "job", "host")
-"""What the head may say of the process: its rank of how many, in which job, on which machine."""
+"""Facts about the process that the head may contain: its rank of how many, in which job, on which machine."""
 
 
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any] | None = None) -> None:

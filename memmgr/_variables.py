@@ -18,7 +18,7 @@ VALUES = {
     **dict.fromkeys(("MEMMGR_DEBUG", "MEMMGR_INSTALL", "MEMMGR_TELEMETRY", "MEMMGR_TIER_DIRECT"), ("0", "1")),
     "MEMMGR_CUDA_MEMORY": ("mapped", "plain"),
 }
-"""What some of them may be; any other value would change nothing, and nobody would say so."""
+"""The accepted values of some variables; any other value would have no effect, and no message."""
 OF_TESTS = frozenset(
     "MEMMGR_CORE_LIB MEMMGR_DRIVER MEMMGR_OPS_SHARD MEMMGR_PAGER_SMALL MEMMGR_SHARED MEMMGR_SOAK_SECONDS MEMMGR_SOAK_SEED "
     "MEMMGR_TEST_ALL_OPS".split()
@@ -26,7 +26,7 @@ OF_TESTS = frozenset(
 """Those of our own tests and benchmarks: known, and never shown."""
 
 said = False
-"""What is wrong with the variables was said, or will be."""
+"""Errors in the variables were reported, or will be."""
 
 
 def unknown() -> dict[str, bool]:

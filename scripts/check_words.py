@@ -6,17 +6,18 @@
 
 Rules: each `rule N` that a source or a document cites is a rule of docs/develop/rules.md.
 
-Headless comments: a unit (a docstring, or comment lines that follow each other) counts if it contains the word `what`,
-`whatever`, `who`, `whoever` or `whom`, or if it begins with `Of`, `Whether`, `In whose` or `In which`. Such a unit
-leaves the thing that it describes without a name. Text in backticks or double quotes does not count. scripts/words.txt
-holds the number of each folder. A number may only fall: the check fails if a folder has more, and if it has fewer and
-the file was not lowered. docs/develop/style.md says what to write instead.
+Headless comments: a unit is a docstring (of a variable, too), or comment lines that follow each other. It counts if it
+contains the word `what`, `whatever`, `who`, `whoever` or `whom`, or if it begins with `Of`, `Whether`, `In whose` or
+`In which`: such a unit leaves the thing that it describes without a name. Text in backticks or double quotes does not
+count. scripts/words.txt holds the number of each folder. A number may only fall: the check fails if a folder has more, and
+if it has fewer and the file was not lowered. docs/develop/style.md has the words to write instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import sys
@@ -65,10 +66,8 @@ def _joined(comments: Iterator[tuple[int, bool, str]]) -> Iterator[tuple[int, st
 
 def _python(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield node.body[0].lineno, text
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, inspect.cleandoc(node.value.value)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     yield from _joined(
         (t.start[0], not t.line[: t.start[1]].strip(), t.string.lstrip("#").strip())

@@ -13,7 +13,8 @@ from memmgr._sizes import show_size
 
 STATES = ("parameters", "gradients", "optimizer_states")
 KINDS = (*STATES, "other")
-"""As figures have them (`moved_bytes.parameters`); `other` is what no model or optimizer holds: activations, mostly."""
+"""The kinds of figures (`moved_bytes.parameters`); `other` is memory without a model or optimizer: activations, mostly.
+"""
 
 
 @dataclass(frozen=True)

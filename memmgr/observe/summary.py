@@ -15,7 +15,7 @@ from memmgr._sizes import UNLIMITED, show_seconds, show_size
 from . import states
 
 says_next = True
-"""Nobody else says what to do next when the process ends, as `memmgr run` does."""
+"""The summary names the next command when the process ends; `memmgr run` does that itself."""
 _next = ""
 _process = os.getpid()
 

@@ -14,7 +14,7 @@ from memmgr.native.pager import SMALL_BYTES
 from memmgr.policies import Policy
 
 SILENT_SECONDS = 12.0
-"""After so long without a sign of life a rank is lost: with what it takes to tell the others, 15."""
+"""A rank without a heartbeat for so long is lost. With the time to tell the others that is 15 seconds."""
 
 
 @dataclass

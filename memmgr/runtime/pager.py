@@ -39,7 +39,7 @@ from .sizing import Sizing
 from .steps import SlicedSteps
 
 _links: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""What a byte takes one way to each tier that this process has had, and of the CPU, in seconds."""
+"""Seconds a byte, one way, to each tier that this process has had, and of the CPU."""
 
 
 class PagerRuntime:

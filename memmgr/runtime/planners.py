@@ -20,7 +20,7 @@ EFFORT = 600_000
 """Steps of the planner's search for a period at most: about a second."""
 
 QUICK_EFFORT = EFFORT // 20
-"""Of a first plan, which the full search may replace: what takes its time then is not the search."""
+"""Effort of a first plan, which the full search may replace. Other work than the search takes most of its time."""
 
 PERIODS = 1_000
 """A step of training comes so often at least: more search than they get back is not done."""
@@ -95,8 +95,9 @@ PLANNERS: MappingProxyType[str, Planner] = MappingProxyType(
         **{name: _published(system) for name, system in STATES.items()},
     }
 )
-"""The published ones run with their own feedback and the net that they have in their papers, both in the simulator: what is
-followed live is the whole schedule that comes of it."""
+"""The published ones run with the feedback and the fallback of their papers, both in the simulator. Live, the whole
+resulting schedule is followed.
+"""
 
 QUICK: MappingProxyType[str, Planner] = MappingProxyType({"plan": _quick})
 """The same with a shorter search, of those that search."""

@@ -29,7 +29,7 @@ from .planning import Job, KneeJob, Made, find_knee, make
 from .timeline import Measured, Noted, measured, seconds_of
 
 BESIDE = 0.25
-"""Of what a copy takes of a CPU, what ops lose by it that leave a core free: the memory's speed is shared."""
+"""The share of a copy's CPU time that ops lose even if they leave a core free: they share the memory's speed."""
 
 MOST_PLANS = 16  # sequences that are remembered; variable shapes have several
 MOST_MET = 256  # sequences that are known by their hash alone: one that comes again is worth a plan

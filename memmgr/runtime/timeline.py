@@ -39,7 +39,7 @@ _WRITES, _MAKES, _RECIPE, _COMES = 1, 2, 4, 16  # allocator/pager/timeline.h
 _BEFORE = 1 << 31  # allocator/pager/timeline.h
 _LEAST_BETWEEN_SECONDS = 1e-4
 MAKES, DROPS, OFFLOADS, READS = 0, 1, 2, 3
-"""What a row says; `allocator/pager/follow.h`."""
+"""The kinds of a row; `allocator/pager/follow.h`."""
 
 Rows = list[tuple[int, int, int]]
 

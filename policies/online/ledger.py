@@ -30,14 +30,20 @@ import numpy as np
 from memmgr.policies.rules.types import Bools, Floats, Ints
 
 _WALK = 128
-"""A chain is followed over so many ops. What is longer is expensive in any case, and every decision would pay for the walk."""
+"""A chain is followed over so many ops. A longer one is expensive in any case, and every decision would pay for the
+walk.
+"""
 
 _UNWANTED = 1e-4
-"""The price of what nobody will ask for, as a share of its op's time: it is lost only if a neighbour goes as well. Small
-enough that everything unwanted goes before anything wanted; it orders the unwanted among themselves."""
+"""The price of a storage that no op will read, as a share of its op's time: it is lost only if a neighbour is evicted
+as well. Small enough that all unwanted storages are evicted before wanted ones; it orders the unwanted among
+themselves.
+"""
 
 _DOUBT = 0.001
-"""The price of what the program holds but is not expected to read: it may do so all the same (a loss that is printed)."""
+"""The price of a storage that the program holds but will probably not read: it may do so all the same (a loss that is
+printed).
+"""
 
 
 @dataclass

@@ -36,12 +36,14 @@ from .ledger import Ledger
 from .saved import saved_by
 
 _NEAR = 0.1
-"""w as a share of the budget. What is asked for before that much was consumed comes back into the same shortage. The result
-hardly depends on it: between 0.03 and 0.3 of the budget the overhead moves by 2 %."""
+"""w as a share of the budget. A storage that is read before that much was consumed comes back into the same shortage.
+The result hardly depends on it: between 0.03 and 0.3 of the budget the overhead moves by 2 %.
+"""
 
 _ROOM = 0.25
-"""What a segment of evicted tensors may take up when it is made again, as a share of the budget, before its parts push each
-other out. Between half and twice as much the overhead moves by a few percent."""
+"""Size limit of a segment of evicted tensors when it is made again, as a share of the budget. Parts of a larger one
+push each other out. Between half and twice as much the overhead moves by a few percent.
+"""
 
 _CRUMB = 1 / 256  # storages smaller than this share of the shortage are evicted only if there is no larger victim
 _TICK_SECONDS = 1e-12  # storages that cost nothing are still evicted in order of size and time

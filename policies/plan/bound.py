@@ -197,7 +197,9 @@ def relaxation(problem: Problem, budget_bytes: int, at: Sequence[int]) -> tuple[
 
 
 MOST_WORK = 6_000
-"""Of `tighter`: storages that matter, summed over the moments of all programs it solves. HiGHS takes 0.02 to 0.1 ms for one."""
+"""Limit of `tighter`: storages that matter, summed over the moments of all programs it solves. HiGHS takes 0.02 to 0.1
+ms for one.
+"""
 
 
 def tighter(

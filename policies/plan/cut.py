@@ -14,7 +14,9 @@ from typing import NamedTuple
 _ALL = float("inf")
 
 _TIE = 1e-7
-"""Of a storage's bytes. Models repeat their layers: what costs the same would all be kept by half, which says nothing."""
+"""A tie-break, as a share of a storage's bytes. Models repeat their layers: storages of equal cost would all be kept by
+half, which decides nothing.
+"""
 
 
 class Network:

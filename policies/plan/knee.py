@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST = 1.1
-"""Times over a pass without a limit: what the knee may cost."""
+"""The most that the knee may cost: times over a pass without a limit."""
 
 SHARES = tuple(range(95, 0, -5))
 """Per cent of the need that are looked at."""

@@ -20,7 +20,9 @@ _PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Seconds of recompute that a second of the link is worth, tried in turn; 0: all that leaves is offloaded."""
 
 _SHARES = ((1.0, False), (0.85, False), (1.0, True), (0.8, True), (0.5, True), (0.25, True))
-"""What share of the bandwidth the advice may count on, and whether writes have to be done when memory fills up first."""
+"""The share of the bandwidth that the advice may count on, and whether writes must have ended when memory fills up
+first.
+"""
 
 _SHARPNESS = (1.0, 3.0)
 

@@ -27,13 +27,13 @@ from memmgr.policies.trace.blocks import Program, plain, program_of, spent
 from memmgr.policies.trace.schedule import Step
 
 _RESERVES = (0.1, 0.25, 0.5)
-"""Of the budget, what is for bytes that come early, where only Belady's choice leaves."""
+"""The share of the budget for prefetched blocks, where only Belady's choice is evicted."""
 
 _MANY = 4_000
 """Events from which on one of them has to do, and none where the first way is good enough."""
 
 _AHEAD = 0.05
-"""Of a pass: what ops will make and the link bring in so much time should find room without waiting for a write."""
+"""The share of a pass for which ops and the link should find room without waiting for a write."""
 
 _LOOKED_AT = 8
 """Blocks, for one that should be written before its room is needed."""

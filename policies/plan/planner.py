@@ -114,7 +114,8 @@ def _plan(
 
 
 _LEVELS = (0.75, 0.5, 0.25, 0.0)
-"""How much of what only a pass holds stays, in turn, between the least that it can be and all; the rest runs again."""
+"""The share of the storages of one pass that stays, in turn, between the least possible and all; the rest runs again.
+"""
 
 _CLOSE = 1.02
 """So near to the bound nothing is tried any more."""

@@ -16,7 +16,9 @@ from .smallest_budget import smallest_budget_bytes
 from .timeline import Timeline
 
 _WAYS = ((0.1, 1.0), (0.02, 3.0), (None, 1.0), (0.5, 3.0), (None, 3.0), (0.1, 0.0), (0.5, 0.0), (None, 0.0), (0.5, 1.0))
-"""(what the relaxation's K leaves of the price of what it drops; None: not asked, sharpness), most promising first."""
+"""(share of the price that the relaxation's K leaves to dropped storages, None: the relaxation is not used; sharpness),
+most promising first.
+"""
 
 _LADDERS = (1.0, 0.0, 3.0)
 """Sharpness on the way down to a budget that is hard to meet, in turn."""
@@ -25,8 +27,9 @@ _PATIENT = 0.0
 """The one of these that goes on with `_PATIENCE` times the steps for a rung, where all of them ended above the budget."""
 
 _PATIENCE = 4
-"""Where gradients are taken of gradients, what one drop has to run again is most of a step of the program, so a rung takes many
-more steps than there are storages. More than four times as many hardly leads further down."""
+"""Where gradients are taken of gradients, one dropped storage makes most of a step run again, so a rung takes many more
+steps than there are storages. More than four times as many hardly leads further down.
+"""
 
 _MOST_AGAIN = 3.0
 """A schedule of the online policy that recomputes more than so many times the pass is not waited for."""
@@ -35,7 +38,7 @@ _GOOD = 0.003
 """Trading stops when the extra time is this share above the bound's."""
 
 STEP_SECONDS = 2e-6
-"""What a step takes, about ..."""
+"""The time of a step, about ..."""
 
 _TURN = 100_000
 """... and so many are a turn: after each it is asked whether it was worth it."""

@@ -30,9 +30,9 @@ OPS_OF_A_BLOCK = 3
 """At least: in a single op there is nothing to choose."""
 MOST_NODES = 20
 PART = 0.1
-"""Of `LIMIT_SECONDS`: what each program may take."""
+"""The share of `LIMIT_SECONDS` for each program."""
 SHARES = (0.7, 0.4, 0.1)
-"""Of what backward reads, how much may stay."""
+"""Shares of the bytes that backward reads that may stay."""
 
 _Answer = list[tuple[Do, int]]  # steps of a block's backward, by position among its ops
 

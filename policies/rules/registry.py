@@ -58,7 +58,7 @@ STREAMING = ("zero_offload", "zero_infinity", "patrickstar", "l2l")
 """Planners that move model states, and run nothing again."""
 
 SWAPPING = ("vdnn_all", "vdnn_conv")
-"""Planners that move what backward needs, and run nothing again."""
+"""Planners that move the tensors that backward needs, and run no op again."""
 
 _KEEP = Policy("keep", FILTERS["lru"], keep, off, recomputes=False, offloads=False)
 

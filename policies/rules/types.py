@@ -203,7 +203,7 @@ class Link:
 
 
 NO_LINK = Link(0.0, 0.0)
-"""No tier below: whatever can be recomputed is."""
+"""No tier below: each cell with a recipe is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -98,8 +98,8 @@ class Cycle:
         made = np.array([sum(p.blocks[k].size for k in born) for born in p.born] * 2, dtype=np.int64)
         lost = np.array([sum(p.blocks[k].size for k in died) for died in p.died] * 2, dtype=np.int64)
         left = np.cumsum(made) - np.cumsum(lost)
-        self.left_after: list[int] = left.tolist()  # what ops have made and not let go of, after each
-        # [j][event]: most of it during 2**j ops from that one on. Lists, since NumPy would give the interpreter's lock back and
+        self.left_after: list[int] = left.tolist()  # bytes that ops have made and not freed, after each
+        # [j][event]: most of them during 2**j ops from that one on. Lists, since NumPy would give the interpreter's lock back and
         # take it again so fast that a thread which waits for it starts to wait anew.
         during, half = left + lost, 1
         self.most_during: list[list[int]] = [during.tolist()]

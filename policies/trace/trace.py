@@ -39,10 +39,10 @@ from enum import IntEnum
 from functools import cached_property
 
 VERSION = 2
-"""Of the trace as data; the file carries it."""
+"""Version of the trace as data; the file carries it."""
 
 HELD = 2**62
-"""`Storage.released` of what the program holds at the end."""
+"""`Storage.released` of storages that the program holds at the end."""
 
 
 class TraceError(ValueError):

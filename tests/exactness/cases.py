@@ -401,7 +401,7 @@ for _name, (_build, _batch, _optimizer) in HF.items():
 
 MID: dict[str, CaseFunction] = {}
 """A million parameters and more: kernels take their blocked paths, and where there are two threads their parallel ones,
-whatever OMP_NUM_THREADS says. (All with two would take minutes on a machine that has other things to do.)"""
+for every OMP_NUM_THREADS. (All with two would take minutes on a machine that has other things to do.)"""
 
 
 def _mid(

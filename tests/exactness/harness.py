@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 HUGE_BYTES = 8 << 30
-"""A budget that no case of this suite comes near: what is measured under it is what the case needs unmanaged."""
+"""A budget far above every case of this suite: a measurement under it is the case's unmanaged need."""
 
 Scope = Callable[[], Any]
 

@@ -34,7 +34,7 @@ SLACK = {
     "cells": 40,
     "tier bytes": 1 << 16,
 }
-"""What the process may grow by between the warm state and the end: malloc's own slack, not one thing a pass."""
+"""Allowed growth of the process between the warm state and the end: malloc's own slack, not one object a pass."""
 
 
 def scenario(passes: int) -> Callable[[Callable[[Any, str], Iterator[None]]], Callable[[Any, str], Iterator[None]]]:

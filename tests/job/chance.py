@@ -149,7 +149,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
 
 
 NO_FUTURE = {"reduce-scatter", "send and receive"}
-"""Of gloo: their Works say that they are done in wait() alone."""
+"""Collectives of gloo: their Works are marked as done in wait() alone."""
 
 
 def main(rank: int, world: int, folder: Path, seconds: str, seed: str) -> None:

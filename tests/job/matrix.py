@@ -29,7 +29,7 @@ WIDTH = 64
 ROWS = 256
 CASES: dict[str, CaseFunction] = {}
 SHARES = (0.75, 0.5, 0.0)
-"""Of the unmanaged peak, and at least `TIGHT` of the floor."""
+"""Shares of the unmanaged peak; at least `TIGHT` of the floor."""
 TIGHT = 1.05
 MOST_TRIES = 6
 

@@ -26,7 +26,7 @@ RAISES: dict[str, str] = {
     "native_layer_norm": "create_graph without weights: torch's formula gets an undefined tensor",
     "nn.functional.ctc_loss": "create_graph: no second derivative",
 }
-"""Some samples raise without memmgr too; what is compared is that they raise the same with it."""
+"""Some samples raise without memmgr too; the test compares that they raise the same with it."""
 
 SKIPPED: dict[str, str] = {}
 """Not run at all."""

@@ -26,7 +26,7 @@ ARROWS = {
     "plan": {"rules", "trace", "online", "simulate"},
     "published": {"rules", "trace", "simulate"},
 }
-"""Of each folder: those that it may import. No circle: a folder comes after all that it may import."""
+"""For each folder: those that it may import. No circle: a folder comes after all that it may import."""
 IMPURE_MODULES = {"time", "datetime", "os", "io", "pathlib", "threading", "socket", "subprocess", "logging"}
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "globals", "__import__"}
 

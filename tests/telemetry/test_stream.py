@@ -19,7 +19,7 @@ from memmgr._telemetry import MAP_STATES, MOST_READERS
 from .reading import LIMIT, Watching, manager, training, wait_until
 
 LAYERS = {"aten.addmm.default", "aten.gelu.default"}
-"""What `training`'s step does inside of its modules: the loss and the backward pass do neither."""
+"""The ops of `training`'s step inside of its modules: the loss and the backward pass are outside."""
 
 
 def test_the_model_needs_more_than_its_limit() -> None:

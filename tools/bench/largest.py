@@ -11,7 +11,7 @@ from .systems import SYSTEMS
 from .turns import Nursery, Say, Spec, once
 
 MOST = 1 << 14
-"""No batch is tried above: who offloads everything ends at the disk."""
+"""No batch is tried above: a system that offloads everything ends at the disk."""
 
 
 @dataclass(frozen=True)

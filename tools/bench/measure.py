@@ -38,7 +38,7 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 20, 0.03
 _CACHE_BYTES = 16 << 20
 """More than a core's own caches have, less than a socket's."""
 _BANDWIDTH_BYTES = 64 << 20
-"""Of each of three tensors: more than the caches have. With 8 MB it was theirs that was measured, 5 times as fast."""
+"""Bytes of each of three tensors: more than the caches have. 8 MB measured the caches, which are 5 times as fast."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -13,7 +13,7 @@ from memmgr.policies.trace import HELD, Op, OpKind, Storage, Trace
 from memmgr.tools.common.rates import Rates, Work
 
 CALLS = 3
-"""Of the step: the first makes the states, the period is between the other two."""
+"""Calls of the step: the first makes the states, the period is between the other two."""
 
 VIEW = Work("view", 0, 0, "int64")
 """Calls that move no bytes."""

@@ -13,7 +13,7 @@ from memmgr.policies.trace.plan import Plan
 from memmgr.policies.trace.schedule import Do, Replay, Step
 
 KINDS = ("parameter", "gradient", "optimizer state", "activation", "other")
-"""`other`: tensors too small to leave, and what ops need for themselves."""
+"""`other`: tensors too small to be evicted, and workspaces of ops."""
 
 _WORTH_HALVING = 0.02
 _HALVINGS = 4

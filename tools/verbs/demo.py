@@ -33,7 +33,7 @@ from memmgr.tools.verbs.run import POLICY_HELP
 from memmgr.tools.view import plot
 
 RSS_SLACK_BYTES = 64_000_000
-"""What a managed process may take beside its budget: code, recipes, threads' stacks, copy buffers."""
+"""Memory of a managed process in addition to its budget: code, recipes, threads' stacks, copy buffers."""
 
 FULL = RunSpec("unmanaged", steps=10, sizes={"layers": 6, "heads": 6, "width": 384, "context": 256}, batch=12)
 QUICK = RunSpec("unmanaged", steps=12, sizes={"layers": 4, "heads": 4, "width": 128, "context": 128}, batch=12)

@@ -49,7 +49,7 @@ __doc__ = (__doc__ or "").format(devices=", ".join(DEVICES))
 _OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "momentum", "adafactor")
 _DTYPES = ("float32", "bfloat16", "float16")
 _OF_A_FOLDER = {"batch": 1, "sequence": None, "optimizer": "adamw", "dtype": "bfloat16", "checkpointing": False}
-"""Options, and what they are where nobody says it."""
+"""Options, and their defaults."""
 _TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 

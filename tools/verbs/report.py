@@ -32,7 +32,7 @@ from memmgr.tools.view.run_state import RunState, read_log
 
 FORMATS = {"html": ".html", "perfetto": ".perfetto.json", "png": ".png", "svg": ".svg"}
 PICTURES = ("png", "svg")
-"""What can be made of a log, and how such a file is called."""
+"""The formats made from a log, and the endings of their files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -318,7 +318,7 @@ class _Closing:
 
 
 WORK_SECONDS = 1.0
-"""Of the processor: a child that has imported torch took more, one that asks git for a commit less."""
+"""Seconds of the processor: a child that has imported torch took more, one that calls git for a commit less."""
 
 
 def children_worked() -> bool:

@@ -16,10 +16,10 @@ from memmgr.tools.view.run_state import Point, RunState
 FEW_SAMPLES = 8
 """A pass with fewer samples than this has no shape that they would show."""
 AROUND = 12
-"""Of such passes so many samples together say what was the least and the most."""
+"""So many samples of such passes show their lowest and highest values together."""
 
 Edges = tuple[int, ...]
-"""The upper edges of the layers, from below: other, may leave (what is resident ends there), evicted, offloaded."""
+"""The upper edges of the layers, from below: other, may leave (the resident bytes end there), evicted, offloaded."""
 RESIDENT, UNMANAGED = 1, 3
 
 

@@ -17,7 +17,7 @@ from memmgr.observe.states import KINDS, Flows, flows
 from memmgr.tools.common.usage_error import UsageError
 
 LAYERS = {"other": "other", "saved": "may leave", "evicted": "evicted", "offloaded": "offloaded"}
-"""What a moment's memory is made of, from below: by the stream's word, what every picture calls it."""
+"""The layers of a moment's memory, from below: the stream's word, and its name in every picture."""
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,14 @@ class Glyphs:
 UNICODE = Glyphs("▓", "█", "▚", "▄", "▲", "░", "▒", "╱", "┴", "·", "─", "┤", "…")
 ASCII = Glyphs("=", "#", "H", "~", "^", ".", ":", "/", "+", "_", "-", "|", ">")
 NAMES = {**LAYERS, "times": "at times"}
-"""What a legend calls a layer; what is not here goes by its own name."""
+"""Names of layers in a legend; a layer without one has its own name."""
 MEMORY = ("other", "saved", "times", "evicted", "offloaded")
 SPACE = ("free", "other", "saved", "held", "leaving", "arriving")
 OLD_SECONDS = 5.0
-"""What is older is marked: it may not be so any more."""
+"""Older figures are marked: they may be out of date."""
 
 SOFT = "grey46"
-"""Scales and what is free: to be read on black and on white, which a terminal's own grey is not."""
+"""The colour of scales and free memory: readable on black and on white, which a terminal's own grey is not."""
 STYLES = {
     "other": "blue",
     "saved": "green",
