@@ -33,7 +33,7 @@ class Plain:
         # Detached: a saved output with its grad_fn would keep its own node alive.
         try:
             self.tensor = tensor.detach()
-        except TypeError:  # no handler for it here: a fake tensor inside somebody's shape propagation
+        except TypeError:  # no handler for it here: a fake tensor inside shape propagation
             self.tensor = tensor
         self.version = None if tensor.is_inference() else tensor._version
 

@@ -37,7 +37,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary() -> Path | None:
-    """A folder of this user alone: libraries are loaded from it. None: somebody else has made it."""
+    """A folder of this user alone: libraries are loaded from it. None: another user has made it."""
     folder = Path(tempfile.gettempdir()) / f"memmgr-cache-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

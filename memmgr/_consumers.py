@@ -18,7 +18,7 @@ QUEUE_BYTES = 4 << 20
 LONGEST_REQUEST = 4096
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.02, 3600.0
 MOST_ITEMS = 64  # of one events line; the rest is one sum per kind
-MOST_PASSES = 32  # told one by one in a passes line; of the others only the sums
+MOST_PASSES = 32  # listed one by one in a passes line; of the others only the sums
 
 
 def dumps(line: dict[str, Any]) -> bytes:

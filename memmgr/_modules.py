@@ -47,7 +47,7 @@ class Modules:
 
     @property
     def watching(self) -> bool:
-        """Somebody looks."""
+        """A reader has connected."""
         return self._steps is not None
 
     def watch(self) -> None:

@@ -71,7 +71,7 @@ _open: set[Telemetry] = set()
 
 @atexit.register
 def _tidy() -> None:
-    """A process that ends with its budget open still takes its address away."""
+    """A process that ends with its budget open still removes its address."""
     for telemetry in list(_open):
         telemetry.forget_address()
 
@@ -83,7 +83,7 @@ class Telemetry:
         self._native = native
         self._about = about
         self.modules = Modules(native)
-        self.detail = False  # somebody looks: the training threads note per-op detail
+        self.detail = False  # a reader is connected: the training threads record per-op detail
         self._log_wanted = log_path(log) if log is not None else None
         self._log: Log | None = None
         self._readers: dict[int, Reader] = {}
@@ -136,7 +136,7 @@ class Telemetry:
         self._thread.start()
 
     def ended_pass(self, resident_peak: int, unmanaged_peak: int, forward: float, backward: float) -> None:
-        """A pass is over; kept only while somebody looks."""
+        """Records a pass that has ended; kept only while a reader is connected."""
         if self.detail:
             self._passes.append((resident_peak, unmanaged_peak, forward, backward, self._now()))
             self.modules.ended_pass()
@@ -175,7 +175,7 @@ class Telemetry:
         return said
 
     def forget_address(self) -> None:
-        """Takes the socket's file away, if it is this process's."""
+        """Removes the socket's file, if it is this process's."""
         _open.discard(self)
         if self._path is not None and os.getpid() == self._pid:
             _stream.remove(self._path)

@@ -115,7 +115,7 @@ class Computation:
         Meanwhile the collector begins nothing of itself: an exception that is on its way to its thread would meet finalizers.
         """
         global _usual
-        if gc.get_threshold() != _NEVER:  # nobody else ends one
+        if gc.get_threshold() != _NEVER:  # no other thread ends one
             _usual = gc.get_threshold()
         try:
             gc.set_threshold(*_NEVER)

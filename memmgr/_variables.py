@@ -30,7 +30,7 @@ said = False
 
 
 def unknown() -> dict[str, bool]:
-    """A sentence about each variable that nobody reads, or whose value nobody knows, and whether one is meant that there is."""
+    """A sentence about each unknown variable or value, and whether a known one is close to it."""
     found = {}
     for name, values in VALUES.items():
         value = os.environ.get(name) or values[0]  # empty: as if it were not set
@@ -51,7 +51,7 @@ def _near(name: str) -> str:
 
 
 def refuse_unknown() -> None:
-    """Ends the process where a variable is misspelt; with `strict:off`, and where it may be somebody else's, it is a warning.
+    """Ends the process where a variable is misspelt; with `strict:off`, and where it may be another program's, it is a warning.
 
     Raises:
         Refused: `strict` is on.

@@ -124,7 +124,7 @@ def texts(count: int = 32) -> list[dict[str, torch.Tensor]]:
 
 
 def gpt2() -> Any:
-    """A small one, which nobody has to download."""
+    """A small one that needs no download."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=64, vocab_size=128, n_positions=64, use_cache=False))

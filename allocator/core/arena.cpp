@@ -147,7 +147,7 @@ uint64_t Arena::GiveBackNow(uint64_t pages) {
   return given < pages ? given + small_.GiveBack(pages - given) : given;
 }
 
-// The pages are away, nobody's, while the streams are waited for without the lock: frees never wait, and work of a
+// The pages have no owner while the streams are waited for without the lock: frees never wait, and work of a
 // stream that is waited for may itself end in a free.
 uint64_t Arena::GiveBackSettled(Hold* hold, uint64_t pages) {
   if (!waits()) return GiveBackNow(pages);
@@ -193,7 +193,7 @@ uint64_t Arena::ExcessPages(uint64_t extra_pages) const {
   return (bytes - budget() + pages_.page_bytes - 1) / pages_.page_bytes;
 }
 
-// Whenever something changed that the budget has to do with, and nobody may wait.
+// After every change that concerns the budget, where no wait is allowed.
 void Arena::ObeyBudget() {
   if (pages_.give_back != GiveBack::kAtOnce) return;
   const uint64_t excess = ExcessPages(0);

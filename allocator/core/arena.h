@@ -177,7 +177,7 @@ class Arena final : private ForkAware {
   void ObeyBudget();
   void ObeyBudgetNow(Hold* hold);
   void ChooseChunk();
-  // Pages that were given back for a request and not used for it are nobody's.
+  // Pages that were given back for a request and not used for it have no owner.
   void LetGo() {
     if (waits()) pages_.let_go(pages_.user);
   }
@@ -189,7 +189,7 @@ class Arena final : private ForkAware {
   }
   void VerifyNow(const char* event) const;
 
-  std::unique_ptr<HostPages> host_;  // nullptr: the pages are somebody else's
+  std::unique_ptr<HostPages> host_;  // nullptr: the pages have another owner
   const PageOps& pages_;
   char* const base_;
   const uint64_t range_bytes_;

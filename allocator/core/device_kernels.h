@@ -22,7 +22,7 @@ struct mm_sum {
   CUevent event = nullptr;  // behind the copy of the word; null: `value` is set
   uint64_t value = 0;
   bool awaited = false;  // a thread waits for the event, and will read the word
-  bool dropped = false;  // nobody will ask for it
+  bool dropped = false;  // its result will not be read
 };
 
 namespace memmgr {

@@ -64,7 +64,7 @@ int ScratchFile::Cache(uint64_t bytes) {
 }
 
 bool ScratchFile::Open(const std::string& folder, bool want_direct, std::string* wrong) {
-  // O_EXCL: nobody can give the file a name later.
+  // O_EXCL: no process can give the file a name later.
   fd_ = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, 0600);
   if (fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
     std::string name = folder + "/memmgr-XXXXXX";

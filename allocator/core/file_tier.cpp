@@ -170,7 +170,7 @@ void FileTier::Work() {
   }
 }
 
-// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot go away meanwhile: Free
+// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot end during that: Free
 // waits for pieces in flight.
 void FileTier::RunPiece(Slot* slot, Hold* hold) {
   const Direction direction = slot->direction;

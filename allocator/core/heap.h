@@ -114,7 +114,7 @@ class Heap {
     const uint64_t end = (run->offset + run->bytes) >> page_shift_;
     return {first, end > first ? end : first};
   }
-  // Not a page of it is committed. Pages lose their memory only when nobody uses it any more: no stream touches these.
+  // Not a page of it is committed. Pages lose their memory only when no stream touches them any more.
   bool IsNew(const Block* block) const { return block->holes == Touched(block->offset, block->bytes).count(); }
   const RunIndex& Of(RunKind kind) const { return runs_[static_cast<int>(kind)]; }
   RunKind KindOf(const Block* run) const;

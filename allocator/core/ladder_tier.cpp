@@ -65,7 +65,7 @@ void LadderTier::Settle(mm_slot id, Entry* entry) {
     return;
   }
   entry->error = result;
-  host_->Free(entry->host);  // nothing was read into it that anybody may see
+  host_->Free(entry->host);  // no valid bytes were read into it
   entry->host = -1;
   entry->where = Where::kFile;
   sinking_.erase(id);
@@ -216,7 +216,7 @@ int LadderTier::Raise(mm_slot id, void* to, Hold* hold) {
       entry->where = Where::kRising;
       const int risen = AwaitRise(id, hold);
       if (risen != 0) return risen;
-      continue;  // somebody else may have needed the room already
+      continue;  // another thread may have taken the room already
     }
     if (host != -ENOSPC) return static_cast<int>(host);
     if (MakeRoom(hold)) continue;

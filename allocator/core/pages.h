@@ -20,7 +20,7 @@ namespace memmgr {
 // When pages may be given back.
 enum class GiveBack : uint8_t {
   kAtOnce,       // whenever it helps, under the arena's lock
-  kAfterSettle,  // somebody may still be using them: settle first, which waits; never under the arena's lock
+  kAfterSettle,  // a stream may still be using them: settle first, which waits; never under the arena's lock
   kNever,        // they are there from the start to the end
 };
 

@@ -113,7 +113,7 @@ uint64_t Reclaim(void* user, uint64_t need, uint64_t request, int attempt) {
   return released;
 }
 
-// Writes a block away, frees it, and brings it back somewhere else.
+// Writes a block to the tier, frees it, and reads it into another block.
 void Offload(Shared* shared, Parked block, std::mt19937* dice) {
   const bool now = (*dice)() % 2 == 0;
   const mm_slot slot =

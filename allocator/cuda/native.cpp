@@ -163,7 +163,7 @@ class Native {
     return nullptr;
   }
 
-  // FreeMemoryCallback: torch's cache has no block that fits. True: something was let go, look again.
+  // FreeMemoryCallback: torch's cache has no block that fits. True: memory was freed, look again.
   bool Missed() {
     const c10::DeviceIndex ordinal = CurrentDevice();
     const Place* place = At(ordinal);
@@ -176,7 +176,7 @@ class Native {
       if (request->may_grow || room >= Segment(request->bytes)) return false;
       throw NoRoom();
     }
-    // Somebody came past the door, and does not say for how much. The lock is torch's, so once.
+    // A request came past the door, without its size. The lock is torch's, so once.
     const uint64_t share = limit / 8;
     if (room >= share || tl_asking || Capturing(ordinal)) return false;
     return MakeRoom(*asked, share - room) > 0;

@@ -185,7 +185,7 @@ class Allocator final : public CUDAAllocator {
 
   using CUDAAllocator::recordStream;
   void recordStream(const c10::DataPtr& data, CUDAStream stream) override {
-    Meter* meter = data.get() ? OwnerOf(data.get()) : nullptr;  // else another process's, or somebody's own
+    Meter* meter = data.get() ? OwnerOf(data.get()) : nullptr;  // else another process's, or from another allocator
     if (meter) mm_device_used(meter->device(), data.get(), stream.stream());
   }
 

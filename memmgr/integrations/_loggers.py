@@ -57,7 +57,7 @@ def log_stats(writer: Scalars | Metrics | Log, step: int, prefix: str = "memmgr/
     if not ways:
         raise TypeError(
             f"log_stats: {writer!r} takes no numbers: hand over a SummaryWriter, a run of W&B (after wandb.init), the module "
-            "mlflow, a logger of Lightning, an Accelerator, or what has add_scalar, log_metrics or log as they do"
+            "mlflow, a logger of Lightning, an Accelerator, or another object with add_scalar, log_metrics or log"
         )
     runtime = last()
     if runtime is None:

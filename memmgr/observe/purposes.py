@@ -134,7 +134,7 @@ class Purposes:
         self._unknown, _ = self._held()
 
     def _held(self) -> tuple[int, int]:
-        """Bytes, in memory or below, that nobody is known to hold, and of all."""
+        """Bytes, in memory or in the tier, without a known owner, and of all."""
         now = self._native.stats()
         held = now["resident_bytes.current"] + now["offloaded_now_bytes"]
         return held - sum(now[f"{name}.{kind}"] for name in ("resident_bytes", "below_bytes") for kind in STATES), held

@@ -29,7 +29,7 @@ from memmgr.readers.patches import Patches
 from .member import LOOK_SECONDS, Figures, Member, Silence
 
 GRACE_SECONDS = 2.0
-NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before anybody knows whose
+NAMING_SECONDS = 2.5  # a backend may say that a connection is closed before a rank knows whose
 _OF_A_BACKEND = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
 
@@ -93,7 +93,7 @@ class Job:
         member = self._member
         if member is None or (isinstance(error, SystemExit) and not error.code):
             return None
-        with contextlib.suppress(Exception):  # the store may be gone: then this error is all there is
+        with contextlib.suppress(Exception):  # the store may be lost: then this error is the only report
             if _is_of_a_backend(error):
                 self._heard.wait(NAMING_SECONDS)
                 if self._trouble is None and (silent := member.silent()) is not None and self._trouble is None:
@@ -102,7 +102,8 @@ class Job:
                 if self._trouble is not None:
                     return rank_error(self._trouble, member.rank, binary=self._binary)
             member.tell(rank=member.rank, **_described(error))
-        if self._trouble is not None and _is_of_a_backend(error):  # heard while this one was about to be told
+        # The other rank's failure arrived while this error was about to be reported.
+        if self._trouble is not None and _is_of_a_backend(error):
             return rank_error(self._trouble, member.rank, binary=self._binary)
         return None
 
@@ -174,7 +175,7 @@ class Job:
         while not self._leaving.is_set():
             try:
                 trouble = self._look(member, silence)
-            except Exception:  # without the store nobody knows whether a rank has ended in order
+            except Exception:  # without the store it is not known whether a rank has ended in order
                 lost = member.lost_with_store()
                 trouble = None if lost is None else {"rank": lost, "error": "", "text": "", "how": "store"}
             if self._heard.is_set():

@@ -124,7 +124,7 @@ class Member:
         return dict(json.loads(self._store.get(key)))
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes are gone."""
+        """The ranks of this host whose processes have ended."""
         while self._store.check([key := f"place/{self._place}/{self._entries + 1}"]):
             self._entries += 1
             rank, pid = (int(word) for word in self._store.get(key).split())
@@ -200,7 +200,7 @@ class Member:
         return None if self._host == self.rank or self._host_has_left else self._host
 
     def forget(self) -> None:
-        """Its process group is gone, and another one takes its place."""
+        """Its process group was destroyed, and another one takes its place."""
         for fd in self._neighbours.values():
             if fd >= 0:
                 os.close(fd)
@@ -209,7 +209,7 @@ class Member:
     # -- connections that other ranks wait on --
 
     def _meet_groups(self) -> None:
-        """Where process groups have come or gone: the ports of those there are, which gloo has told the other ranks."""
+        """After process groups were made or destroyed: the ports of the existing ones, which gloo has sent to the other ranks."""
         world: Any = dist.distributed_c10d._world
         groups = {name: group for group, name in dict(world.pg_names).items() if group in world.pg_map}
         if groups.keys() == self._groups.keys():
@@ -281,7 +281,7 @@ def _place() -> str:
 
 
 def _pidfd(pid: int) -> int:
-    """-1: the process is gone already."""
+    """-1: the process has ended already."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -221,13 +221,12 @@ class PagerRuntime:
         return self._file
 
     def close(self, *, report: bool = True, failed: bool) -> None:
-        """Everything comes back, and nothing of ours is left."""
+        """Closes the budget: all tensors are restored, and all patches removed."""
         if self._final is not None:
             return
         crashed = failed and not self.ended_well
-        with (
-            contextlib.ExitStack() as then
-        ):  # the callback added last runs first; if one is interrupted the others still run
+        # The callback added last runs first. If one is interrupted the others still run.
+        with contextlib.ExitStack() as then:
             if self._stock is not None:  # the next budget of the process counts it again
                 stock = self._stock
                 then.callback(lambda: self.native.add_outside(-stock.close()))
@@ -279,7 +278,7 @@ class PagerRuntime:
         return self.figures.stats()
 
     def put_below(self, tensor: torch.Tensor) -> None:
-        """The bytes leave now, and come back at the next use (`memmgr.manage`)."""
+        """Evicts the bytes now; the next use restores them (`memmgr.manage`)."""
         if self.native.adopt(tensor):
             self.native.take_away(tensor)
 

@@ -70,7 +70,7 @@ class TraceFile:
             warnings.warn(f"memmgr: the trace was not written: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """It is nobody's any more."""
+        """Unregisters this object."""
         own, self._own = self._own, -1
         if own >= 0:
             os.close(own)

@@ -127,7 +127,7 @@ def _lay_out(start: Start) -> None:
 
 
 def main(parent: int) -> NoReturn:
-    """Answers until nobody asks any more."""
+    """Answers until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.dup(0)
     with open(os.devnull, "rb") as nothing:

@@ -302,7 +302,7 @@ def measured(
         links: the tiers below, as they were measured.
         device: the type of the managed one.
         repeats: whether the period before it was the same, so that the trace is a cycle.
-        modules: paths of modules by their number; the first is nobody's.
+        modules: paths of modules by their number; the first stands for no module.
 
     Raises:
         TraceError: the columns do not make a trace.

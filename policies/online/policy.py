@@ -94,7 +94,7 @@ class Online:
         self._backward = True
 
     def release(self, s: int) -> None:
-        """The program lets go of storage s."""
+        """Records that the program releases storage s."""
         for gone in self.ledger.release(s):
             if self.ledger.resident[gone]:
                 self._evict(gone)
@@ -188,10 +188,9 @@ class Online:
                 break
         if short > 0:
             self.steps += [Step(Do.FREE, s) for _, s in victims]
-            raise OverBudget(f"{need_bytes} bytes do not fit into {self.budget_bytes} beside what is needed with them")
-        for _, s in sorted(
-            victims, reverse=True
-        ):  # the most expensive victims that later ones made superfluous stay resident
+            raise OverBudget(f"{need_bytes} bytes do not fit into {self.budget_bytes} beside the pinned ones")
+        # The most expensive victims that later ones made superfluous stay resident.
+        for _, s in sorted(victims, reverse=True):
             if ledger.size[s] <= -short:
                 short += ledger.size[s]
                 ledger.restore(s)

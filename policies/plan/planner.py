@@ -92,7 +92,7 @@ def _plan(
             seconds = unmanaged + best.extra_seconds if best is not None else INFEASIBLE
         if link is not None:
             bound = with_link(problem if recompute else swapping, budget_bytes, at, link).seconds
-            # The link alone has its turn too, so that nobody does better with less.
+            # The link alone is tried too, so that no smaller set of means gives a better plan.
             for p in (swapping, problem) if recompute else (swapping,):
                 gate = best is None or p is swapping  # alone it has the same turn
                 for other, takes in offloading(p, budget_bytes, link, at, effort, gate=gate):

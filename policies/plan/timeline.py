@@ -325,7 +325,7 @@ class Timeline:
                 j = bisect_left(made, key)
                 b = bisect_left(uses, made[j + 1]) if j + 1 < len(made) else len(uses)
                 if not b or uses[b - 1] <= key:
-                    continue  # nobody wants it
+                    continue  # no event reads it
                 a, start = bisect_left(uses, key), made[j - 1]
                 low = bisect_right(keys, uses[a - 1] if a and uses[a - 1] > start else start)
                 fits = not start < self.gone[s] < uses[b - 1]

@@ -36,7 +36,7 @@ from memmgr.policies.trace import OpKind, TierLink, Trace
 
 FEEDBACK_SHARE = 0.05
 PASSES = 20
-"""Passes of feedback at most; it ends as soon as nobody is late."""
+"""Passes of feedback at most; it ends as soon as no swap is late."""
 
 
 def capuchin(trace: Trace, budget_bytes: int, tier: TierLink | None = None) -> Run:

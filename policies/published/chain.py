@@ -61,7 +61,7 @@ class Chain:
             if self.reach[s] > storage.maker:
                 change[storage.maker + 1] += storage.size_bytes
                 change[self.reach[s] + 1] -= storage.size_bytes
-        if not self.trace.copy_on_write:  # its bytes are gone when the part after the cut is made again
+        if not self.trace.copy_on_write:  # its bytes are overwritten when the part after the cut is made again
             for k, op in enumerate(self.trace.ops[: self.turn]):
                 for old, _ in op.writes:
                     if old not in self.trace.constants:

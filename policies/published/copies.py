@@ -91,7 +91,7 @@ def across(trace: Trace, accesses: Accesses, turn: int) -> dict[int, tuple[int, 
 
 
 def around_shortage(swaps: Iterable[Swap], used_bytes: Sequence[int], budget_bytes: int) -> list[Swap]:
-    """The same swaps, of which each is away wherever memory is short between its uses; those that help nowhere are left out."""
+    """The same swaps, each absent wherever memory is short between its uses. Swaps that never help are left out."""
     over = [k for k, used in enumerate(used_bytes) if used > budget_bytes]
     found = []
     for swap in swaps:

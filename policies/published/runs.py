@@ -24,7 +24,7 @@ def completed(trace: Trace, events: Sequence[Step]) -> list[Step]:
     dead, useful = _deaths(trace, events)
     steps: list[Step] = []
     resident: set[int] = set()
-    waiting: dict[int, list[int]] = defaultdict(list)  # nobody wants them, but the program holds them so long
+    waiting: dict[int, list[int]] = defaultdict(list)  # no op reads them, but the program holds them so long
     spared: set[int] = set()  # of these, the ones that really wait
     copied: set[int] = set()
     computed = 0

@@ -165,7 +165,7 @@ class Streamed(Cycle):
         self.pinned = [set(here) for here in self.wanted]
         self.ends = {visit.last for visit in visits}
         self.horizon = [self._end_of(event, ahead) for event in range(self.n)]
-        self.going: list[int] = []  # written, or being written; room that nobody asks for yet
+        self.going: list[int] = []  # written, or being written; room that is not needed yet
 
     def _end_of(self, event: int, ahead: int) -> int:
         """The end of the visit that is so many after the one at hand."""

@@ -242,7 +242,7 @@ class Cycle:
         self.done.append((event, do, k))
 
     def read(self, k: int, begin: float, event: int) -> None:
-        """k begins to come back; its room is taken."""
+        """Begins to read k; its room is taken."""
         self.copy(k, Do.RELOAD, begin, event)
         self.state[k], self.reading[k] = RESIDENT, True
         self.take(k)

@@ -188,7 +188,7 @@ class Simulation:
         self.clock.end()
 
     def release(self, s: int) -> None:
-        """The program lets go of s."""
+        """Records that the program releases s."""
         self.held[s] = False
         if self.recomputable[s]:
             self.clean[s] = False

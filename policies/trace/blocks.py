@@ -144,7 +144,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
                 p.unknown.add(block)
                 p.died[-1].append(block)
             continue
-        # Made in this pass, let go of in the next.
+        # Made in this pass, released in the next.
         late.again = False
         if late.touches[0] <= death[first]:
             p.handed[first] = block
@@ -161,7 +161,7 @@ def program_of(trace: Trace, steps: Iterable[Step]) -> Program:
 
 
 def spent(p: Program) -> list[set[int]]:
-    """Per event, the blocks that it is the last to touch before the program lets go of them: nobody needs their bytes then."""
+    """Per event, the blocks that it is the last to touch before the program releases them: no op needs their bytes then."""
     last: list[set[int]] = [set() for _ in p.steps]
     for end, died in enumerate(p.died):
         for k in died:

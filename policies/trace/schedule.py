@@ -107,7 +107,7 @@ class Replay:
         self.latency = latency
         self.free_at = {Do.OFFLOAD: 0.0, Do.RELOAD: 0.0}  # when each direction has ended its queued transfers
         self.resident: set[int] = set()
-        # Constants with a copy below; `away` comes without bytes.
+        # Constants with a copy in the tier; those of `away` begin without bytes.
         self.away, self.clean = frozenset(away), frozenset(clean)
         self.copied_at: dict[int, float] = dict.fromkeys(self.away | self.clean, 0.0)  # when a copy is whole
         self.ready_at: dict[int, float] = {}  # storages that are being read

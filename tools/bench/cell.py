@@ -156,7 +156,7 @@ def _needs(spec: dict[str, Any], system: System, pipe: Connection) -> None:
 
 
 def _turns(spec: dict[str, Any], system: System, pipe: Connection) -> None:
-    """Warms up, says so, and takes a step whenever it is told to; then its figures."""
+    """Warms up, reports that, and takes a step at each request; then sends its figures."""
     base = memory_of("VmRSS")
     forget_peak()
     with budget_of(system, spec["budget_bytes"], spec["device"]) as mm:

@@ -129,7 +129,7 @@ class Nursery:
             return {"error": "its process has ended"}
 
     def end(self, key: str) -> None:
-        """The cell's process is gone."""
+        """The cell's process has ended."""
         pipe, pid = self._cells.pop(key)
         ended = False
         with contextlib.suppress(EOFError, OSError):
@@ -138,7 +138,7 @@ class Nursery:
         if not ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while True:  # its keeper goes when the process has: a number that is free again is nobody's to kill
+        while True:  # its keeper ends after the process: a number that is free again must not be killed
             try:
                 pipe.recv()
             except (EOFError, OSError):
@@ -147,7 +147,7 @@ class Nursery:
 
 
 def _gone(pipe: Connection) -> None:
-    """Waits until nobody has the other end: an interrupt may have left half of an answer in it."""
+    """Waits until no process has the other end: an interrupt may have left half of an answer in it."""
     with contextlib.suppress(OSError):
         while os.read(pipe.fileno(), 1 << 16):
             pass

@@ -190,7 +190,7 @@ def least_bytes(trace: Trace) -> int:
 
 
 def tier_bytes(trace: Trace, made: Plan) -> int:
-    """Most bytes that the tier holds: a copy stays until its storage changes or is let go of."""
+    """Most bytes that the tier holds: a copy stays until its storage changes or is released."""
     size = [storage.size_bytes for storage in trace.storages]
     there = {*made.away, *made.clean}
     level = most = sum(size[s] for s in there)

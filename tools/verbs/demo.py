@@ -135,7 +135,7 @@ def _train(base: RunSpec, shares: Sequence[float], policy: str) -> list[RunResul
                 loss, seconds = float.fromhex(event["loss"]), event["seconds"]
                 bar.say(f"{spec.label}: step {event['index'] + 1}, loss {loss:.3f}, {seconds:.2f} s", advance=1)
 
-        bar.say("unmanaged: measuring what it needs")
+        bar.say("unmanaged: measuring its need")
         need = measured(base)
         if need.failure:
             return [replace(need, spec=base)]
@@ -208,6 +208,6 @@ def _report(verdicts: Sequence[Verdict], picture: Path | None) -> None:
 
 
 def _counted(stats: dict[str, float], count: str, total: str) -> str:
-    """ "12 (34 MB)"; just the count where bytes are not told."""
+    """ "12 (34 MB)"; just the count where the bytes are not known."""
     number = f"{stats.get(count, 0):,.0f}"
     return f"{number} ({megabytes(stats[total])})" if total in stats else number

@@ -65,7 +65,7 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: what memmgr.budget would take)")
+    parser.add_argument("--disk", metavar="FOLDER", help="the tier below (default: that of memmgr.budget)")
     parser.add_argument("--quick", action="store_true", help="measure the disk with 64 MB instead of 512 MB")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="write this machine's rates there; nothing else")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.step and not args.measure:
         raise UsageError("--step is measured with --measure FILE")
     if args.measure and args.json:
-        raise UsageError("--json says what is found; the table of --measure is JSON already")
+        raise UsageError("--json prints the findings; the table of --measure is JSON already")
     if args.measure:
         from memmgr.tools.bench.measure import write
 
@@ -266,7 +266,7 @@ def _cuda(count: int) -> Iterator[Finding]:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             there = torch.empty(size, dtype=torch.uint8, device="cuda")
             speeds = [_cuda_speed(there, host, size), _cuda_speed(host, there, size)]
-    except (RuntimeError, torch.OutOfMemoryError) as error:  # a GPU that somebody else fills
+    except (RuntimeError, torch.OutOfMemoryError) as error:  # a GPU that another process fills
         text = f"could not be measured: {(str(error).splitlines() or ['?'])[0]}"
         yield Finding("link", WEAKER, text, "try again when the GPU has 256 MB free")
         return

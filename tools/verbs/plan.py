@@ -55,13 +55,15 @@ _TENTHS = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("what", metavar="FILE.py:FUNCTION|FOLDER", help="what makes the step, or a model's config")
+    parser.add_argument(
+        "what", metavar="FILE.py:FUNCTION|FOLDER", help="the function that makes the step, or a model's config"
+    )
     parser.add_argument("--device", default="cpu", help="a name, a table, or with --sweep several, by commas")
     parser.add_argument(
         "--budget", metavar="SIZE", help="12GB, 80%% of the device, need*0.6, auto (default: the device's memory)"
     )
     parser.add_argument(
-        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: what is below"
+        "--tier", metavar="TIER", help="host:64GB, disk:1TB, host:none (no limit, the default), or none: the tier below"
     )
     parser.add_argument(
         "--sweep", action="store_true", help="budgets from all of the need to a tenth of it, every device"
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     model = parser.add_argument_group("of a folder with a config")
     model.add_argument("--batch", type=int, help="sequences in a step (default 1)")
-    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or what the model can take)")
+    model.add_argument("--sequence", type=int, help="tokens in each (default 2048, or the model's limit)")
     model.add_argument("--optimizer", choices=_OPTIMIZERS, help="(default adamw)")
     model.add_argument("--dtype", choices=_DTYPES, help="of parameters (default bfloat16)")
     model.add_argument(

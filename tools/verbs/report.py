@@ -38,7 +38,7 @@ PICTURES = ("png", "svg")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="LOG", help="what memmgr run --log, or memmgr trace, wrote"
+        "logs", nargs="+", type=Path, metavar="LOG", help="a file of memmgr run --log, or of memmgr trace"
     )
     parser.add_argument(
         "--format",
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     endings = " or ".join(FORMATS.values())
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE", help=f"what is written (default: the first log's name with {endings})"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"the file to write (default: the first log's name with {endings})",
     )
 
 

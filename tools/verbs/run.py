@@ -54,7 +54,8 @@ from memmgr.tools.common.outputs import check_output
 from memmgr.tools.common.usage_error import UsageError
 
 POLICY_HELP = (
-    f"who leaves, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
+    f"which tensors are evicted, and how: {', '.join(POLICIES)}; a filter ({', '.join(FILTERS)}), "
+    f"or FILTER+DIRECTOR ({', '.join(DIRECTORS)}); "
     "default auto"
 )
 
@@ -74,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         metavar="SIZE",
-        help="memory for what leaves: from the CPU device, as page cache of the disk; none for none",
+        help="memory for offloaded tensors: from the CPU device, as page cache of the disk; none for none",
     )
-    parser.add_argument("--device", help="what the budget is about (default: the accelerator, else cpu)")
+    parser.add_argument("--device", help="the device that the budget limits (default: the accelerator, else cpu)")
     parser.add_argument("--log", "--write-log", metavar="FILE", help="keep the telemetry, for memmgr report")
     parser.add_argument("--verify", action="store_true", help="compare every recomputed tensor with a checksum")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")

@@ -110,11 +110,11 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     parser.add_argument("--log", type=Path, metavar="FILE", help="the pass")
-    parser.add_argument("--format", choices=("dtr", "trace"), help="default: what the file looks like")
+    parser.add_argument("--format", choices=("dtr", "trace"), help="default: by the file's contents")
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="one of the above (default: plan, what a live run does; for operator logs auto)",
+        help="one of the above (default: plan, as in a live run; for operator logs auto)",
     )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--ratio", metavar="R", help="budget as a share of the unmanaged peak: 0.6, 60%%")
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", type=float, metavar="GB/S", help="bandwidth of a tier below, each way")
     parser.add_argument(
         "--solver-seconds", type=float, default=LIMIT_SECONDS.get(), metavar="S",
-        help="what the integer programs of a published system may take at a budget; default: %(default)s",
+        help="time limit of the integer programs of a published system at a budget; default: %(default)s",
     )  # fmt: skip
     parser.add_argument("--schedule-out", type=Path, metavar="FILE", help="write the schedule, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -280,7 +280,7 @@ def _read(path: Path, form: str | None) -> Trace:
             form = "dtr"
             if is_log(path):
                 raise UsageError(
-                    f"{path} is a run's log, for memmgr report; memmgr trace records what is simulated"
+                    f"{path} is a run's log, for memmgr report; memmgr trace records a pass to simulate"
                 ) from None
     return read_dtr_log(path) if form == "dtr" else read_trace(path)
 

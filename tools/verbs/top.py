@@ -127,7 +127,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _attached(args: argparse.Namespace) -> Iterator[list[Attached]]:
-    """The process that is asked for, or all of them, until they are let go.
+    """Attaches to the named process, or to all, until the end of the block.
 
     Raises:
         UsageError: it cannot be reached, or there is none.
@@ -206,7 +206,7 @@ def _side_by_side(attached: list[Attached], args: argparse.Namespace) -> None:
         found = jobs(one.watched for one in shown)
         if not found:
             raise UsageError(
-                "no process here is a rank of a distributed job: memmgr top without --job shows what there is"
+                "no process here is a rank of a distributed job: memmgr top without --job shows all processes"
             )
         _say(("" if args.once else home) + "\n\n".join(as_text(ranks) for ranks in found))
         if args.once or all(one.over for one in shown):
@@ -249,7 +249,7 @@ def _is_page() -> bool:
 
 
 def _end_with_the_server() -> None:
-    """A server that is killed cannot end its pages; a page without one would draw for nobody, for ever."""
+    """A server that is killed cannot end its pages; a page without one would draw for ever."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", help=run_verb.POLICY_HELP)
     parser.add_argument("--disk", metavar="FOLDER", help='the tier below the device or the host; "none" for none')
-    parser.add_argument("--device", help="what is measured (default: the accelerator, else cpu)")
+    parser.add_argument("--device", help="the device that is measured (default: the accelerator, else cpu)")
     parser.add_argument("-m", dest="module", action="store_true", help="the name is a module's, as in python -m")
     parser.add_argument("script", help="what to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")

@@ -18,7 +18,7 @@ from memmgr.tools.view import period
 from memmgr.tools.view.run_state import LAYERS, RunState
 
 Event = dict[str, Any]
-_THREADS = {1: "passes", 2: "what left and came back", 3: "plans, errors"}
+_THREADS = {1: "passes", 2: "evicted and restored", 3: "plans, errors"}
 _COSTS = ("recompute", "reload", "stall")
 
 

@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the verb for a job."""
     job = parser.add_argument_group("a distributed job", "which budget for which rank gives the shortest step")
     job.add_argument("--job", type=Path, nargs="+", metavar="FILE", help="a trace of each rank, or a folder with them")
-    job.add_argument("--total", metavar="SIZE", help="what all ranks have together: 48GB")
-    job.add_argument("--host-total", metavar="SIZE", help="what the ranks of a host have together")
+    job.add_argument("--total", metavar="SIZE", help="memory of all ranks together: 48GB")
+    job.add_argument("--host-total", metavar="SIZE", help="memory of the ranks of a host together")
     job.add_argument("--limit", metavar="SIZE", help="the most that a rank can have: its device")
 
 
@@ -299,7 +299,7 @@ def _show(
     )  # fmt: skip
     table(["rank", "need", "unmanaged", "equal", "time", "best", "time"], rows)
     waits = f" and the {show_seconds(transfer)} that every rank waits" if transfer else ""
-    print(f"step: what its slowest rank takes{waits}, as ranks that meet once a step. In a pipeline it is no less.")
+    print(f"step: the time of its slowest rank{waits}, as ranks that meet once a step. In a pipeline it is no less.")
     cases = " ".join(
         f"{r.number}) export MEMMGR_BUDGET={budget // 1000}kB;;" for r, budget in zip(ranks, budgets, strict=True)
     )

@@ -14,7 +14,7 @@ extern "C" {
 // The calls of the allocator while a budget is open, for the device of the budget.
 typedef struct {
   int ordinal;
-  void* (*allocate)(size_t bytes, mm_stream stream);  // memmgr's: a block; NULL: no room, nothing more can be let go
+  void* (*allocate)(size_t bytes, mm_stream stream);  // memmgr's: a block; NULL: no room, and no more can be evicted
   uint64_t (*make_room)(uint64_t bytes);              // torch's: returns the bytes evicted, 0: no more can be
   void (*taken)(uint64_t bytes);                      // torch's: a block of this device, by the calling thread
   void (*out_of_memory)(size_t bytes);                // throws c10::OutOfMemoryError
