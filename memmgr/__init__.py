@@ -25,8 +25,8 @@ __all__ = [
     "stats",
 ]
 
-# `import torch` imports this package for its entry point (`_environ`), in every process of the environment: what the rest
-# costs to load is paid by those who ask for it.
+# `import torch` imports this package for its entry point (`_environ`), in every process of the environment. The other
+# modules are loaded at their first use, so that only programs that use them pay for it.
 _HOMES = {
     "budget": "_budget",
     "stats": "_budget",

@@ -81,7 +81,7 @@ bool Device::OpenArena(uint64_t budget_bytes, int memory, std::string* wrong) {
   Areas areas{.small_unit_shift = kBlockShift};
   if (memory == MM_MEMORY_PLAIN) {
     uint64_t length = budget_bytes;
-    if (budget_bytes == MM_UNLIMITED) {  // what else may be wanted: contexts, libraries, fragmentation of the driver's
+    if (budget_bytes == MM_UNLIMITED) {  // room for other uses: contexts, libraries, fragmentation of the driver's
       const uint64_t margin = std::max(256 * kMiB, free_bytes / uint64_t{16});
       length = free_bytes - std::min<uint64_t>(margin, free_bytes / 2);
     }
@@ -223,7 +223,7 @@ void Device::ReturnEvent(CUevent event) {
     std::lock_guard hold(events_lock_);
     if (events_.size() < kSpareEvents) return events_.push_back(event);
   }
-  driver_.EventDestroy(event);  // once what waits for it has: the driver sees to that
+  driver_.EventDestroy(event);  // the driver destroys it after the streams that wait for it
 }
 
 // The caller has the context.
@@ -247,7 +247,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
     if (error == CUDA_SUCCESS) return 0;  // nothing is queued
   }
   if (error == CUDA_ERROR_NOT_READY) {
-    // The wait is for what the event holds at that moment: it can be used again at once.
+    // The wait is for the event's present state: the event can be used again at once.
     CUevent event = TakeEvent();
     if (event != nullptr) {
       error = driver_.EventRecord(event, other);
@@ -259,7 +259,7 @@ int Device::WaitForTail(CUstream waiter, CUstream other) {
       return 0;
     }
   }
-  // Destroyed by its owner, or of another device. What it had queued may still run.
+  // Destroyed by its owner, or of another device. Its queued work may still run.
   Noted(error);
   if (driver_.StreamSynchronize(other) == CUDA_SUCCESS) {
     ++synchronizations_;
@@ -322,7 +322,8 @@ void Device::MarkTail(CUstream stream) {
   ForgetPassedMarks(marks);
   CUevent event = TakeEvent();
   if (event == nullptr) return;
-  // Before the event is recorded: what another thread queues while the clock still says less is in front of it.
+  // Before the event is recorded: work that another thread queues while the clock still has the old value is in front
+  // of it.
   const uint64_t mark = the_clock.fetch_add(1) + 1;
   if (Noted(driver_.EventRecord(event, stream)) == CUDA_SUCCESS)
     marks->pending.push_back({mark, event});
@@ -354,7 +355,7 @@ void Device::MarkEnded(CUstream stream, uint64_t mark) {
   marks->passed = std::max(marks->passed, mark);
 }
 
-// Puts the first mark above `time` in front of what the waiter does next.
+// Puts the first mark above `time` in front of the waiter's next work.
 Device::Mark Device::WaitForMark(CUstream waiter, int number, uint64_t time) {
   if (time == kTail) return Mark::kNone;
   std::lock_guard hold(marks_lock_);
@@ -494,7 +495,7 @@ void* Device::AllocAt(const Request& request, CUstream stream) {
                     .home = static_cast<uint16_t>(number),
                     .pool = active_pool_.load(std::memory_order_relaxed),
                     .at_once = true};
-  const bool deferred = std::exchange(deferring, false);  // what is allocated on the way to it is not
+  const bool deferred = std::exchange(deferring, false);  // allocations on the way to it are not deferred
   const auto again = [&](void* placed) {
     deferring = deferred;
     return placed;
@@ -649,7 +650,7 @@ int Device::ReleasePool(uint64_t a, uint64_t b) {
   return 0;
 }
 
-// Who replayed the graphs, and on which stream, nobody told us: the memory counts as touched by anything.
+// We are not told when a graph is replayed, and on which stream: the memory counts as touched by all streams.
 void Device::EndUnusedPools() {
   std::lock_guard hold(pools_lock_);
   std::erase_if(pools_, [&](const Pool& pool) {

@@ -93,8 +93,8 @@ void FileTier::Close() {
   delete this;
 }
 
-// No transfer is under way while the process forks: a direct read into memory that is being copied on write may end in
-// the child's copy (open(2), notes on O_DIRECT). And what the child inherits is whole.
+// No transfer runs while the process forks: a direct read into memory that is being copied on write may end in the
+// child's copy (open(2), notes on O_DIRECT). And the memory that the child inherits is complete.
 void FileTier::BeforeFork() {
   if (forked_.load()) return;
   Hold hold(mutex_);
@@ -172,7 +172,7 @@ void FileTier::Work() {
   }
 }
 
-// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot go away meanwhile: Free
+// Does the next piece of a queued slot, without the lock while the disk works. The slot cannot end during that: Free
 // waits for pieces in flight.
 void FileTier::RunPiece(Slot* slot, Hold* hold) {
   const Direction direction = slot->direction;
@@ -363,7 +363,7 @@ int FileTier::ReadLent(int fd, const struct stat& lent, char* to, uint64_t bytes
     bytes -= static_cast<uint64_t>(n);
     offset += static_cast<uint64_t>(n);
   }
-  return is_same() ? 0 : -ESTALE;  // after the read: who changed it before or meanwhile is seen
+  return is_same() ? 0 : -ESTALE;  // asked after the read: a change before or during it is seen
 }
 
 mm_slot FileTier::Write(const void* from, uint64_t bytes, Urgency urgency) {

@@ -1,4 +1,4 @@
-// What the kernel says of this process's addresses: /proc/self/maps and pagemap.
+// Mapped areas and pages of this process, by /proc/self/maps and /proc/self/pagemap.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ struct Area {
 };
 Area area_around(const void* address);  // reads a list of all areas: a fraction of a millisecond
 
-// Of the pages of a range: was one read, and was one written or never a file's? Where the kernel does not say: both.
+// The pages of a range. present: at least one is in memory or swapped. written: at least one is no page of a file. Both
+// are true if the kernel does not answer.
 struct Pages {
   bool present = true, written = true;
 };

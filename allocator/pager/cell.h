@@ -267,8 +267,8 @@ void end_bits_locked(Cell* c);
 // The bytes of a cell that the caller has busy are here; ends the move, too.
 // `filled_on`: in whose order they are written.
 bool come_back_locked(Cell* c, at::DataPtr bytes, mm_stream filled_on, Trash* trash);
-// The opposite, of a cell whose absence is set: the storage has no bytes any more. Returns what frees them; nothing
-// where they lie in a mapping, whose pages the caller drops. The move goes on. `s` is null for an orphan.
+// The opposite, for a cell whose absence is set: the storage has no bytes any more. Returns the owner of their memory;
+// it is empty if they lie in a mapping, whose pages the caller drops. The move goes on. `s` is null for an orphan.
 at::DataPtr go_away_locked(Cell* c, c10::StorageImpl* s);
 // Memory of the pool for its bytes, where they lie in a line as they did before.
 at::DataPtr allocate_for(const Cell* c);

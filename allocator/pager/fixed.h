@@ -1,5 +1,5 @@
-// Large storages of the managed device whose memory is another library's: NumPy's, Arrow's, what DLPack brought, and
-// memory that processes share. It cannot leave, since others have its address. It counts against the budget from the
+// Large storages of the managed device in memory of another library (NumPy, Arrow, DLPack) or in memory that processes
+// share. It cannot leave, since others have its address. It counts against the budget from the
 // first op that touches it until its storage ends.
 //
 // Known limitation: that a storage has ended is found at the next look, which everybody who needs room takes.
@@ -14,7 +14,7 @@ namespace memmgr::pager {
 enum class Owner : uint8_t { kLibrary, kShared, kMappedFile };
 constexpr size_t kOwners = 3;
 
-// Does nothing for what is a cell, may be one, or is small.
+// Does nothing if the storage is small, is a cell or can become one.
 void count_fixed(c10::StorageImpl* s);
 // Others leave for it first; throws where that is not enough. may_wait: as of adopt_in_budget.
 void count_fixed_in_budget(c10::StorageImpl* s, bool may_wait);

@@ -42,7 +42,7 @@ struct Mapping {
 
 namespace {
 
-// What frees a slice of a storage; its context is the storage that it is a slice of.
+// The deleter of a slice of a storage. Its context is the whole storage.
 c10::DeleterFnPtr end_of_slice = nullptr;
 
 std::vector<std::weak_ptr<Mapping>>& mappings() {
@@ -56,8 +56,9 @@ bool is_private_mapping(const at::DataPtr& p) {
                   (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM));
 }
 
-// The file that the area is of, or -1. Its name may be another file's by now, and device numbers are not what fstat
-// says on every file system: the kernel is asked what it would call a mapping of what was opened.
+// Opens the file of the area; -1 if that fails. The path may name another file by now, and device numbers of maps and
+// of fstat differ on some file systems. So a page of the opened file is mapped, and the kernel's two names are
+// compared.
 int open_file_of(const Area& area) {
   const int fd = open(area.path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return -1;
@@ -183,7 +184,7 @@ void move_to_mapping(Cell* c) {
 MappedRange::~MappedRange() {
   if (clean) drop_pages(*this);
   if (!home.get() || home.get_deleter() != end_of_slice) return;
-  // What it is a slice of may be Python's, too: a thread that has no lock gives it back.
+  // Python may have the whole storage, too: a thread without a lock gives the reference back.
   drop_later(StoragePtr::reclaim(static_cast<c10::StorageImpl*>(home.release_context())));
 }
 

@@ -1,5 +1,5 @@
-// Storages whose bytes lie in a private mapping of a file: what safetensors, from_pretrained and torch.load(mmap=True)
-// hand out. The file is a clean copy of them until their first write.
+// Storages whose bytes lie in a private mapping of a file: safetensors, from_pretrained and torch.load(mmap=True) make
+// them. The file is a clean copy of the bytes until the first write.
 //
 // Words:
 //   mapping  one mmap of a file
@@ -56,17 +56,19 @@ bool may_begin_range_locked(const c10::StorageImpl* s);
 void begin_range_locked(Cell* c);
 // No page of it has been read: it needs no memory before its first use.
 bool begins_away_locked(const Cell* c);
-// The cell has no range any more; whoever empties the answer does so without the lock.
+// The cell has no range any more. The caller empties the answer without the lock.
 std::unique_ptr<MappedRange> end_range_locked(Cell* c);
-// Its pages, which hold what the file or the tier has, are the kernel's again. The caller has the cell busy.
+// Gives the pages of the range back to the kernel. The file or the tier has their bytes. The caller has the cell busy.
 void drop_pages(const MappedRange& range);
 
 // Cells of other storages that have some bytes of `s` go back to the mapping for good. True: there are some. No lock is
 // held. Throws where one cannot: its address was handed out, or somebody uses it and does not end.
 bool share_mapping(c10::StorageImpl* s);
-// Whoever holds the storage: the bytes are where it had them first. False: somebody uses them where they are.
+// Moves the bytes to the address that the storage had first. False: an op uses them where they are. The caller holds
+// the storage.
 bool return_to_mapping(Cell* c);
-// The file at this path is about to be overwritten: what is in it is brought into memory of the pool, or the tier.
+// The file at this path is about to be overwritten: cells over it are read into memory of the pool, and may leave for
+// the tier.
 void forsake_file(const char* path);
 
 void note_sample_locked(Cell* c);

@@ -184,7 +184,7 @@ std::vector<WeakStorage>& former_cells() {
   return *f;
 }
 
-// What goes back to a mapping lies there and in the pool's pages until these are given back.
+// Bytes that go back to a mapping are in memory twice until the pool's pages are given back.
 constexpr uint64_t kTrimEach = uint64_t{32} << 20;
 
 // close(): brings everything back, takes the cells off their storages, closes the tier.

@@ -103,7 +103,7 @@ PyObject* py_escape(PyObject*, PyObject* args) {
     PyThreadState* saved = PyEval_SaveThread();
     try {
       Cell* c = cell_of(s.get());
-      // Of a file, its parts are managed: what somebody slices has nobody's bytes itself.
+      // The slices of a mapped file become cells. The storage over the whole file does not, unless an op touches it.
       const bool whole_file = static_cast<Escape>(why) == Escape::kSlice && is_mapped(s.get());
       if (!c && !whole_file && adoptable(s.get())) c = adopt_in_budget(s.get(), tl_depth == 0);
       if (c) escape(c, static_cast<Escape>(why));

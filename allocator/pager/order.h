@@ -15,7 +15,7 @@ namespace memmgr::pager {
 
 // A turn or a pass that ends; its cells by ordinal, null: it has died.
 void learn_order_locked(const Timeline& turn, const std::vector<Cell*>& cells);
-// A backward begins; what was noted since the last one ended.
+// A backward begins. forward: the timeline since the last backward ended; cells: by its ordinals.
 void learn_backward_locked(const Timeline& forward, const std::vector<Cell*>& cells);
 void forget_order_locked();
 void forget_in_order_locked(const Cell* c);

@@ -31,7 +31,7 @@ class Bytes:
 
 
 def scratch_files() -> list[str]:
-    """What this process has open that has no name any more."""
+    """Open files of this process that have no name any more."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -281,7 +281,7 @@ def test_the_time_of_copies_is_counted_once(make_tier):
 
 
 def test_what_copies_take_of_a_cpu_is_counted(make_tier):
-    """That of the threads that do them, whoever that is; sleeping for the throttle is none."""
+    """Processor time of the threads that copy counts, the caller's included; sleeping for the throttle does not."""
     tier = make_tier(bytes_per_second=40 * MIB, workers=2)
     source, target = Bytes(4 * MIB, 1), Bytes(4 * MIB)
     slot = tier.write(source.address, source.size)
@@ -384,7 +384,7 @@ def test_calls_without_sense(make_tier):
         tier.free(slot)
 
 
-# ---- what is left behind -----------------------------------------------------------------------------------------
+# ---- leftovers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_has_no_name_and_is_private(make_tier, tmp_path):

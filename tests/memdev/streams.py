@@ -1,4 +1,4 @@
-"""Programs on two streams whose bits are wrong if the pager forgets one of its stream rules (docs/internals/streams.md).
+"""Programs on two streams whose bits are wrong if the pager forgets one of its stream rules (docs/develop/streams.md).
 
 Each is right by torch's own rules without memmgr: it puts its streams in order, or autograd holds the tensor. In late mode
 nothing runs before it is waited for; the programs wait for the stream that takes the memory before the one that still

@@ -1,4 +1,4 @@
-"""Reading ahead where no plan foretells what comes: in backward, and by the order of the last pass."""
+"""Reading ahead in passes without a plan: in backward, and by the order of the last pass."""
 
 from __future__ import annotations
 

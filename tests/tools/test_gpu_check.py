@@ -115,7 +115,7 @@ def test_a_second_start_skips_what_ended_well(tmp_path: Path, capsys: pytest.Cap
     again.all(acts)
     assert (tmp_path / "count").read_text() == "xxx"
     summary(again.lines)
-    assert capsys.readouterr().out.count("good | one | ok") == 1  # what is known is part of the summary
+    assert capsys.readouterr().out.count("good | one | ok") == 1  # known results are part of the summary
 
 
 def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
