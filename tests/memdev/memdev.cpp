@@ -126,6 +126,11 @@ MEMDEV_API void memdev_use_core(int ordinal, void* device, void* alloc, void* fr
   memdev::UseCore(ordinal, device, functions);
 }
 MEMDEV_API void memdev_capture(int more) { memdev::captures.fetch_add(more); }
+// The double has virtual time. `hollow`: kernels and large copies do nothing.
+MEMDEV_API void memdev_set_timed(int on, int is_hollow) {
+  memdev::timed.store(on != 0);
+  memdev::hollow.store(is_hollow != 0);
+}
 MEMDEV_API void memdev_set_poison(int on) { memdev::poison.store(on != 0); }
 MEMDEV_API void memdev_use_own_allocator() { c10::SetAllocator(c10::kPrivateUse1, &memdev::memory, 255); }
 MEMDEV_API uint64_t memdev_launches() { return memdev::launches.load(); }

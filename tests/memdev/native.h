@@ -154,10 +154,16 @@ inline std::tuple<at::Tensor, at::Tensor> NativeDropout(const at::Tensor& input,
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
+constexpr uint64_t kSolidBytes = 4096;  // what a program looks at is copied in hollow mode, too
+
 struct Copy : Work {
   Copy(Ref from, Ref to) : from(std::move(from)), to(std::move(to)) {}
   void Run() override { to.Cpu().copy_(from.Cpu()); }
   std::string Name() const override { return "copy"; }
+  int Engine() const override { return from.alias && to.alias ? kCompute : from.alias ? kOut : kIn; }
+  uint64_t Bytes() const override { return (from.alias ? from.Bytes() : 0) + (to.alias ? to.Bytes() : 0); }
+  bool IsOp() const override { return true; }
+  bool IsHollow() const override { return hollow.load() && Bytes() > kSolidBytes; }
   Ref from, to;
 };
 

@@ -1,0 +1,121 @@
+"""Trainings on the test device under the clock of the double (driver/virtual_time.h), for test_timed.py."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from memmgr.tools.gpu.simulated import Simulation
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import Handles, scenarios, start
+from .scenarios import DEVICE
+
+import memmgr  # isort: skip
+from memmgr.native import pager  # isort: skip
+from memmgr.native.build import load_core  # isort: skip
+
+
+def gpt() -> scenarios.Case:
+    """Six layers, some 100 kernels for a pass through the model; tensors of 256 KiB to 1 MiB."""
+    config = scenarios.models._gpt.GPTConfig(layers=4, heads=2, width=128, context=64, dropout=0.1)
+    tokens, targets = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
+    return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
+
+
+def convnet() -> scenarios.Case:
+    """The demo's residual convnet."""
+    images, labels = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+    return scenarios.models._convnet.ConvNet(width=16, stages=2, blocks=2), [images, labels], lambda m, x, y: m(x, y)
+
+
+MODELS: dict[str, Callable[[], scenarios.Case]] = {"gpt": gpt, "convnet": convnet}
+
+
+class Training:
+    """A model in training; `step` queues one step, `digest` is of all that it leaves behind."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model, batch, self._loss_of = MODELS[name]()
+        self.model.to(DEVICE)
+        self._batch = [t.to(DEVICE) for t in batch]
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self._losses: list[Tensor] = []
+
+    def step(self) -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = self._loss_of(self.model, *self._batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(loss.detach())
+
+    def digest(self) -> str:
+        sha = hashlib.sha256(str([loss.item().hex() for loss in self._losses]).encode())
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+
+def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, Simulation]:
+    """The device with a clock, and pages of this size."""
+    handles = start(mode="timed", **options)
+    handles.fake.fake_set_granularity(ctypes.c_uint64(page_bytes))
+    load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+    os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
+    os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
+    return handles, Simulation(handles.fake, scale=scale)
+
+
+def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, settle: int) -> dict[str, Any]:
+    """Steps until a plan is followed, then the figures of `steps` of them."""
+    training = Training(name)
+    taken, since, plans = 0, 0, -1
+    while taken < max(warm, settle):
+        training.step()
+        torch.accelerator.synchronize()
+        taken += 1
+        if mm is None or taken < warm:
+            continue
+        mm._settled()
+        stats = mm.stats()
+        since, plans = since + 1 if stats["plans"] == plans else 0, stats["plans"]
+        if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 2):
+            break
+    before = mm.stats() if mm is not None else {}
+    simulation.begin()
+    for _ in range(steps):
+        training.step()
+    torch.accelerator.synchronize()
+    out = simulation.end(steps)
+    if mm is not None:
+        after = mm.stats()
+        out["passes"], out["planned"] = (after[key] - before[key] for key in ("passes", "planned_passes"))
+        out["peak"], out["committed_peak"] = after["resident_bytes.peak"], after["committed_bytes.peak"]
+        out["budget"], out["plans"] = after["budget_bytes"], after["plans"]
+        for key in ("offload_bytes", "reload_bytes", "recomputes", "evictions", "stall_seconds"):
+            out[key] = round((after[key] - before[key]) / steps, 6)
+    out["steps"] = taken + steps
+    out["digest"] = training.digest()
+    return out
+
+
+def trains(name: str, share: float, policy: str = "auto", page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
+    """Without memmgr, without a limit, and in `share` of what the run takes beyond its parameters and states."""
+    handles, simulation = begin(page_bytes, scale)
+    out: dict[str, Any] = {"plain": trained(name, simulation, None, steps, 2, 0)}
+    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+        out["unlimited"] = trained(name, simulation, mm, steps, 2, 0)
+        torch.accelerator.synchronize()
+    need = out["unlimited"]["peak"]
+    with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
+        out["limited"] = trained(name, simulation, mm, steps, 4, 30)
+    out["need"], out["page"] = need, page_bytes
+    out["driver errors"] = pager.load().device_stats()["driver_errors"]
+    return out

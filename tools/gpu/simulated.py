@@ -1,0 +1,257 @@
+"""Virtual time: the figures that a simulation of a GPU takes, and what its trace says of a training.
+
+The simulation itself is the tests' double of the CUDA driver (`tests/driver/virtual_time.h` says what it does and what not).
+`h100.json` beside this file has its figures, each with unit, source and date; `figures_of_check` makes such a table from the
+lines of a check on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+H100 = Path(__file__).resolve().parent / "h100.json"
+VERSION = 1
+UNITS = {"us": 1e-6, "s/GiB": 1 / 2**30, "GB/s": 1e9, "TFLOP/s": 1e12, "factor": 1.0}
+KERNELS, OUT, IN, HOST, WAITS = range(1, 6)
+BY_HOST, BY_WAIT = 0, 1
+_BYTES, _PER_BYTE = ("memory", "out", "in", "pageable_out", "pageable_in"), ("host_alloc", "host_register")
+"""Figures that are bytes a second, and seconds a byte."""
+COUNTED = {
+    "maps": ("cuMemMap",),
+    "unmaps": ("cuMemUnmap",),
+    "drains": ("cuStreamSynchronize", "cuCtxSynchronize"),
+    "event waits": ("cuEventSynchronize",),
+    "queries": ("cuEventQuery", "cuStreamQuery"),
+    "launches": ("cuLaunchHostFunc",),
+    "copies": ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"),
+    "pageable bytes": ("pageable bytes",),
+}
+"""What a step may do only so often, by the double's own counters."""
+
+
+def figures(path: Path) -> dict[str, float]:
+    """The figures of a table in seconds, bytes and operations, and per second of these.
+
+    Raises:
+        ValueError: no such table, or one of another version.
+    """
+    table = json.loads(path.read_text())
+    if table.get("version") != VERSION:
+        raise ValueError(f"{path}: version {table.get('version')}, not {VERSION}")
+    return {name: figure["value"] * UNITS[figure["unit"]] for name, figure in table["figures"].items()}
+
+
+class Simulation:
+    """The double, with virtual time.
+
+    Args:
+        double: the loaded library, in the mode `timed`.
+        table: the figures.
+        scale: each tensor stands for one of so many times the bytes, twice as wide for 4: a small model then has the
+            proportions of a large one. Arithmetic grows with the power of 3/2.
+    """
+
+    def __init__(self, double: ctypes.CDLL, table: Path = H100, scale: float = 1.0) -> None:
+        self._double = double
+        double.fake_now.restype = ctypes.c_double
+        double.fake_trace_rows.restype = double.fake_call_count.restype = ctypes.c_uint64
+        double.fake_trace_label.restype = ctypes.c_char_p
+        double.fake_set_figure.argtypes = [ctypes.c_char_p, ctypes.c_double]
+        for name, value in figures(table).items():
+            power = 1.5 if name.startswith("flops.") else -1 if name in _PER_BYTE else 1 if name in _BYTES else 0
+            double.fake_set_figure(name.encode(), value / scale**power)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return float(self._double.fake_now())
+
+    def counts(self) -> Counter[str]:
+        """`COUNTED`, since the process began."""
+        count = self._double.fake_call_count
+        return Counter({name: sum(count(call.encode()) for call in calls) for name, calls in COUNTED.items()})
+
+    def begin(self) -> None:
+        """What follows is measured."""
+        self._double.fake_trace(1)
+        self._begun, self._counts = self.now(), self.counts()
+
+    def end(self, steps: int) -> dict[str, Any]:
+        """What a step took, on average since `begin`; the program has waited for the device."""
+        ended, counts = self.now(), self.counts()
+        counts.subtract(self._counts)
+        rows = np.empty((self._double.fake_trace_rows(), 8))
+        if len(rows):
+            self._double.fake_trace_read(rows.ctypes.data_as(ctypes.POINTER(ctypes.c_double)))
+        self._double.fake_trace(0)
+        labels = {int(i): self._double.fake_trace_label(int(i)).decode() for i in np.unique(rows[:, [1, 6]])}
+        out = summary(rows, labels, ended - self._begun, steps)
+        out |= {name: round(value / steps, 2) for name, value in counts.items()}
+        return out
+
+
+def _union(rows: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """The spans of the rows, joined."""
+    spans: list[tuple[float, float]] = []
+    for begin, end in sorted(map(tuple, rows[:, 2:4].tolist())):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _both(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Seconds that lie in both."""
+    seconds, at = 0.0, 0
+    for begin, end in a:
+        while at < len(b) and b[at][1] <= begin:
+            at += 1
+        index = at
+        while index < len(b) and b[index][0] < end:
+            seconds += min(end, b[index][1]) - max(begin, b[index][0])
+            index += 1
+    return seconds
+
+
+def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: float, steps: int) -> dict[str, Any]:
+    """What a trace says of a step.
+
+    Args:
+        rows: engine, label, begin, end, issued, bound, label of what was waited for, bytes.
+        seconds: of all steps.
+
+    Returns:
+        Seconds of a step: `step`, its `kernels`, copies `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of
+        kernels and both copies), `idle` of the kernels' engine by reason, `host_by_call` and `waits_by_call`, the largest first.
+        `lead`: how long a kernel waits between its launch and its begin. `overlap`: of the shorter of copies and kernels, the
+        share that lies under the other. `link_use`: the busier way's share of the step. Bytes: `out_bytes`, `in_bytes`.
+    """
+    engine = rows[:, 0].astype(int)
+    kernels = rows[engine == KERNELS]
+    spans = {which: _union(rows[engine == which]) for which in (KERNELS, OUT, IN)}
+    busy = {which: _length(spans[which]) for which in spans}
+    shorter = sum(min(busy[way], busy[KERNELS]) for way in (OUT, IN))
+    hidden = sum(_both(spans[way], spans[KERNELS]) for way in (OUT, IN))
+    idle: Counter[str] = Counter()
+    order = kernels[np.argsort(kernels[:, 2])] if len(kernels) else kernels
+    for before, after in zip(order, order[1:], strict=False):
+        gap = after[2] - before[3]
+        if gap > 0:
+            why = "host" if after[5] == BY_HOST else f"waits for {labels[int(after[6])]}" if after[5] == BY_WAIT else "order"
+            idle[why] += gap
+
+    def by_call(which: int) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for row in rows[engine == which]:
+            found[labels[int(row[1])]] += row[3] - row[2]
+        return {name: round(value / steps, 6) for name, value in found.most_common(8)}
+
+    each = {"step": seconds, "kernels": busy[KERNELS], "out": busy[OUT], "in": busy[IN]}
+    each["host"] = float((rows[engine == HOST, 3] - rows[engine == HOST, 2]).sum())
+    each["host_waits"] = float((rows[engine == WAITS, 3] - rows[engine == WAITS, 2]).sum())
+    each["ideal"] = max(busy.values())
+    out: dict[str, Any] = {name: round(value / steps, 6) for name, value in each.items()}
+    out["overlap"] = round(hidden / shorter, 3) if shorter > 0 else None
+    out["link_use"] = round(max(busy[OUT], busy[IN]) / seconds, 3) if seconds > 0 else None
+    out["lead"] = round(float((kernels[:, 2] - kernels[:, 4]).mean()), 6) if len(kernels) else None
+    out["idle"] = {why: round(value / steps, 6) for why, value in idle.most_common(6)}
+    out["host_by_call"], out["waits_by_call"] = by_call(HOST), by_call(WAITS)
+    out |= {f"{name}_bytes": int(rows[engine == way, 7].sum() / steps) for name, way in (("out", OUT), ("in", IN))}
+    return out
+
+
+def text(figure: Mapping[str, Any]) -> str:
+    """A line."""
+    ms = {name: f"{1e3 * figure[name]:.2f}" for name in ("step", "kernels", "out", "in", "host", "host_waits", "ideal", "lead")}
+    idle = ", ".join(f"{why} {1e3 * seconds:.2f}" for why, seconds in figure["idle"].items())
+    return (
+        f"step {ms['step']} ms, ideal {ms['ideal']} (kernels {ms['kernels']}, out {ms['out']}, in {ms['in']}), "
+        f"host {ms['host']} + waits {ms['host_waits']}, lead {ms['lead']}, overlap {figure['overlap']}, "
+        f"link {figure['link_use']}; idle: {idle or 'none'}; maps {figure['maps']:.0f} drains {figure['drains']:.1f} "
+        f"queries {figure['queries']:.0f} of {figure['launches']:.0f} launches, pageable {figure['pageable bytes']:.0f} B"
+    )
+
+
+# ---- a table from a check on a GPU -------------------------------------------------------------------------------
+
+_CALLS = {
+    "cuEventQuery": "event_query_done",
+    "cuEventRecord": "event_record",
+    "cuStreamWaitEvent": "stream_wait_event_done",
+    "cuStreamQuery": "stream_query_idle",
+    "cuStreamIsCapturing": "stream_is_capturing",
+    "cuThreadExchangeStreamCaptureMode": "exchange_capture_mode",
+    "cuCtxGetCurrent": "ctx_get_current",
+    "cuCtxSetCurrent": "ctx_set_current_same",
+    "cuMemGetInfo": "mem_get_info",
+    "cuEventElapsedTime": "event_elapsed_time",
+    "cuStreamSynchronize": "stream_synchronize_idle",
+    "cuCtxSynchronize": "ctx_synchronize_idle",
+    "launch": "launch_empty",
+    "cuMemcpyDtoHAsync": "enqueue_dtoh_16MiB",
+    "cuMemcpyHtoDAsync": "enqueue_htod_16MiB",
+}
+_LINK = {
+    "out": "host_alloc_dtoh_64MiB",
+    "in": "host_alloc_htod_64MiB",
+    "pageable_out": "pageable_dtoh_64MiB",
+    "pageable_in": "pageable_htod_64MiB",
+    "memory": "compute_alone",
+}
+_PAGES = {"cuMemCreate": "create", "cuMemMap": "map", "cuMemUnmap": "unmap_freeing_each", "cuMemRelease": "release"}
+"""What driver_calls.cpp names its figures, behind host., link. and in the details of pages.idle_20MiB."""
+
+
+def figures_of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -> dict[str, Any]:
+    """The table `base` with the figures of a check in their places; what it has not measured keeps its value and source.
+
+    Args:
+        lines: of the check's raw.jsonl.
+        date: of the check, as 2026-11-28.
+    """
+    seen = {line["name"]: line for line in lines if "value" in line and "name" in line}
+    table: dict[str, Any] = json.loads(base.read_text())
+    device = seen.get("begin.driver", {}).get("detail", {}).get("device")
+    table["name"] = device or table["name"]
+
+    def put(name: str, value: float | None, unit: str) -> None:
+        if value is not None:
+            table["figures"][name] = {"value": round(value, 4), "unit": unit, "source": f"driver_calls on {device}", "date": date}
+
+    def value(name: str) -> float | None:
+        return float(seen[name]["value"]) if name in seen else None
+
+    for name, call in _CALLS.items():
+        nanoseconds = value(f"host.{call}")
+        put(name, None if nanoseconds is None else nanoseconds / 1e3, "us")
+    timing, plain = value("host.event_record_timing"), value("host.event_record")
+    put("timed_record", None if timing is None or plain is None else (timing - plain) / 1e3, "us")
+    for name, way in _LINK.items():
+        put(name, value(f"link.{way}"), "GB/s")
+    pages = seen.get("pages.idle_20MiB", {}).get("detail", {})
+    for name, phase in _PAGES.items():
+        put(name, pages.get(f"{phase}_us"), "us")
+    put("cuMemSetAccess", pages.get("access_each_us"), "us")
+    alone, beside = value("pages.idle_20MiB"), value("pages.beside_kernel_20MiB")
+    put("page_busy", None if not alone or beside is None else max(1.0, beside / alone), "factor")
+    small = value("link.host_alloc_dtoh_64KiB")
+    if small is not None:
+        put("copy_latency", 1e6 * max(0.0, 65536 / 1e9 * (1 / small - 1 / table["figures"]["out"]["value"])), "us")
+    return table
+
+
+def written(table: Mapping[str, Any]) -> str:
+    """The table as a file: a line for each figure."""
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figure)}" for name, figure in table["figures"].items())
+    return f'{{\n "version": {VERSION},\n "name": {json.dumps(table["name"])},\n "figures": {{\n{rows}\n }}\n}}\n'
