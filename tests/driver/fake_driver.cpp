@@ -1622,6 +1622,9 @@ double fake_now() {
   return fake.time.Now(host);
 }
 
+// Nanoseconds of the program's clock, without a lock.
+uint64_t fake_nanoseconds() { return Get().time.published.load(std::memory_order_relaxed); }
+
 // 1: notes everything from now on, and forgets what was noted.
 void fake_trace(int on) {
   Fake& fake = Get();

@@ -29,6 +29,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -65,7 +66,8 @@ struct Row {
 };
 
 struct Time {
-  double now = 0;  // the program's
+  double now = 0;                      // the program's
+  std::atomic<uint64_t> published{0};  // the same in nanoseconds
   std::map<std::string, double> figures;
   bool tracing = false;
   std::vector<Row> rows;
@@ -73,6 +75,7 @@ struct Time {
 
   void Reset() {
     now = 0;
+    published = 0;
     std::fill(&engines_[0][0], &engines_[0][0] + kMostDevices * 4, 0.0);
   }
 
@@ -97,7 +100,7 @@ struct Time {
   void Spend(HostClock* host, double seconds, int label) {
     if (seconds <= 0) return;
     const double begin = Now(*host);
-    (host->program ? now : host->now) = begin + seconds;
+    Set(host, begin + seconds);
     if (host->program) Note({kHost, label, begin, begin + seconds, begin, kByHost, 0, 0});
   }
   void Spend(HostClock* host, double seconds, const std::string& name) { Spend(host, seconds, Label(name)); }
@@ -106,7 +109,7 @@ struct Time {
   void Reach(HostClock* host, double until, const char* name) {
     const double begin = Now(*host);
     if (until <= begin) return;
-    (host->program ? now : host->now) = until;
+    Set(host, until);
     if (host->program) Note({kHostWaits, Label(name), begin, until, begin, kByHost, 0, 0});
   }
 
@@ -142,6 +145,11 @@ struct Time {
   double OfLocking(const char* how, uint64_t bytes) const { return Figure(how) * double(bytes); }
 
  private:
+  void Set(HostClock* host, double to) {
+    (host->program ? now : host->now) = to;
+    if (host->program) published = static_cast<uint64_t>(1e9 * to);
+  }
+
   static constexpr int kMostDevices = 8;
   double engines_[kMostDevices][4] = {};
   std::map<std::string, int> numbers_{{"", 0}};

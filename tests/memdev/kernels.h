@@ -254,6 +254,10 @@ inline void RunLate(const c10::OperatorHandle& op, const Shape& shape, torch::ji
     kernel->results.emplace_back();
     std::vector<at::Tensor> made = TensorsOf(meta[i]);
     all_views = all_views && shape.results[i] == Result::kView;
+    if (!HoldsTensors(meta[i])) {
+      results.push_back(meta[i]);
+      continue;
+    }
     if (shape.results[i] == Result::kArgument) {
       results.push_back(arguments[shape.argument[i]]);
       continue;
@@ -352,7 +356,7 @@ inline void Fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<torch::jit::Stack> meta;
   torch::jit::Stack meta_arguments;
   // In hollow mode nothing is drawn, and no kernel runs that would miss what was announced.
-  if (shape.tensors_only && (hollow.load() || !op.hasTag(at::Tag::nondeterministic_seeded))) {
+  if (hollow.load() || (shape.tensors_only && !op.hasTag(at::Tag::nondeterministic_seeded))) {
     PlainDispatch plain;
     bool zeros = !hollow.load() && kMisannounced.count(op.operator_name().name) != 0;
     meta = zeros ? RunOnZeros(op, arguments, &meta_arguments) : RunOnMeta(op, arguments, &meta_arguments);

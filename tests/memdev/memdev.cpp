@@ -38,6 +38,10 @@ const char* const kNative[] = {"aten::empty.memory_format",
 const char* const kWhole[] = {"aten::convolution", "aten::_convolution", "aten::convolution_backward",
                               "aten::conj_physical_"};
 
+// What GPUs have and the CPU does not: to be called by name, in hollow mode.
+const char* const kHollow[] = {"aten::_scaled_dot_product_fused_attention_overrideable",
+                               "aten::_scaled_dot_product_fused_attention_overrideable_backward"};
+
 void Register() {
   static Guard guard;
   static Hooks hooks;
@@ -74,6 +78,7 @@ void Register() {
     if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) late(c10::toString(name));
   }
   for (const char* name : kWhole) late(name);
+  for (const char* name : kHollow) late(name);
 
   RegisterAutocast();
 

@@ -68,6 +68,7 @@ def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, S
     handles = start(mode="timed", **options)
     handles.fake.fake_set_granularity(ctypes.c_uint64(page_bytes))
     load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
+    pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
     return handles, Simulation(handles.fake, scale=scale)

@@ -166,7 +166,7 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
     out["link_use"] = round(max(busy[OUT], busy[IN]) / seconds, 3) if seconds > 0 else None
     out["lead"] = round(float((kernels[:, 2] - kernels[:, 4]).mean()), 6) if len(kernels) else None
     out["idle"] = {why: round(value / steps, 6) for why, value in idle.most_common(6)}
-    out["host_by_call"], out["waits_by_call"] = by_call(HOST), by_call(WAITS)
+    out["host_by_call"], out["waits_by_call"], out["kernels_by_op"] = by_call(HOST), by_call(WAITS), by_call(KERNELS)
     out |= {f"{name}_bytes": int(rows[engine == way, 7].sum() / steps) for name, way in (("out", OUT), ("in", IN))}
     return out
 
