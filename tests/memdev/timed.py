@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from memmgr.tools.gpu import figures
 from memmgr.tools.gpu.simulated import Simulation
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -71,7 +72,7 @@ def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, S
     pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
-    return handles, Simulation(handles.fake, scale=scale)
+    return handles, Simulation(handles.fake, figures.read(figures.H100), scale)
 
 
 def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, settle: int) -> dict[str, Any]:

@@ -1,24 +1,17 @@
-"""Virtual time: the figures that a simulation of a GPU takes, and what its trace says of a training.
+"""A simulation of a GPU: its figures go in, and its trace says what a training did in virtual time.
 
-The simulation itself is the tests' double of the CUDA driver (`tests/driver/virtual_time.h` says what it does and what not).
-`h100.json` beside this file has its figures, each with unit, source and date; `figures_of_check` makes such a table from the
-lines of a check on a GPU.
+It is the tests' double of the CUDA driver; `tests/driver/virtual_time.h` says what it does and what not.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-H100 = Path(__file__).resolve().parent / "h100.json"
-VERSION = 1
-UNITS = {"us": 1e-6, "s/GiB": 1 / 2**30, "GB/s": 1e9, "TFLOP/s": 1e12, "factor": 1.0}
 KERNELS, OUT, IN, HOST, WAITS = range(1, 6)
 BY_HOST, BY_WAIT = 0, 1
 _BYTES, _PER_BYTE = ("memory", "out", "in", "pageable_out", "pageable_in"), ("host_alloc", "host_register")
@@ -36,35 +29,23 @@ COUNTED = {
 """What a step may do only so often, by the double's own counters."""
 
 
-def figures(path: Path) -> dict[str, float]:
-    """The figures of a table in seconds, bytes and operations, and per second of these.
-
-    Raises:
-        ValueError: no such table, or one of another version.
-    """
-    table = json.loads(path.read_text())
-    if table.get("version") != VERSION:
-        raise ValueError(f"{path}: version {table.get('version')}, not {VERSION}")
-    return {name: figure["value"] * UNITS[figure["unit"]] for name, figure in table["figures"].items()}
-
-
 class Simulation:
     """The double, with virtual time.
 
     Args:
         double: the loaded library, in the mode `timed`.
-        table: the figures.
+        figures: as `figures.read` gives them.
         scale: each tensor stands for one of so many times the bytes, twice as wide for 4: a small model then has the
             proportions of a large one. Arithmetic grows with the power of 3/2.
     """
 
-    def __init__(self, double: ctypes.CDLL, table: Path = H100, scale: float = 1.0) -> None:
+    def __init__(self, double: ctypes.CDLL, figures: Mapping[str, float], scale: float = 1.0) -> None:
         self._double = double
         double.fake_now.restype = ctypes.c_double
         double.fake_trace_rows.restype = double.fake_call_count.restype = ctypes.c_uint64
         double.fake_trace_label.restype = ctypes.c_char_p
         double.fake_set_figure.argtypes = [ctypes.c_char_p, ctypes.c_double]
-        for name, value in figures(table).items():
+        for name, value in figures.items():
             power = 1.5 if name.startswith("flops.") else -1 if name in _PER_BYTE else 1 if name in _BYTES else 0
             double.fake_set_figure(name.encode(), value / scale**power)
 
@@ -133,7 +114,8 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
 
     Returns:
         Seconds of a step: `step`, its `kernels`, copies `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of
-        kernels and both copies), `idle` of the kernels' engine by reason, `host_by_call` and `waits_by_call`, the largest first.
+        kernels and both copies), `out_under_kernels`, `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the
+        kernels' engine by reason, and by what they are `host_by_call`, `waits_by_call` and `kernels_by_op`, the largest first.
         `lead`: how long a kernel waits between its launch and its begin. `overlap`: of the shorter of copies and kernels, the
         share that lies under the other. `link_use`: the busier way's share of the step. Bytes: `out_bytes`, `in_bytes`.
     """
@@ -142,7 +124,8 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
     spans = {which: _union(rows[engine == which]) for which in (KERNELS, OUT, IN)}
     busy = {which: _length(spans[which]) for which in spans}
     shorter = sum(min(busy[way], busy[KERNELS]) for way in (OUT, IN))
-    hidden = sum(_both(spans[way], spans[KERNELS]) for way in (OUT, IN))
+    under = {way: _both(spans[way], spans[KERNELS]) for way in (OUT, IN)}
+    hidden = sum(under.values())
     idle: Counter[str] = Counter()
     order = kernels[np.argsort(kernels[:, 2])] if len(kernels) else kernels
     for before, after in zip(order, order[1:], strict=False):
@@ -161,6 +144,11 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
     each["host"] = float((rows[engine == HOST, 3] - rows[engine == HOST, 2]).sum())
     each["host_waits"] = float((rows[engine == WAITS, 3] - rows[engine == WAITS, 2]).sum())
     each["ideal"] = max(busy.values())
+    each["out_under_kernels"], each["in_under_kernels"] = under[OUT], under[IN]
+    taking, giving = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease"), ("cuMemUnmap",)
+    for name, calls in (("map", taking), ("unmap", giving)):
+        these = rows[(engine == HOST) & np.isin(rows[:, 1], [i for i, label in labels.items() if label in calls])]
+        each[name] = float((these[:, 3] - these[:, 2]).sum())
     out: dict[str, Any] = {name: round(value / steps, 6) for name, value in each.items()}
     out["overlap"] = round(hidden / shorter, 3) if shorter > 0 else None
     out["link_use"] = round(max(busy[OUT], busy[IN]) / seconds, 3) if seconds > 0 else None
@@ -181,77 +169,3 @@ def text(figure: Mapping[str, Any]) -> str:
         f"link {figure['link_use']}; idle: {idle or 'none'}; maps {figure['maps']:.0f} drains {figure['drains']:.1f} "
         f"queries {figure['queries']:.0f} of {figure['launches']:.0f} launches, pageable {figure['pageable bytes']:.0f} B"
     )
-
-
-# ---- a table from a check on a GPU -------------------------------------------------------------------------------
-
-_CALLS = {
-    "cuEventQuery": "event_query_done",
-    "cuEventRecord": "event_record",
-    "cuStreamWaitEvent": "stream_wait_event_done",
-    "cuStreamQuery": "stream_query_idle",
-    "cuStreamIsCapturing": "stream_is_capturing",
-    "cuThreadExchangeStreamCaptureMode": "exchange_capture_mode",
-    "cuCtxGetCurrent": "ctx_get_current",
-    "cuCtxSetCurrent": "ctx_set_current_same",
-    "cuMemGetInfo": "mem_get_info",
-    "cuEventElapsedTime": "event_elapsed_time",
-    "cuStreamSynchronize": "stream_synchronize_idle",
-    "cuCtxSynchronize": "ctx_synchronize_idle",
-    "launch": "launch_empty",
-    "cuMemcpyDtoHAsync": "enqueue_dtoh_16MiB",
-    "cuMemcpyHtoDAsync": "enqueue_htod_16MiB",
-}
-_LINK = {
-    "out": "host_alloc_dtoh_64MiB",
-    "in": "host_alloc_htod_64MiB",
-    "pageable_out": "pageable_dtoh_64MiB",
-    "pageable_in": "pageable_htod_64MiB",
-    "memory": "compute_alone",
-}
-_PAGES = {"cuMemCreate": "create", "cuMemMap": "map", "cuMemUnmap": "unmap_freeing_each", "cuMemRelease": "release"}
-"""What driver_calls.cpp names its figures, behind host., link. and in the details of pages.idle_20MiB."""
-
-
-def figures_of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -> dict[str, Any]:
-    """The table `base` with the figures of a check in their places; what it has not measured keeps its value and source.
-
-    Args:
-        lines: of the check's raw.jsonl.
-        date: of the check, as 2026-11-28.
-    """
-    seen = {line["name"]: line for line in lines if "value" in line and "name" in line}
-    table: dict[str, Any] = json.loads(base.read_text())
-    device = seen.get("begin.driver", {}).get("detail", {}).get("device")
-    table["name"] = device or table["name"]
-
-    def put(name: str, value: float | None, unit: str) -> None:
-        if value is not None:
-            table["figures"][name] = {"value": round(value, 4), "unit": unit, "source": f"driver_calls on {device}", "date": date}
-
-    def value(name: str) -> float | None:
-        return float(seen[name]["value"]) if name in seen else None
-
-    for name, call in _CALLS.items():
-        nanoseconds = value(f"host.{call}")
-        put(name, None if nanoseconds is None else nanoseconds / 1e3, "us")
-    timing, plain = value("host.event_record_timing"), value("host.event_record")
-    put("timed_record", None if timing is None or plain is None else (timing - plain) / 1e3, "us")
-    for name, way in _LINK.items():
-        put(name, value(f"link.{way}"), "GB/s")
-    pages = seen.get("pages.idle_20MiB", {}).get("detail", {})
-    for name, phase in _PAGES.items():
-        put(name, pages.get(f"{phase}_us"), "us")
-    put("cuMemSetAccess", pages.get("access_each_us"), "us")
-    alone, beside = value("pages.idle_20MiB"), value("pages.beside_kernel_20MiB")
-    put("page_busy", None if not alone or beside is None else max(1.0, beside / alone), "factor")
-    small = value("link.host_alloc_dtoh_64KiB")
-    if small is not None:
-        put("copy_latency", 1e6 * max(0.0, 65536 / 1e9 * (1 / small - 1 / table["figures"]["out"]["value"])), "us")
-    return table
-
-
-def written(table: Mapping[str, Any]) -> str:
-    """The table as a file: a line for each figure."""
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figure)}" for name, figure in table["figures"].items())
-    return f'{{\n "version": {VERSION},\n "name": {json.dumps(table["name"])},\n "figures": {{\n{rows}\n }}\n}}\n'

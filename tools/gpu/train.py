@@ -433,7 +433,10 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
     synchronize()
     out["step"] = round((clock() - begun) / steps, 5)
     if SIMULATED:
-        out["simulated"] = simulation.end(steps)
+        seen = out["simulated"] = simulation.end(steps)
+        out["kernel_seconds"] = seen["kernels"]
+        out["DtoH"] = {"seconds": seen["out"], "under_kernels": seen["out_under_kernels"]}
+        out["HtoD"] = {"seconds": seen["in"], "under_kernels": seen["in_under_kernels"]}
     out["host_step"] = round(statistics.median(host_times), 5)
     if len(marks) > 2:
         out["device_steps"] = [round(a.elapsed_time(b), 2) for a, b in zip(marks, marks[1:], strict=False)]
@@ -446,6 +449,8 @@ def trained(run: dict[str, Any], mm: Any, out: dict[str, Any]) -> None:
                 difference(kept, {k: before[0].get(k, 0) for k in kept}) | difference(figures, before[1])
             ).items()
         }
+        if SIMULATED:  # the core's own clock is the machine's
+            out["per_step"] |= {f"device.{name}_nanoseconds": 1e9 * seen[name] for name in ("map", "unmap")}
         out |= {
             "peak": stats["resident_bytes.peak"],
             "committed_peak": stats["committed_bytes.peak"],
@@ -543,9 +548,9 @@ def simulate() -> None:
         pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
         # Locked in the pieces of a GPU, and never touched.
         load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
-    simulated = _sibling("simulated", "gpu")
-    table = Path(SPEC["figures"]) if "figures" in SPEC else simulated.H100
-    simulation = simulated.Simulation(handles.fake, table)
+    figures = _sibling("figures", "gpu")
+    table = figures.read(Path(SPEC.get("figures", figures.H100)))
+    simulation = _sibling("simulated", "gpu").Simulation(handles.fake, table)
     clock = simulation.now
 
     def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, dropout_p: float = 0.0) -> Tensor:
