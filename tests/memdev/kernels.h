@@ -313,7 +313,7 @@ inline void RunPromptly(const c10::OperatorHandle& op, const Shape& shape, torch
     op.callBoxed(stack);
   }
   auto publish = [&](const at::Tensor& from, const at::Tensor& to) {
-    if (to.numel() > 0) Launch(device.index(), stream, std::make_unique<Copy>(Ref{std::nullopt, from}, MakeRef(to)));
+    if (to.numel() > 0) Launch(device.index(), stream, std::make_unique<Copy>(Ref{std::nullopt, from}, MakeRef(to), true));
   };
   for (auto& [i, tensors] : written) {
     std::vector<at::Tensor> ours = TensorsOf(arguments[i]);

@@ -23,8 +23,8 @@ from memmgr.native.build import load_core  # isort: skip
 
 
 def gpt() -> scenarios.Case:
-    """Six layers, some 100 kernels for a pass through the model; tensors of 256 KiB to 1 MiB."""
-    config = scenarios.models._gpt.GPTConfig(layers=4, heads=2, width=128, context=64, dropout=0.1)
+    """The demo's GPT: tensors of 128 to 512 KiB."""
+    config = scenarios.models._gpt.GPTConfig(layers=2, heads=2, width=64, context=64, dropout=0.1)
     tokens, targets = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
     return scenarios.models._gpt.GPT(config), [tokens, targets], lambda m, x, y: m(x, y)
 
@@ -72,7 +72,9 @@ def begin(page_bytes: int, scale: float = 1, **options: Any) -> tuple[Handles, S
     pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
     os.environ["MEMMGR_DRIVER"] = str(handles.driver_path)
     os.environ["MEMMGR_CUDA_PAGE"] = str(page_bytes)
-    return handles, Simulation(handles.fake, figures.read(figures.H100), scale)
+    table = figures.read(figures.H100)
+    table["flops.float32"] = table["flops.bfloat16"]  # the models stand for such that train in bf16
+    return handles, Simulation(handles.fake, table, scale)
 
 
 def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, settle: int) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
         taken += 1
         if mm is None or taken < warm:
             continue
-        mm._settled()
+        mm._runtime.plans.wait()  # a plan takes no virtual time
         stats = mm.stats()
         since, plans = since + 1 if stats["plans"] == plans else 0, stats["plans"]
         if not stats["reclaims"] or (stats["planned_passes"] >= 2 and since >= 2):
@@ -101,6 +103,7 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
         out["passes"], out["planned"] = (after[key] - before[key] for key in ("passes", "planned_passes"))
         out["peak"], out["committed_peak"] = after["resident_bytes.peak"], after["committed_bytes.peak"]
         out["budget"], out["plans"] = after["budget_bytes"], after["plans"]
+        out["plan errors"] = mm._runtime.plans.errors() if mm._runtime else []
         for key in ("offload_bytes", "reload_bytes", "recomputes", "evictions", "stall_seconds"):
             out[key] = round((after[key] - before[key]) / steps, 6)
     out["steps"] = taken + steps
@@ -108,16 +111,18 @@ def trained(name: str, simulation: Simulation, mm: Any, steps: int, warm: int, s
     return out
 
 
-def trains(name: str, share: float, policy: str = "auto", page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
-    """Without memmgr, without a limit, and in `share` of what the run takes beyond its parameters and states."""
+def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 128, steps: int = 4) -> dict[str, Any]:
+    """Each model without memmgr, without a limit, and in its share of the need. Pages are small beside the tensors, and tensors
+    stand for such that are `scale` times as large: pages of 2 MiB beside a need of 0.6 and 4 GB."""
     handles, simulation = begin(page_bytes, scale)
-    out: dict[str, Any] = {"plain": trained(name, simulation, None, steps, 2, 0)}
-    with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
-        out["unlimited"] = trained(name, simulation, mm, steps, 2, 0)
-        torch.accelerator.synchronize()
-    need = out["unlimited"]["peak"]
-    with memmgr.budget(int(need * share), device=DEVICE, policy=policy, quiet=True) as mm:
-        out["limited"] = trained(name, simulation, mm, steps, 4, 30)
-    out["need"], out["page"] = need, page_bytes
-    out["driver errors"] = pager.load().device_stats()["driver_errors"]
+    out: dict[str, Any] = {}
+    for name, share in models.items():
+        with memmgr.budget(None, device=DEVICE, quiet=True) as mm:
+            free = trained(name, simulation, mm, steps, 2, 0)
+        need = free["peak"]
+        with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
+            limited = trained(name, simulation, mm, steps, 4, 30)
+        plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
+        errors = pager.load().device_stats()["driver_errors"]
+        out[name] = {"plain": plain, "free": free, "limited": limited, "need": need, "page": page_bytes, "errors": errors}
     return out

@@ -22,7 +22,6 @@ COUNTED = {
     "drains": ("cuStreamSynchronize", "cuCtxSynchronize"),
     "event waits": ("cuEventSynchronize",),
     "queries": ("cuEventQuery", "cuStreamQuery"),
-    "launches": ("cuLaunchHostFunc",),
     "copies": ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"),
     "pageable bytes": ("pageable bytes",),
 }
@@ -113,7 +112,7 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
         seconds: of all steps.
 
     Returns:
-        Seconds of a step: `step`, its `kernels`, copies `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of
+        The kernels of a step, `ops`. Seconds of a step: `step`, its `kernels`, copies `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of
         kernels and both copies), `out_under_kernels`, `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the
         kernels' engine by reason, and by what they are `host_by_call`, `waits_by_call` and `kernels_by_op`, the largest first.
         `lead`: how long a kernel waits between its launch and its begin. `overlap`: of the shorter of copies and kernels, the
@@ -138,7 +137,7 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
         found: Counter[str] = Counter()
         for row in rows[engine == which]:
             found[labels[int(row[1])]] += row[3] - row[2]
-        return {name: round(value / steps, 6) for name, value in found.most_common(8)}
+        return {name: round(float(value) / steps, 6) for name, value in found.most_common(8)}
 
     each = {"step": seconds, "kernels": busy[KERNELS], "out": busy[OUT], "in": busy[IN]}
     each["host"] = float((rows[engine == HOST, 3] - rows[engine == HOST, 2]).sum())
@@ -153,8 +152,9 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
     out["overlap"] = round(hidden / shorter, 3) if shorter > 0 else None
     out["link_use"] = round(max(busy[OUT], busy[IN]) / seconds, 3) if seconds > 0 else None
     out["lead"] = round(float((kernels[:, 2] - kernels[:, 4]).mean()), 6) if len(kernels) else None
-    out["idle"] = {why: round(value / steps, 6) for why, value in idle.most_common(6)}
+    out["idle"] = {why: round(float(value) / steps, 6) for why, value in idle.most_common(6)}
     out["host_by_call"], out["waits_by_call"], out["kernels_by_op"] = by_call(HOST), by_call(WAITS), by_call(KERNELS)
+    out["ops"] = round(len(kernels) / steps, 2)
     out |= {f"{name}_bytes": int(rows[engine == way, 7].sum() / steps) for name, way in (("out", OUT), ("in", IN))}
     return out
 
@@ -167,5 +167,5 @@ def text(figure: Mapping[str, Any]) -> str:
         f"step {ms['step']} ms, ideal {ms['ideal']} (kernels {ms['kernels']}, out {ms['out']}, in {ms['in']}), "
         f"host {ms['host']} + waits {ms['host_waits']}, lead {ms['lead']}, overlap {figure['overlap']}, "
         f"link {figure['link_use']}; idle: {idle or 'none'}; maps {figure['maps']:.0f} drains {figure['drains']:.1f} "
-        f"queries {figure['queries']:.0f} of {figure['launches']:.0f} launches, pageable {figure['pageable bytes']:.0f} B"
+        f"queries {figure['queries']:.0f} for {figure['ops']:.0f} kernels, pageable {figure['pageable bytes']:.0f} B"
     )

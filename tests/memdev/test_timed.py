@@ -1,0 +1,46 @@
+"""Planned steps in virtual time: how often they may call the driver, and how long they may take (first light, F1, F2, F7, F21)."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from . import child
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
+
+MODELS = {"gpt": 0.6, "convnet": 0.6}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Any:
+    """What the trainings in MODELS did."""
+    return child.run("trains", module="memdev.timed", models=MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planned_step_calls_the_driver_only_so_often(seen: Any, name: str) -> None:
+    step, pages = seen[name]["limited"], seen[name]["need"] / seen[name]["page"]
+    assert step["planned"] > 0 < step["reload_bytes"] + step["recomputes"]
+    assert step["drains"] <= 2 + 1 / 4  # the program waits after four steps
+    assert step["maps"] <= 0.02 * pages
+    assert step["queries"] <= step["ops"]
+    assert step["pageable bytes"] == seen[name]["errors"] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) -> None:
+    """Work runs when its virtual time has come: what is not waited for is not there."""
+    limited = seen[name]["limited"]
+    assert limited["digest"] == seen[name]["plain"]["digest"]
+    assert limited["peak"] <= limited["budget"] < seen[name]["need"]
+    assert limited["committed_peak"] <= limited["budget"] + seen[name]["page"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(seen: Any, name: str) -> None:
+    free = seen[name]["free"]
+    assert free["step"] <= 1.01 * max(free["ideal"], free["host"])
+    assert free["out_bytes"] == free["in_bytes"] == free["maps"] == 0
