@@ -121,7 +121,7 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
             free = trained(name, simulation, mm, steps, 2, 0)
         need = free["peak"]
         with memmgr.budget(int(need * share), device=DEVICE, quiet=True) as mm:
-            limited = trained(name, simulation, mm, steps, 4, 30)
+            limited = trained(name, simulation, mm, steps, 4, 12)
         plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
         errors = pager.load().device_stats()["driver_errors"]
         out[name] = {"plain": plain, "free": free, "limited": limited, "need": need, "page": page_bytes, "errors": errors}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import shutil
@@ -15,7 +14,6 @@ from typing import Any
 from .figures import H100
 
 HERE = Path(__file__).resolve().parent
-HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ def train(place: Place, name: str, group: str, limit: float, spec: dict[str, Any
             return Act(name, [], group, limit, missing="no checkout with tests/memdev here")
     elif not place.on_gpu:
         spec["tiny"] = True
-    missing = "torchvision is missing" if spec["model"].startswith("resnet") and not HAS_TORCHVISION else ""
     command = by_path("train.py", json.dumps(spec))
-    return Act(name, command, group, limit, {**plain, **env}, needs="smoke", missing=missing)
+    return Act(name, command, group, limit, {**plain, **env}, needs="smoke")
 
 
 def bits(place: Place, model: str, **spec: Any) -> Act:
@@ -128,8 +125,7 @@ def first(place: Place) -> list[Act]:
     steps: dict[str, Any] = {"warm": 0, "steps": 3, "host": "1GiB"}
     smoke = [{"name": "none", **steps}, {"name": "measure", "measure": True, **steps}]
     smoke += [{"name": "75 %", "of_need": 0.75, **steps}]
-    model = "resnet18" if HAS_TORCHVISION else "unet"
-    spec: dict[str, Any] = {"model": model, "deterministic": True, "runs": smoke}
+    spec: dict[str, Any] = {"model": "resnet18", "deterministic": True, "runs": smoke}
     native = {"MEMMGR_CONF": "allocator:native"}
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **native}
     acts = [

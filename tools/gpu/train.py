@@ -113,11 +113,10 @@ def gpt2(fp32: bool = False) -> Made:
 
 def resnet(depth: int) -> Made:
     """ResNet-50 at 224 x 224, batch 128, or a small ResNet-18; bf16 autocast, channels_last."""
-    torchvision: Any = importlib.import_module("torchvision")  # not on every machine that checks types
     batch, side = (128, 224) if depth == 50 else (32, 96)
     if TINY:
         batch, side = 4, 64
-    model = getattr(torchvision.models, f"resnet{depth}")().to(memory_format=torch.channels_last)
+    model = _sibling("resnet").ResNet(depth).to(memory_format=torch.channels_last)
 
     def loss() -> Tensor:
         images = torch.randn(SPEC.get("batch", batch), 3, side, side, device=DEVICE).contiguous(
