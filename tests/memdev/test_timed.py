@@ -11,7 +11,7 @@ from . import child
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="no C++ compiler")
 
-MODELS = {"gpt": 0.6, "convnet": 0.6}
+MODELS = {"gpt": 0.5, "convnet": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -43,5 +43,5 @@ def test_a_budget_holds_with_the_bits_of_plain_training(seen: Any, name: str) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_without_a_limit_is_the_longer_of_kernels_and_host(seen: Any, name: str) -> None:
     free = seen[name]["free"]
-    assert free["step"] <= 1.01 * max(free["ideal"], free["host"])
-    assert free["copies"] == free["maps"] == 0
+    assert free["step"] <= 1.02 * max(free["ideal"], free["host"])
+    assert free["offload_bytes"] == free["evictions"] == free["maps"] == 0
