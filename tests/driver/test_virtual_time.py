@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from memmgr.tools.gpu import figures
 from memmgr.tools.gpu.simulated import BY_WAIT, Simulation, summary
 

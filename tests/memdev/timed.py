@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from memmgr.tools.gpu import figures
-from memmgr.tools.gpu.simulated import Simulation
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memmgr.tools.gpu import figures
+from memmgr.tools.gpu.simulated import Simulation
 
 from . import Handles, scenarios, start
 from .scenarios import DEVICE
@@ -125,5 +126,12 @@ def trains(models: dict[str, float], page_bytes: int = 1 << 14, scale: float = 1
             limited = trained(name, simulation, mm, steps, 4, 12)
         plain = trained(name, simulation, None, 1, limited["steps"] - 1, 0)
         errors = pager.load().device_stats()["driver_errors"]
-        out[name] = {"plain": plain, "free": free, "limited": limited, "need": need, "page": page_bytes, "errors": errors}
+        out[name] = {
+            "plain": plain,
+            "free": free,
+            "limited": limited,
+            "need": need,
+            "page": page_bytes,
+            "errors": errors,
+        }
     return out

@@ -303,7 +303,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", help="acts whose names begin with one of these, with commas between")
     parser.add_argument(
-        "--simulated", nargs="?", type=Path, const=figures.H100, metavar="FIGURES", help="no GPU: virtual times (default: an H100)"
+        "--simulated",
+        nargs="?",
+        type=Path,
+        const=figures.H100,
+        metavar="FIGURES",
+        help="no GPU: virtual times by a table of figures (default: an H100's)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with tiny models")
 
@@ -339,7 +344,9 @@ def run(args: argparse.Namespace) -> int:
             figures.read(place.figures)
         except (OSError, ValueError, KeyError) as error:
             raise Wrong(f"--simulated: {error}") from None
-        print(f"A SIMULATION with the figures of {place.figures}: no GPU was used, and all times are virtual.", flush=True)
+        print(
+            f"A SIMULATION with the figures of {place.figures}: no GPU was used, and all times are virtual.", flush=True
+        )
     elif not place.on_gpu:
         print("A rehearsal on the CPU with tiny models: its figures say nothing about a GPU.", flush=True)
     check = Check(place, seconds)

@@ -69,7 +69,12 @@ def of_check(lines: Iterable[Mapping[str, Any]], date: str, base: Path = H100) -
 
     def put(name: str, value: float | None, unit: str) -> None:
         if value is not None:
-            table["figures"][name] = {"value": round(value, 4), "unit": unit, "source": f"driver_calls on {device}", "date": date}
+            table["figures"][name] = {
+                "value": round(value, 4),
+                "unit": unit,
+                "source": f"driver_calls on {device}",
+                "date": date,
+            }
 
     def value(name: str) -> float | None:
         return float(seen[name]["value"]) if name in seen else None

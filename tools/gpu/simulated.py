@@ -112,11 +112,12 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
         seconds: of all steps.
 
     Returns:
-        The kernels of a step, `ops`. Seconds of a step: `step`, its `kernels`, copies `out` and `in`, `host` (at work), `host_waits`, `ideal` (the longest of
-        kernels and both copies), `out_under_kernels`, `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the
-        kernels' engine by reason, and by what they are `host_by_call`, `waits_by_call` and `kernels_by_op`, the largest first.
-        `lead`: how long a kernel waits between its launch and its begin. `overlap`: of the shorter of copies and kernels, the
-        share that lies under the other. `link_use`: the busier way's share of the step. Bytes: `out_bytes`, `in_bytes`.
+        Of a step, on average: `ops`, its kernels; `out_bytes` and `in_bytes`. Seconds: `step`, `kernels`, copies `out` and `in`,
+        `host` (at work), `host_waits`, `ideal` (the longest of kernels and both copies), `out_under_kernels`,
+        `in_under_kernels`, calls that `map` and `unmap` pages, `idle` of the kernels' engine by reason. The largest by what
+        they are: `host_by_call`, `waits_by_call`, `kernels_by_op`. `lead`: how long a kernel waits between its launch and its
+        begin. `overlap`: of the shorter of copies and kernels, the share that lies under the other. `link_use`: the busier
+        way's share of the step.
     """
     engine = rows[:, 0].astype(int)
     kernels = rows[engine == KERNELS]
@@ -130,7 +131,13 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
     for before, after in zip(order, order[1:], strict=False):
         gap = after[2] - before[3]
         if gap > 0:
-            why = "host" if after[5] == BY_HOST else f"waits for {labels[int(after[6])]}" if after[5] == BY_WAIT else "order"
+            why = (
+                "host"
+                if after[5] == BY_HOST
+                else f"waits for {labels[int(after[6])]}"
+                if after[5] == BY_WAIT
+                else "order"
+            )
             idle[why] += gap
 
     def by_call(which: int) -> dict[str, float]:
@@ -161,7 +168,10 @@ def summary(rows: np.ndarray[Any, Any], labels: Mapping[int, str], seconds: floa
 
 def text(figure: Mapping[str, Any]) -> str:
     """A line."""
-    ms = {name: f"{1e3 * figure[name]:.2f}" for name in ("step", "kernels", "out", "in", "host", "host_waits", "ideal", "lead")}
+    ms = {
+        name: f"{1e3 * figure[name]:.2f}"
+        for name in ("step", "kernels", "out", "in", "host", "host_waits", "ideal", "lead")
+    }
     idle = ", ".join(f"{why} {1e3 * seconds:.2f}" for why, seconds in figure["idle"].items())
     return (
         f"step {ms['step']} ms, ideal {ms['ideal']} (kernels {ms['kernels']}, out {ms['out']}, in {ms['in']}), "

@@ -544,7 +544,7 @@ def simulate() -> None:
         from memmgr.native import pager
         from memmgr.native.build import load_core
 
-        pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value)
+        pager.load().read_clock(ctypes.cast(handles.fake.fake_nanoseconds, ctypes.c_void_p).value or 0)
         # Locked in the pieces of a GPU, and never touched.
         load_core().mm_test_lock_pieces(ctypes.c_uint64(1 << 40), ctypes.c_uint64(0), 0)
     figures = _sibling("figures", "gpu")
@@ -557,7 +557,8 @@ def simulate() -> None:
         out: Tensor = fused(q, k, v, None, dropout_p, is_causal)[0]
         return out
 
-    F.scaled_dot_product_attention = attention  # one kernel each way, as on a GPU
+    # One kernel each way, as on a GPU.
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
 
 
 def main() -> None:
