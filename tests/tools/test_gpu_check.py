@@ -134,7 +134,10 @@ def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
         (["--device", "cpu", "--only", "bitz"], "no act begins with 'bitz'; there are driver calls, smoke mapped"),
         (["--device", "cpu", "--seconds", "0"], "there is no time"),
         (["first"], "the driver has no GPU"),
-        (["--simulated", "/nowhere/card.json"], "--simulated: [Errno 2] No such file or directory: '/nowhere/card.json'"),
+        (
+            ["--simulated", "/nowhere/card.json"],
+            "--simulated: [Errno 2] No such file or directory: '/nowhere/card.json'",
+        ),
         (["--simulated", "--only", "bits"], "no act begins with 'bits'; there are timing gpt2, timing resnet50, plain"),
     ],
 )
