@@ -77,5 +77,7 @@ uint64_t ticks();
 double seconds_of_ticks(uint64_t n);
 // For tests: each look at the clock takes so many ticks, and nothing else does; 0: the machine's time again.
 void count_ticks(uint64_t step);
+// For tests: both clocks are this one, before the first budget of the process. It may take no lock.
+void read_clock(uint64_t (*nanoseconds)());
 
 }  // namespace memmgr::pager

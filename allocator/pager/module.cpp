@@ -355,6 +355,13 @@ PyObject* py_set_errors(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_read_clock(PyObject*, PyObject* o) {
+  void* address = PyLong_AsVoidPtr(o);
+  if (PyErr_Occurred()) return nullptr;
+  read_clock(reinterpret_cast<uint64_t (*)()>(address));
+  Py_RETURN_NONE;
+}
+
 // count_ticks(step): time passes by so much with each look at the clock, whatever else the machine does; 0: as it does
 PyObject* py_count_ticks(PyObject*, PyObject* o) {
   const unsigned long long step = PyLong_AsUnsignedLongLong(o);
@@ -396,6 +403,7 @@ PyMethodDef methods[] = {
     {"settle", py_settle, METH_NOARGS, "lets go of what is beyond the limit -> bytes that still are"},
     {"set_errors", py_set_errors, METH_VARARGS,
      "(text -> the exception that out of memory becomes, the class of wrong bytes, torch's of out of memory)"},
+    {"read_clock", py_read_clock, METH_O, "the clock is the function at this address (for tests)"},
     {"count_ticks", py_count_ticks, METH_O, "a clock that is counted (for tests)"},
     {"set_link", py_set_link, METH_VARARGS, "seconds a byte to the tier, one way; and of a CPU"},
     {"set_slice_bytes", py_set_slice_bytes, METH_O, "another limit of a slice, until the budget ends; for tests"},

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "allocator" / "core"
 FAKE_DRIVER = Path(__file__).parent / "fake_driver.cpp"
 KERNELS = CORE / "device_kernels.cu"  # the double runs their source
+VIRTUAL_TIME = Path(__file__).parent / "virtual_time.h"
 FOLDER = ROOT / "build" / "tests"
 TWICE = ("kMiB", "RoundUp")  # what more than one file of the core has for itself
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter", "-pthread"]
@@ -100,7 +101,7 @@ def _run(command: Sequence[str]) -> None:
 def fake_driver(sanitize: str = "") -> Path:
     """The double of libcuda. ``sanitize``: address, thread or undefined."""
     flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
-    return build(f"fake_driver_{sanitize or 'plain'}", [FAKE_DRIVER], flags, more=[KERNELS])
+    return build(f"fake_driver_{sanitize or 'plain'}", [FAKE_DRIVER], flags, more=[KERNELS, VIRTUAL_TIME])
 
 
 @functools.cache

@@ -360,16 +360,14 @@ def test_without_any_one_wait_they_do_not(fake_driver_path, name: str) -> None:
 
 
 def test_the_list_of_names_is_complete() -> None:
-    sources = [
-        build.CORE / name for name in ("device.cpp", "device_lent.cpp", "device_pages.cpp", "heap.cpp", "arena.cpp")
-    ]
+    sources = [build.CORE / f"{name}.cpp" for name in "device device_lent device_marks device_pages heap arena".split()]
     found = {text.split('"')[1] for path in sources for text in path.read_text().split("Order<")[1:]}
     assert found == {*NAMES, LENT, OF_COPIES}
 
 
 def test_no_wait_passes_by_the_names() -> None:
     """Calls that order work stand in an Order, or in the helpers that are called in one; each has its reason."""
-    source = (build.CORE / "device.cpp").read_text() + (build.CORE / "device_lent.cpp").read_text()
+    source = "".join((build.CORE / name).read_text() for name in ("device.cpp", "device_marks.cpp", "device_lent.cpp"))
     ordering = r"StreamWaitEvent|StreamSynchronize|EventSynchronize|EventRecord|CtxSynchronize"
     direct = [line.strip() for line in source.splitlines() if re.search(ordering, line) and "Order<" not in line]
     assert direct == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import shutil
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .figures import H100
+
 HERE = Path(__file__).resolve().parent
-HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,23 @@ class Place:
 
     Attributes:
         out: the folder for what the acts leave.
-        device: "cuda"; "cpu" is a rehearsal with tiny models.
+        device: "cuda"; "cpu" is a rehearsal with tiny models; "simulated" a device of the tests with virtual time.
+        figures: the table of a simulation.
     """
 
     out: Path
     device: str = "cuda"
+    figures: Path = H100
 
     @property
     def on_gpu(self) -> bool:
         """There is something to measure."""
         return self.device == "cuda"
+
+    @property
+    def simulated(self) -> bool:
+        """Times are virtual."""
+        return self.device == "simulated"
 
 
 def by_path(name: str, *words: str) -> list[str]:
@@ -65,11 +72,16 @@ def train(place: Place, name: str, group: str, limit: float, spec: dict[str, Any
     """An act that trains."""
     plain = {"MEMMGR_INSTALL": "0"} if spec.get("plain") else {}
     spec = {"seconds": limit - 6, "device": place.device, **spec}
-    if not place.on_gpu:
+    if place.simulated:
+        tests = [folder / "tests" for folder in (HERE.parents[1], Path.cwd()) if (folder / "tests" / "memdev").is_dir()]
+        limit *= SLOWER
+        spec |= {"figures": str(place.figures), "tests": str(tests[0]) if tests else "", "seconds": limit - 6}
+        if not tests:
+            return Act(name, [], group, limit, missing="no checkout with tests/memdev here")
+    elif not place.on_gpu:
         spec["tiny"] = True
-    missing = "torchvision is missing" if spec["model"].startswith("resnet") and not HAS_TORCHVISION else ""
     command = by_path("train.py", json.dumps(spec))
-    return Act(name, command, group, limit, {**plain, **env}, needs="smoke", missing=missing)
+    return Act(name, command, group, limit, {**plain, **env}, needs="smoke")
 
 
 def bits(place: Place, model: str, **spec: Any) -> Act:
@@ -113,8 +125,7 @@ def first(place: Place) -> list[Act]:
     steps: dict[str, Any] = {"warm": 0, "steps": 3, "host": "1GiB"}
     smoke = [{"name": "none", **steps}, {"name": "measure", "measure": True, **steps}]
     smoke += [{"name": "75 %", "of_need": 0.75, **steps}]
-    model = "resnet18" if HAS_TORCHVISION else "unet"
-    spec: dict[str, Any] = {"model": model, "deterministic": True, "runs": smoke}
+    spec: dict[str, Any] = {"model": "resnet18", "deterministic": True, "runs": smoke}
     native = {"MEMMGR_CONF": "allocator:native"}
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **native}
     acts = [
@@ -152,6 +163,10 @@ def second(place: Place) -> list[Act]:
     return [*acts, op_cost(place)]
 
 
+SLOWER = 4
+"""A simulation runs all ops of a real model on the CPUs that are there: its acts have so many times the seconds."""
+SIMULATED = ("timing", "plain ")
+"""The acts that a simulation has begin so: others are about bits or torch's own device."""
 CALLS: dict[str, tuple[Callable[[Place], list[Act]], float]] = {"first": (first, 300), "second": (second, 400)}
 """By name: the acts, and the seconds that they have by default."""
 
