@@ -13,9 +13,7 @@ from .timeline import Timeline
 
 _NO_LIMIT = 1 << 62
 _FURTHER = 2.0  # a candidate this much more expensive than its rival is not evaluated to the end: it waits for its turn
-# steps, relative to those of finding it, that may go into removing recomputations that it does not need; those steps
-# are shorter
-_SETTLE = 10
+_SETTLE = 10  # steps for removing needless recomputations of a timeline, as a multiple of those of finding it
 _MANY = 4_000  # events beyond the program's own: above this number they are taken out by the batch first
 # Trading continues from a timeline that is worse than the best by up to this share, and returns to the best after so
 # many turns without an improvement. Without that most passes end where no single trade helps.
@@ -56,8 +54,7 @@ class Search:
     # ---- cost of a recomputation -------------------------------------------------------------------------------
 
     def closure(self, key: int, peak_at: int, most_seconds: float = float("inf")) -> tuple[float, list[int]] | None:
-        """(seconds, keys) of the ops that must run in `key`'s stage so that its op can run again at `key`; itself
-        included.
+        """(seconds, keys) of the ops that must run in `key`'s stage before its op can run again; itself included.
 
         An input that is not kept until then is kept longer where that fits under the budget and frees nothing at
         position `peak_at`, else it is made again too. None: an input is freed and cannot be made again. Above
@@ -235,8 +232,7 @@ class Search:
         return won
 
     def squeeze(self, *, sharpness: float, limit_work: int) -> bool:
-        """`shave` for budgets near the floor: a decision that led into a dead end is taken back and costs more from
-        then on.
+        """`shave` for budgets near the floor: a decision that led into a dead end is taken back and costs more later.
 
         A dropped storage must not raise the peak. Where no storage can be dropped at the highest event, the storages
         that its stage recomputes are kept instead, at four times the price next time.
@@ -332,8 +328,7 @@ class Search:
             changes.append((after(uses, start, key), p.size[s]))
         if not changes:
             return False
-        # Inputs that the row makes for it go with it, as if they were made for it alone; inputs from before stay for a
-        # shorter time.
+        # Inputs that the row makes for it go with it, as if for it alone; earlier inputs stay for a shorter time.
         todo, read = [key], set()
         for q in todo:  # grows
             for s in p.inputs[q - row - t.first] if q - row >= t.first else ():
