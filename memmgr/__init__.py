@@ -66,10 +66,12 @@ def _install() -> None:
     """The pager's dispatch key, and CUDA's allocator where there is CUDA (see `_dispatch`, `_cuda`). torch is there."""
     torch = sys.modules["torch"]
     from . import _dispatch
+    from ._exported import exported
     from ._torches import unfit
 
     if not unfit(torch.__version__):
         _dispatch.include()
+        exported.begin()
     if torch.version.cuda is None or not torch.backends.cuda.is_built():
         return
     from . import _cuda

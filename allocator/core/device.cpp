@@ -1,4 +1,4 @@
-// Its life, streams, blocks, copies and pools; device_marks.cpp has what waits for work.
+// Device: its life, streams, blocks, copies and pools. device_marks.cpp has its waits for work.
 #include "device.h"
 
 #include <errno.h>

@@ -43,7 +43,7 @@ class FileTier final : public Tier, private ForkAware {
                         std::string* wrong);
   // Before the first transfer: the first so many bytes of the file go through the page cache. 0 or -errno.
   int Cache(uint64_t bytes) { return file_.Cache(bytes); }
-  // Cancels what is queued, waits for what is under way, and deletes the tier.
+  // Cancels queued operations, waits for those under way, and deletes the tier.
   void Close() override;
 
   mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) override;

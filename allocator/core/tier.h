@@ -14,7 +14,7 @@ enum class Urgency { kQueued, kNow };
 
 class Tier {
  public:
-  // Ends what is under way and deletes the tier. No other call may be under way.
+  // Ends all operations under way and deletes the tier. No other call may be under way.
   virtual void Close() = 0;
 
   virtual mm_slot Write(const void* from, uint64_t bytes, Urgency urgency) = 0;

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memmgr._exported import exported
 from memmgr.native.pager import Addressed, Escape, Pager
 
 from .names import addressed_of, only_compares, pointers
@@ -83,6 +84,9 @@ class RawReaders:
     def install(self) -> None:
         wrap = self._patches.wrap
         pointers.begin(self._pager, self._pointer)
+        for owner in exported.owners():
+            for addressed in storages([owner]):
+                self._pager.escape(addressed, Escape.NUMPY)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
         wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
         for owner, name in (

@@ -19,7 +19,7 @@ FAKE_DRIVER = Path(__file__).parent / "fake_driver.cpp"
 KERNELS = CORE / "device_kernels.cu"  # the double runs their source
 VIRTUAL_TIME = Path(__file__).parent / "virtual_time.h"
 FOLDER = ROOT / "build" / "tests"
-TWICE = ("kMiB", "RoundUp")  # what more than one file of the core has for itself
+TWICE = ("kMiB", "RoundUp")  # names that more than one file of the core defines for itself
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Wno-unused-parameter", "-pthread"]
 
 
@@ -29,7 +29,7 @@ def compiler() -> str | None:
 
 
 def core_sources() -> list[Path]:
-    """What the library is built from, as its CMakeLists names it."""
+    """The sources of the library, as its CMakeLists names them."""
     text = (ROOT / "allocator" / "CMakeLists.txt").read_text()
     names = text.split("set(core_sources", 1)[1].split(")", 1)[0].split()
     return [ROOT / "allocator" / name for name in names]
@@ -63,7 +63,7 @@ def build(
     """Compiles ``sources`` into ``build/tests/<name>-<hash>`` and returns that path.
 
     The hash is of the sources, all headers of the core and the flags. Older builds of the name are removed. A source
-    that is a shared library is linked. ``more``: what the sources include, besides headers.
+    that is a shared library is linked. ``more``: files that the sources include, besides headers.
     """
     command = [compiler(), *FLAGS, *flags, "-I", str(ROOT / "allocator" / "include"), "-I", str(CORE)]
     assert command[0] is not None, "no C++ compiler"

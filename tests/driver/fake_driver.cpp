@@ -178,7 +178,7 @@ struct Fake {
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Fault> faults;
   bool integrated = false;
-  int broken = 0;  // what a kernel has done: from then on all calls that need a context answer so
+  int broken = 0;  // error that a kernel has caused: from then on all calls that need a context return it
   uint64_t next_handle = 1;
   int file = -1;
   uint64_t file_bytes = 0;
@@ -255,7 +255,7 @@ Fake& Get() {
   return *fake;
 }
 
-// ---- what runs ---------------------------------------------------------------------------------------------------
+// ---- running work ------------------------------------------------------------------------------------------------
 
 bool Runnable(Stream* stream) {
   if (stream->timed) return false;  // NextEvent
@@ -302,7 +302,7 @@ bool IsPartlyPageLocked(Fake* fake, uint64_t address, uint64_t bytes) {
   return address < at->first + at->second.bytes && !IsPageLocked(fake, address, bytes);
 }
 
-// The system looks, so that there is no fault. What cannot be written to cannot be locked.
+// The system accesses the memory, so that there is no fault. Memory that cannot be written to cannot be locked.
 bool IsWritable(uint64_t address, uint64_t bytes) {
   const int file = memfd_create("fake_driver_looks", MFD_CLOEXEC);
   bool writable = true;
@@ -364,7 +364,7 @@ double BeginOf(Fake* fake, const Stream* stream, const Task& task) {
   return engine != nullptr ? std::max(at, *engine) : at;
 }
 
-// What happens next on the device. Work whose wait is for something that has not begun is no candidate: that is later
+// Returns the next begin or end of work. Work that waits for work not yet begun is no candidate: its begin is later
 // than some other begin.
 NextWork NextEvent(Fake* fake) {
   NextWork next;
@@ -422,7 +422,7 @@ void Happen(Fake* fake, const NextWork& next, Hold* hold) {
   next.stream->done_at = next.at;
 }
 
-// What has happened by now has happened. Work that another thread runs at this moment is left to it.
+// Runs all work that is due by now. Work that another thread runs at this moment is left to that thread.
 void CatchUp(Fake* fake, Hold* hold) {
   while (true) {
     const NextWork next = NextEvent(fake);
@@ -460,7 +460,7 @@ Stream* PickFor(Stream* wanted) {
   return wanted;
 }
 
-// Runs until `done` says so. `wanted` NULL: whatever there is to run.
+// Runs work until `done` returns true. `wanted` NULL: the work of any stream.
 template <typename Done>
 void RunUntil(Fake* fake, Stream* wanted, Hold* hold, Done done) {
   while (fake->mode == kTimed && !done()) {
@@ -596,7 +596,7 @@ void Push(Fake* fake, Stream* stream, Task task) {
 
 // ---- calls -------------------------------------------------------------------------------------------------------
 
-// What every entry point begins with. `error` is set: return it.
+// The common begin of every entry point. If `error` is set, the entry point returns it.
 struct Call {
   Fake& fake;
   Hold hold;
@@ -642,7 +642,7 @@ struct Call {
     if (hold.owns_lock()) TimePasses(&fake, &hold);
   }
 
-  // What any thread's capture forbids every thread, unless that thread's mode is relaxed.
+  // Calls that any thread's capture forbids every thread, unless that thread's mode is relaxed.
   static bool IsUnsafe(const std::string& name) {
     static const std::set<std::string> names = {
         "cuMemAlloc",       "cuMemFree",        "cuMemCreate",      "cuMemMap",          "cuMemUnmap",
@@ -671,7 +671,7 @@ struct Call {
     }
     return at->second.get();
   }
-  // Ordering that a capture forbids, or that would not do there what the caller thinks.
+  // Refuses ordering that a capture forbids, or that would not have the effect there that the caller expects.
   bool RefusedByCapture(const Stream* stream) {
     if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE) return false;
     ++fake.capture_violations;
@@ -741,7 +741,7 @@ void GiveBackPhysical(Fake* fake, uint64_t handle) {
   fake->physical.erase(handle);
 }
 
-// As these calls do on a GPU, whatever the memory is.
+// Waits for the device in virtual time, as these calls do on a GPU for memory of any kind.
 void WaitsForDevice(Call* call, const char* name) {
   if (call->fake.mode == kTimed && current != nullptr) SettleDevice(&call->fake, current, &call->hold, name);
 }
@@ -931,7 +931,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const C
   }
   Device* device = &fake.devices[properties->location.id];
   if (!TakeMemory(&fake, device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-  // Offsets are never used twice: the file is sparse, and what is given back is punched out.
+  // Offsets are never used twice: the file is sparse, and freed ranges are punched out.
   if (ftruncate(fake.file, static_cast<off_t>(fake.file_bytes + bytes)) != 0) {
     device->used -= bytes;
     return CUDA_ERROR_OUT_OF_MEMORY;
@@ -1015,7 +1015,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
   }
   for (uint64_t at = address; at < end; at += fake.mappings[at].bytes) {
     Mapping& mapping = fake.mappings[at];
-    // What a handle holds when it is mapped again is undefined, too.
+    // The content of a handle that is mapped again is undefined, too.
     if (writable && !mapping.accessible && mapping.bytes <= kPoisonLimit && !fake.hollow) {
       memset(reinterpret_cast<void*>(at), kPoison, mapping.bytes);
     }
@@ -1157,7 +1157,7 @@ CUresult cuStreamDestroy_v2(CUstream handle) {
   BEGIN("cuStreamDestroy");
   if (handle == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   STREAM(stream, handle);
-  stream->destroyed = true;  // what is queued still runs
+  stream->destroyed = true;  // queued work still runs
   ForgetDestroyed(&call.fake);
   return CUDA_SUCCESS;
 }
@@ -1313,8 +1313,8 @@ CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* user) {
 
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
-// The kernels of the core by name, whatever the image says: what each thread of a launch does is the function that the
-// device's kernel calls, from the same source.
+// The kernels of the core by name, regardless of the image: each thread of a launch runs the function that the device's
+// kernel calls, from the same source.
 }  // extern "C"
 
 namespace {
@@ -1429,7 +1429,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned blocks_y,
 
 // ---- for tests ---------------------------------------------------------------------------------------------------
 
-// Runs what is queued, takes everything back (handles and addresses from before are invalid), forgets counts and
+// Runs queued work, takes everything back (handles and addresses from before are invalid), forgets counts and
 // faults.
 void fake_reset(uint64_t seed, int mode) {
   Fake& fake = Get();
@@ -1509,7 +1509,7 @@ uint64_t fake_call_count(const char* name) {
   return at != fake.calls.end() ? at->second : 0;
 }
 
-void fake_set_memory(uint64_t bytes) {  // of each device; what is in use stays
+void fake_set_memory(uint64_t bytes) {  // of each device; memory in use stays
   Fake& fake = Get();
   Hold hold(fake.mutex);
   fake.memory_bytes = bytes;
@@ -1536,7 +1536,7 @@ void fake_set_capturing(CUstream handle, int on) {
   stream->capture = on != 0 ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// Queues what was captured on `captured` on `stream`.
+// Queues the work that was captured on `captured` on the stream `handle`.
 void fake_replay(CUstream captured, CUstream handle) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1548,7 +1548,7 @@ void fake_replay(CUstream captured, CUstream handle) {
   TimePasses(&fake, &hold);
 }
 
-// The same of what was captured last, once and for all: later captures on the stream are others. A number for fake_launch.
+// Keeps the work captured last on the stream; later captures do not change it. Returns a number for fake_launch.
 int fake_keep_graph(CUstream captured) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1607,8 +1607,8 @@ void fake_set_hollow(int on) {
   fake.hollow = on != 0;
 }
 
-// What the next host function that this thread launches is: its engine (virtual_time::Engine), its seconds there and of
-// the host, and the bytes that it works on.
+// Describes the next host function that this thread launches: its engine (virtual_time::Engine), its seconds there and
+// of the host, and the bytes that it works on.
 void fake_next_work(int engine, double seconds, double host_seconds, uint64_t bytes, const char* label) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1625,7 +1625,7 @@ double fake_now() {
 // Nanoseconds of the program's clock, without a lock.
 uint64_t fake_nanoseconds() { return Get().time.published.load(std::memory_order_relaxed); }
 
-// 1: notes everything from now on, and forgets what was noted.
+// 1: records all work from now on, and forgets earlier records.
 void fake_trace(int on) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1639,7 +1639,7 @@ uint64_t fake_trace_rows() {
   return fake.time.rows.size();
 }
 
-// Rows of eight: engine, label, begin, end, issued, bound, label of what was waited for, bytes.
+// Rows of eight: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes.
 void fake_trace_read(double* out) {
   Fake& fake = Get();
   Hold hold(fake.mutex);
@@ -1657,8 +1657,8 @@ const char* fake_trace_label(int label) {
   return fake.time.labels.at(static_cast<size_t>(label)).c_str();
 }
 
-// How many there are now: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges), host
-// bytes, streams, events, work; NULL: all but work and what counts bytes.
+// The present number of one kind: memory, bytes (of devices), handles, maps, reservations, host (page-locked ranges),
+// host bytes, streams, events, work; NULL: all but work and the kinds that count bytes.
 uint64_t fake_outstanding(const char* what) {
   Fake& fake = Get();
   Hold hold(fake.mutex);

@@ -1,4 +1,4 @@
-"""The double's clock: what a program does on it takes as long as the figures say, and waits where it would on a GPU."""
+"""The double's clock: a program's calls and work take as long as the figures say, and it waits where it would on a GPU."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_trace_says_why_kernels_waited(timed: Timed) -> None:
 
 
 def test_a_summary_joins_spans_and_names_the_largest_wait() -> None:
-    """Rows: engine, label, begin, end, issued, bound, label of what was waited for, bytes."""
+    """Rows: engine, label, begin, end, issued, bound, label of the work that was waited for, bytes."""
     rows = np.array(
         [
             [1, 1, 0, 2, 0, 0, 0, 8],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,25 @@ def test_the_summary_names_memory_that_cannot_leave(capfd):
         tensor = of_numpy()
         tensor.sum()
     assert "tensors over memory that cannot leave: 1.05 MB of NumPy's or another library's" in capfd.readouterr().err
+
+
+def test_a_view_from_before_the_budget_shares_the_bytes_in_it():
+    child = f"""
+import numpy as np, torch, memmgr
+for name in ("numpy", "asarray", "dlpack"):
+    tensor = torch.ones({FLOATS})
+    array = {{"numpy": torch.Tensor.numpy, "asarray": np.asarray, "dlpack": np.from_dlpack}}[name](tensor)
+    part = array[5:]
+    del array
+    with memmgr.budget({4 * EACH}, device="cpu", quiet=True) as mm:
+        sum(float((torch.full(({FLOATS},), 2.0) * i).sum()) for i in range(6))
+        others = [torch.full(({FLOATS},), 2.0) * i for i in range(6)]
+        tensor.add_(1)
+        assert (part == 2).all(), name
+        if name != "dlpack":
+            part[0] = 7
+            assert tensor[5] == 7, name
+        assert mm.stats()["escapes"] == 1, name
+    del part, tensor, others
+"""
+    subprocess.run([sys.executable, "-c", child], check=True)

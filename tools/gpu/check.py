@@ -61,7 +61,7 @@ TEXT_LINES = 400
 
 
 class Wrong(Exception):
-    """What the user got wrong; the text is the line."""
+    """A mistake of the user; the text is the line."""
 
 
 class Check:
@@ -96,7 +96,7 @@ class Check:
             file.write(text.encode(errors="replace"))
 
     def _earlier(self) -> set[str]:
-        """The acts that have ended well in this folder; what they said is read."""
+        """The acts that have ended well in this folder; their lines are read."""
         found: list[Line] = []
         with contextlib.suppress(OSError):
             if (self.place.out / "raw.jsonl").is_file():
@@ -118,7 +118,7 @@ class Check:
             self._write("raw.jsonl", json.dumps(line) + "\n")
 
     def run(self, act: Act) -> None:
-        """One act, within its limit and what is left of the time."""
+        """Runs one act within its limit and the time that is left."""
         if act.missing:
             return self.say(act.name, event="skipped", why=act.missing)
         limit = min(act.limit_seconds, self.ends - time.monotonic())
@@ -140,7 +140,7 @@ class Check:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # what the act has started ends with it
+                start_new_session=True,  # processes that the act has started end with it
             )
         except OSError as error:
             return self.say(act.name, event="ended", code=str(error), seconds=0)
@@ -225,7 +225,7 @@ class Check:
         for tool, words in tools.items():
             command = [*words, *act.command]
             missing = "" if shutil.which(tool) else f"{tool} is not on the PATH"
-            # Of no group: a good end here is none of the act.
+            # The act's group is not kept: a good end here is none of the act.
             closer = replace(act, name=f"{tool} {act.name}", group=tool, command=command, missing=missing)
             self.run(replace(closer, limit_seconds=CLOSER_SECONDS))
 
@@ -254,7 +254,7 @@ SAMPLES = "timestamp,memory.used,utilization.gpu,clocks.sm,pcie.link.gen.current
 
 
 def facts(check: Check) -> None:
-    """Of the machine."""
+    """Writes the facts of the machine."""
     check.say("facts", name="python", text=sys.version.split()[0])
     for name, command in FACTS.items():
         with contextlib.suppress(subprocess.SubprocessError, OSError):
@@ -264,7 +264,7 @@ def facts(check: Check) -> None:
 
 @contextlib.contextmanager
 def helpers(place: Place) -> Iterator[None]:
-    """What runs beside the acts."""
+    """Runs helper processes beside the acts."""
     running: list[subprocess.Popen[bytes]] = []
     quiet = subprocess.DEVNULL
     if place.on_gpu:

@@ -43,7 +43,7 @@ class Place:
     """Where the check runs.
 
     Attributes:
-        out: the folder for what the acts leave.
+        out: the folder for the acts' files.
         device: "cuda"; "cpu" is a rehearsal with tiny models; "simulated" a device of the tests with virtual time.
         figures: the table of a simulation.
     """
@@ -103,7 +103,7 @@ def bits(place: Place, model: str, **spec: Any) -> Act:
 
 
 def timing(place: Place, model: str, limit: float) -> Act:
-    """Steps in half and a quarter of the activations, and what each choice changes."""
+    """Steps in half and a quarter of the activations, and the effect of each choice."""
     steady: dict[str, Any] = {"warm": 6, "settle": 60, "settle_seconds": 7, "steps": 6}
     fixed: dict[str, Any] = {"warm": 6, "settle": 30, "settle_seconds": 4, "steps": 4}
     trace = str(place.out / f"{model}-trace.json.gz")
@@ -185,7 +185,7 @@ def op_cost(place: Place) -> Act:
 
 
 def driver_calls(place: Place) -> Act:
-    """The table of what the driver's calls cost; compiled where no binary was carried here."""
+    """The table of the costs of the driver's calls; compiled where no binary was carried here."""
     act = Act("driver calls", [], "driver", 30)
     if not place.on_gpu:
         return replace(act, missing="no GPU in a rehearsal")

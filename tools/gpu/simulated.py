@@ -58,12 +58,12 @@ class Simulation:
         return Counter({name: sum(count(call.encode()) for call in calls) for name, calls in COUNTED.items()})
 
     def begin(self) -> None:
-        """What follows is measured."""
+        """Begins a measurement."""
         self._double.fake_trace(1)
         self._begun, self._counts = self.now(), self.counts()
 
     def end(self, steps: int) -> dict[str, Any]:
-        """What a step took, on average since `begin`; the program has waited for the device."""
+        """The figures of a step, on average since `begin`; the program has waited for the device."""
         ended, counts = self.now(), self.counts()
         counts.subtract(self._counts)
         rows = np.empty((self._double.fake_trace_rows(), 8))

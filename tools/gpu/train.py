@@ -227,7 +227,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-# ---- what is watched -------------------------------------------------------------------------------------------------
+# ---- watched values --------------------------------------------------------------------------------------------------
 
 
 class Nvml:
@@ -298,7 +298,7 @@ def plans_now(mm: Any) -> bool:
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Of counters; a key that was not there counts from zero."""
+    """The changes of counters; a key that was not there counts from zero."""
     return {key: round(value - before.get(key, 0), 6) for key, value in after.items() if value != before.get(key, 0)}
 
 

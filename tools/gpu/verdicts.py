@@ -54,7 +54,7 @@ class Figures:
                 yield line
 
     def call(self, name: str) -> Line:
-        """What the table of driver calls has under that name; empty: nothing."""
+        """The line of that name in the table of driver calls; empty: there is none."""
         return next((line for line in self.lines if line["act"] == "driver calls" and line.get("name") == name), {})
 
     def plain_step(self, line: Line) -> float:
@@ -254,7 +254,7 @@ RISKS: tuple[Callable[[Figures], Verdict], ...] = (
 )  # fmt: skip
 
 
-# ---- what to do next -------------------------------------------------------------------------------------------------
+# ---- next steps ------------------------------------------------------------------------------------------------------
 
 
 def next_steps(f: Figures, verdicts: Iterable[Verdict]) -> Iterator[str]:
