@@ -52,7 +52,7 @@ class Exported:
     def _note_storage(self, tensor: torch.Tensor, _: Any) -> None:
         for address in [a for a in self._storages if torch.UntypedStorage._expired(a)]:
             torch.UntypedStorage._free_weak_ref(self._storages.pop(address))
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
         if storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage._weak_ref()
 

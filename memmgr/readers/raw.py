@@ -84,8 +84,8 @@ class RawReaders:
     def install(self) -> None:
         wrap = self._patches.wrap
         pointers.begin(self._pager, self._pointer)
-        for owner in exported.owners():
-            for addressed in storages([owner]):
+        for exporting in exported.owners():
+            for addressed in storages([exporting]):
                 self._pager.escape(addressed, Escape.NUMPY)
         wrap(torch.Tensor, "numpy", functools.partial(self._escaping, Escape.NUMPY))
         wrap(torch.Tensor, "__dlpack__", functools.partial(self._escaping, Escape.DLPACK))
