@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ UNSEEN = (
 )
 LEAST_WORK = 8  # one part in so many of the states
 SPARE = 1.06  # alignment, and what kernels take for themselves
+MORE = 2  # where the rest of a run is not known: so many results more like the op's, and so many times more exports
 
 SPENT = "memmgr: the budget of "  # in the text of an allocator's error
 _OURS = re.compile(r"\s*memmgr: the budget of .*? is spent.*", re.DOTALL)
@@ -29,21 +32,97 @@ class BudgetError(OutOfMemoryError):
     A subclass of `torch.OutOfMemoryError`, so that whatever handles torch's own error handles this one. Its text begins
     as torch's does, then says what holds the rest, and what to change.
 
+    The text is written, and `enough_bytes` found, when either is first read: a program that tries smaller batches reads none.
+
     Attributes:
         floor_bytes: the smallest budget that would have worked up to here, in bytes; a later part of the run may need more.
-        enough_bytes: the budget that the text names, in bytes: it should do for a whole training step, with what is still to come
-            of backward and the optimizer. An estimate, at least `floor_bytes`; that is all it is while the model is being made.
+        enough_bytes: the budget that the text names, in bytes, at least `floor_bytes`. In a training step it should do for all of
+            the step, with what is still to come of backward and the optimizer; in a module without gradients for the module's
+            call; elsewhere for the op and for what two more results like its own would take. The text says which. An estimate.
         budget_bytes: the budget that was passed, in bytes.
         tier_bytes: how large the tier below (`disk=`, or `host=` on an accelerator) would have to be, in bytes, where that was
             full and not the budget too small; else 0.
 
-    Known limitation: where C++ code allocates outside of an op, the plain `torch.OutOfMemoryError` arrives instead.
+    Known limitation: where C++ code allocates outside of an op, torch's error becomes one of these when Python raises it. C++
+    code that catches it before sees torch's.
     """
 
     floor_bytes: int = 0
-    enough_bytes: int = 0
     budget_bytes: int = 0
     tier_bytes: int = 0
+    _enough_bytes: int = 0
+    _rest: Callable[[], tuple[int, str]] | None = None
+
+    def __init__(self, *args: Any) -> None:
+        if not vars(
+            self
+        ):  # else it is what torch's class has been asked for (`of_torchs`), which initializes it once more
+            super().__init__(*args)
+
+    def told_later(self, rest: Callable[[], tuple[int, str]]) -> None:
+        """`rest` gives the budget that is named, in bytes, and the last line of the text."""
+        self._rest = functools.cache(rest)
+
+    def copy(self) -> BudgetError:
+        """Another object, which no traceback has: it would keep tensors alive."""
+        copy = BudgetError(*_ARGS.__get__(self))
+        vars(copy).update(vars(self))
+        return copy
+
+    @property
+    def headline(self) -> str:
+        """The first line of its text."""
+        return str(_ARGS.__get__(self)[0]).partition("\n")[0]
+
+    def _tell(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._enough_bytes, last = rest()
+            _ARGS.__set__(self, ("\n".join((*_ARGS.__get__(self), last)),))
+
+    @property
+    def enough_bytes(self) -> int:
+        self._tell()
+        return self._enough_bytes
+
+    @enough_bytes.setter
+    def enough_bytes(self, size: int) -> None:
+        self._tell()
+        self._enough_bytes = size
+
+    @property
+    def args(self) -> tuple[Any, ...]:  # type: ignore[override]
+        self._tell()
+        return _ARGS.__get__(self)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        self._tell()
+        return super().__str__()
+
+    def __repr__(self) -> str:
+        self._tell()
+        return super().__repr__()
+
+    def __reduce__(self) -> Any:
+        self._tell()
+        return super().__reduce__()
+
+
+_ARGS: Any = vars(BaseException)["args"]
+
+
+def of_torchs(spent: Callable[[str], BudgetError]) -> Callable[..., BaseException]:
+    """A `__new__` of torch's out-of-memory error: one that quotes memmgr's allocator is made what `spent` makes of its text.
+
+    All code of C++ that allocates outside of an op (`torch.tensor` of a list) ends with that class, and has no other hook.
+    """
+
+    def new(kind: type[OutOfMemoryError], *args: Any) -> BaseException:
+        if kind is OutOfMemoryError and len(args) == 1 and SPENT in str(args[0]):
+            return spent(str(args[0]))
+        return RuntimeError.__new__(kind, *args)
+
+    return new
 
 
 class RecomputeError(RuntimeError):
@@ -130,16 +209,50 @@ class Holdings:
 
 
 @dataclass(frozen=True)
+class FailedOp:
+    """The op that found no room.
+
+    Attributes:
+        name: as torch has it; empty: the request came from no op.
+        need_bytes: all that it reads and makes, and what can never leave; 0: not known.
+        read_bytes: what it reads.
+        result_bytes: its largest result, or what was asked for.
+    """
+
+    name: str = ""
+    need_bytes: int = 0
+    read_bytes: int = 0
+    result_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Exports:
+    """Tensors whose addresses others have, NumPy for one: they stay, and a loop that makes some makes more of them.
+
+    Attributes:
+        count: how many.
+        nbytes: what they hold.
+        by: who has the last one's address.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    by: str = ""
+
+
+@dataclass(frozen=True)
 class Ahead:
     """What the rest of the step will take, as far as it is known.
 
     Attributes:
         op_bytes: its largest op, and what can never leave beside it; 0: no more than so far, or not known.
         states_stay_bytes: as much where no model state can leave; None: not known.
+        call: of which module's call that is the rest, by its class; empty: of a training step.
     """
 
     op_bytes: int = 0
     states_stay_bytes: int | None = None
+    call: str = ""
 
     @property
     def known(self) -> bool:
@@ -185,11 +298,14 @@ def budget_error(
     failed: tuple[str, str] | None = None,
     below_bytes: int = 0,
     room_bytes: int = 0,
-    ahead: Ahead = Ahead(),  # frozen
+    ahead: Callable[[], Ahead] = Ahead,
     binary: bool = False,
     states_stay: bool = True,
     compiled: str = "",
     hidden_bytes: int = 0,
+    op: FailedOp = FailedOp(),  # frozen
+    exports: Exports = Exports(),  # frozen
+    trains: bool = True,
 ) -> BudgetError:
     """The error of a budget that is too small, in the middle of a run or when it is opened.
 
@@ -203,11 +319,14 @@ def budget_error(
         failed: the tier that failed, "disk" or "host", and why; None: none did.
         below_bytes: what was in it.
         room_bytes: of the tier below, in all; 0: there is none, or it ends where its file system does.
-        ahead: what is still to come.
+        ahead: what is still to come, asked for with the text.
         binary: sizes in powers of two, as the user wrote the budget.
         states_stay: parameters, gradients and optimizer state cannot leave; with False everything can.
         compiled: the compiled model in whose graph it happened, by its name; empty: in none.
         hidden_bytes: of the device's memory that no tensor has: libraries' workspaces. They are held beside all that is named.
+        op: what found no room.
+        exports: what others have the addresses of.
+        trains: gradients are recorded or made there.
     """
 
     def size(count: int) -> str:
@@ -217,17 +336,9 @@ def budget_error(
     saved = held.kinds.get("saved for backward", 0) if states_stay else sum(held.kinds.values())
     short = failed is not None and is_full(failed) and saved > 0
     floor = max(floor_bytes, there_bytes)
-    # Over what is there already nothing has run yet: the op that needs most is known where a forward has begun.
-    known = ahead.known or (held.step_bytes > 0 and not there_bytes)
     tight = 0 < room_bytes < held.states_bytes + held.missing_bytes
     if states_stay:
         floor = max(floor, there_bytes + held.missing_bytes, held.states_bytes + held.missing_bytes)
-    if states_stay or tight or short:  # what a tier would take that has no room for the states, is not counted on
-        step = _where_states_stay(held, max(floor_bytes, there_bytes), ahead)
-    else:
-        step = int(SPARE * max(floor, ahead.op_bytes, held.update_bytes))
-    enough = max(floor, step, untried_bytes) if known or there_bytes else floor
-    enough = round_up(enough + hidden_bytes, binary=binary)
     kinds = held.kinds | ({"workspaces of libraries": hidden_bytes} if hidden_bytes else {})
     split = ", ".join(f"{name} {size(part)}" for name, part in sorted(kinds.items(), key=lambda item: -item[1]))
     modules = ", ".join(f"{name} {size(part)}" for name, part in held.modules)
@@ -252,6 +363,12 @@ def budget_error(
             f"This is inside a compiled {compiled}: what its graph is given and makes stays until it returns. Without "
             "torch.compile, or with smaller parts compiled one by one, less is needed."
         )
+    grows = exports.count > 1
+    if grows:
+        lines.append(
+            f"{exports.by} has the addresses of {exports.count} tensors that hold {size(exports.nbytes)}. They stay in "
+            f"memory while it has them: each further one takes about {size(exports.nbytes // exports.count)} more."
+        )
     tier_bytes = below_bytes + saved if short else 0
     if short:
         movable = "are saved for backward" if states_stay else "could leave"
@@ -260,15 +377,53 @@ def budget_error(
             f"More {tier}, not more budget: {size(saved)} that {movable} had no room below. A {tier} tier of "
             f"{size(tier_bytes)} would have held them ({option}); the rest of the run may need more."
         )
-    without = "Without that a" if short else "A"
-    if known:
-        lines.append(f"{without} budget of {size(enough)} ({enough} bytes) should do for a whole step.")
-    else:
-        lines.append(
+
+    def rest() -> tuple[int, str]:
+        coming = ahead()
+        # Over what is there already nothing has run yet: the op that needs most is known where a forward has begun.
+        known = bool(coming.call) or (trains and (coming.known or (held.step_bytes > 0 and not there_bytes)))
+        # What a step exports or keeps it has let go of by the next, and without an optimizer there need be none.
+        trained = trains and known and held.step_bytes > 0
+        kept = held.kinds.get("other tensors", 0) + held.kinds.get("saved for backward", 0)
+        kept = max(0, kept - op.read_bytes - exports.nbytes) if states_stay and not trained else 0
+        if states_stay or tight or short:  # what a tier would take that has no room for the states, is not counted on
+            step = _where_states_stay(held, max(floor_bytes, there_bytes), coming)
+        else:
+            step = int(SPARE * max(floor, coming.op_bytes, held.update_bytes))
+        enough = max(floor, step, untried_bytes) if known or there_bytes or held.step_bytes else floor
+        if not trained and not there_bytes and not coming.call:
+            enough = max(enough, floor + MORE * op.result_bytes)
+        if not trained and op.result_bytes:
+            enough += kept + MORE * exports.nbytes
+        enough = round_up(enough + hidden_bytes, binary=binary)
+        named = f"budget of {size(enough)} ({enough} bytes)"
+        without = "Without that a" if short else "A"
+        more = f" That leaves room for {MORE} times as many more." if grows and not trained else ""
+        if kept:
+            more += (
+                f" The {size(kept)} that are kept cannot leave without a tier below: there is room for as much again."
+            )
+        if known and not coming.call:
+            return enough, f"{without} {named} should do for a whole step.{more}"
+        if known:
+            return (
+                enough,
+                f"{without} {named} should do for this call of {coming.call}; what comes after it is not known.{more}",
+            )
+        if op.result_bytes and not there_bytes:
+            least = op.need_bytes if op.need_bytes > budget_bytes else floor
+            least_words = size(round_up(least + hidden_bytes, binary=binary))
+            what = f"This op ({op.name})" if op.name else "What was asked for"
+            return enough, (
+                f"{what} needs {least_words}. {without} {named} should do for it and for ops on results like its own; "
+                f"the rest of the run may need more.{more} `memmgr run` without --budget measures what it needs."
+            )
+        return enough, (
             f"{without} budget of at least {size(enough)} ({enough} bytes) is needed, and the rest of the run may need more: "
             "what its largest op takes is known where a forward has begun. `memmgr run` without --budget measures what it needs."
         )
+
     error = BudgetError("\n".join(lines))
-    error.floor_bytes, error.enough_bytes = floor, enough
-    error.budget_bytes, error.tier_bytes = budget_bytes, tier_bytes
+    error.floor_bytes, error.budget_bytes, error.tier_bytes = floor, budget_bytes, tier_bytes
+    error.told_later(rest)
     return error

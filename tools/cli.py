@@ -1,17 +1,18 @@
-"""The command `memmgr`: one verb per file, each with `add_arguments`, `run` and a docstring that is its help."""
+"""The command `memmgr`: one verb per file, each with `add_arguments`, `run` and a docstring that is its help.
+
+What takes long to import is imported in `main`, where an interrupt is a line and no traceback.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-from memmgr import _variables
-from memmgr.tools.common.usage_error import Parser, UsageError
+TYPE_CHECKING = False  # as typing's, which is not imported for it
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 # Verb, module, one line. A module is imported when its verb is called: `memmgr --help` has no use for torch's tools.
 VERBS: tuple[tuple[str, str, str], ...] = (
@@ -39,12 +40,16 @@ VERBS: tuple[tuple[str, str, str], ...] = (
 
 def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
     """The command itself, without the options of its verbs; `with_verb` False leaves room for them."""
+    from argparse import RawDescriptionHelpFormatter
+
+    from memmgr.tools.common.usage_error import Parser
+
     lines = "\n".join(f"  {verb:<12}{line}" for verb, _, line in VERBS)
     parser = Parser(
         prog="memmgr",
         description="Train under a byte budget: less memory, the same bits in every parameter.",
         epilog=f"verbs:\n{lines}\n\n`memmgr VERB --help` says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"memmgr {_version()}")
     if with_verb:
@@ -53,6 +58,8 @@ def overview(*, with_verb: bool = True) -> argparse.ArgumentParser:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("memmgr")
     except PackageNotFoundError:
@@ -69,6 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when all that the verb promises held.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        verb = next((f" {verb}" for verb, _, _ in VERBS if verb in words[:1]), "")
+        print(f"memmgr{verb}: interrupted", file=sys.stderr)
+        return 130  # as a shell says it
+    except BrokenPipeError:  # `memmgr ... | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
+        return 0
+
+
+def _main(words: Sequence[str]) -> int:
+    from memmgr.tools.common.usage_error import UsageError
+
     command = overview()
     if not words:
         command.print_help()
@@ -79,23 +100,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"memmgr {verb}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"memmgr {verb}: interrupted", file=sys.stderr)
-        return 130  # as a shell says it
-    except BrokenPipeError:  # `memmgr ... | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
-        return 0
 
 
 def _run(verb: str, words: Sequence[str]) -> int:
     """Imports the verb, which may take seconds, reads its words and runs it."""
+    import tempfile
+    from argparse import RawDescriptionHelpFormatter
+
+    from memmgr import _variables
+    from memmgr.tools.common.interrupts import ends_at_once
+    from memmgr.tools.common.usage_error import Parser
+
     if verb not in ("run", "trace", "doctor"):
         os.environ.pop("MEMMGR_BUDGET", None)  # of a script: the other verbs train nothing of the user's
     _variables.said = verb == "doctor"  # it lists misspelt ones among the rest
-    module = import_module({name: path for name, path, _ in VERBS}[verb])
-    parser = Parser(
-        prog=f"memmgr {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    with ends_at_once(verb):  # some imports take an interrupt for an error of their own
+        module = import_module({name: path for name, path, _ in VERBS}[verb])
+    parser = Parser(prog=f"memmgr {verb}", description=module.__doc__, formatter_class=RawDescriptionHelpFormatter)
     module.add_arguments(parser)
     args = parser.parse_args(words)
     try:

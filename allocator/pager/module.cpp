@@ -415,20 +415,23 @@ PyModuleDef definition = {
 
 }  // namespace
 
-// What `set` has made Python's error is thrown as torch hands such errors on.
+// What `set` has made Python's error is thrown as torch hands such errors on. `text`: what C++ shows of it; that of
+// Python may take long to write, and most programs that catch one do not read it.
 template <class F>
-[[noreturn]] static void throw_python(F&& set) {
+[[noreturn]] static void throw_python(const std::string& text, F&& set) {
   const PyGILState_STATE gil = PyGILState_Ensure();
   set();
   python_error error;
-  error.persist();
+  PyErr_Fetch(&error.type, &error.value, &error.traceback);
+  error.message = text;
   PyGILState_Release(gil);
   throw error;
 }
 
 void raise_budget_error(const c10::OutOfMemoryError& e) {
   if (!Py_IsInitialized() || !make_budget_error) return;
-  throw_python([&] { set_out_of_memory(e.what_without_backtrace()); });
+  const std::string text = e.what_without_backtrace();
+  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
 }
 
 void raise_budget_error_of_python() {
@@ -443,12 +446,13 @@ void raise_budget_error_of_python() {
   } catch (...) {
     return;
   }
-  throw_python([&] { set_out_of_memory(text.c_str()); });
+  throw_python(text, [&] { set_out_of_memory(text.c_str()); });
 }
 
 void raise_wrong_bytes(const c10::Error& e) {
   if (!Py_IsInitialized() || !recompute_error) return;
-  throw_python([&] { PyErr_SetString(recompute_error, e.what_without_backtrace()); });
+  const std::string text = e.what_without_backtrace();
+  throw_python(text, [&] { PyErr_SetString(recompute_error, text.c_str()); });
 }
 
 }  // namespace memmgr::pager

@@ -9,6 +9,7 @@
 #include "foreign.h"
 #include "hold.h"
 #include "module.h"
+#include "need.h"
 #include "pools/pool.h"
 #include "recipe.h"
 #include "reclaim.h"
@@ -193,12 +194,21 @@ PyObject* py_stats(PyObject*, PyObject*) {
   struct {
     uint64_t resident = 0, below = 0, moved = 0;
   } of[kPurposes];
+  struct {
+    uint64_t cells = 0, bytes = 0;
+    Escape latest = Escape::kNone;
+  } exported;
   {
     std::lock_guard<std::mutex> lock(graph_lock());
     cells = count_cells_locked();
     for (size_t purpose = 0; purpose < kPurposes; ++purpose) of[purpose].moved = moved_by_ended[purpose];
     for_each_cell_locked([&](Cell* c) {
       pinned += !c->small && (c->state.load() & kPinMask) ? 1 : 0;
+      if (!c->small && c->escape != Escape::kNone && c->purpose == Purpose::kOther) {
+        exported.cells++;
+        exported.bytes += c->nbytes;
+        exported.latest = c->escape;
+      }
       orphans += c->storage._unsafe_get_target() ? 0 : 1;
       largest = std::max(largest, c->nbytes);
       auto& its = of[static_cast<size_t>(c->purpose)];
@@ -222,6 +232,9 @@ PyObject* py_stats(PyObject*, PyObject*) {
   }
   put(d, "cells", cells);
   put(d, "pinned_cells", pinned);
+  put(d, "exported_cells", exported.cells);
+  put(d, "exported_bytes", exported.bytes);
+  put(d, "exported_why", static_cast<uint64_t>(exported.latest));
   put(d, "orphans", orphans);
   put(d, "evicted_now_bytes", evicted);
   put(d, "offloaded_now_bytes", offloaded);
@@ -235,6 +248,14 @@ PyObject* py_note_refused(PyObject*, PyObject*) {
 }
 
 PyObject* py_refusal(PyObject*, PyObject*) { return PyUnicode_FromString(refusal().c_str()); }
+
+// failed_op() -> (its name, what it needs, its arguments, its largest result), in bytes
+PyObject* py_failed_op(PyObject*, PyObject*) {
+  const FailedOp failed = failed_op();
+  const auto number = [](uint64_t bytes) { return static_cast<unsigned long long>(bytes); };
+  return Py_BuildValue("sKKK", failed.name.c_str(), number(failed.need_bytes), number(failed.read_bytes),
+                       number(failed.result_bytes));
+}
 
 PyObject* py_drain(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS;
@@ -297,6 +318,9 @@ PyMethodDef figure_methods[] = {
     {"note_refused", py_note_refused, METH_NOARGS, "what this thread found no room for is part of the floor"},
     {"refusal", py_refusal, METH_NOARGS,
      "what this thread found no room for, as the allocator said it; empty once it was asked"},
+    {"failed_op", py_failed_op, METH_NOARGS,
+     "the op of this thread that found no room, once: its name (empty: no op), what it needs (0: not known), its "
+     "arguments, its largest result, in bytes"},
     {"drain", py_drain, METH_NOARGS, "references and works that wait are looked at"},
     {"leave_out", py_leave_out, METH_O, "stream rules (a mask) that are not kept; for tests"},
     {"check", py_check_arena, METH_NOARGS, "raises if an invariant of the arena is broken"},

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "budget.h"
@@ -45,8 +46,12 @@ c10::IValue without_bytes(const c10::IValue& value) {
   return value;
 }
 
+struct Made {
+  uint64_t bytes = 0, largest = 0;
+};
+
 // The bytes of its results that are no arguments, by the op's kernel for tensors without bytes; 0: not known.
-uint64_t bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
+Made bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10::IValue* args, size_t n) {
   using K = c10::DispatchKey;
   try {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -54,37 +59,43 @@ uint64_t bytes_made(const c10::OperatorHandle& op, const OpInfo* info, const c10
         c10::DispatchKeySet({kKey, K::Python, K::PythonTLSSnapshot, K::PythonDispatcher}));
     torch::jit::Stack stack;
     std::unordered_set<const c10::StorageImpl*> seen;
-    const auto add = [&seen](const c10::IValue& value) {
-      uint64_t bytes = 0;
+    const auto add = [&seen](const c10::IValue& value, Made* made) {
       each_tensor(
           value,
           [&](c10::TensorImpl* t) {
-            if (t->has_storage() && seen.insert(t->unsafe_storage().unsafeGetStorageImpl()).second)
-              bytes += rounded(t->unsafe_storage().nbytes());
+            if (!t->has_storage() || !seen.insert(t->unsafe_storage().unsafeGetStorageImpl()).second) return;
+            const uint64_t bytes = rounded(t->unsafe_storage().nbytes());
+            made->bytes += bytes;
+            made->largest = std::max(made->largest, bytes);
           },
           [](c10::StorageImpl*) {});
-      return bytes;
     };
-    for (size_t i = 0; i < n; ++i) add(stack.emplace_back(without_bytes(args[i])));
+    Made given, made;
+    for (size_t i = 0; i < n; ++i) add(stack.emplace_back(without_bytes(args[i])), &given);
     op.redispatchBoxed(c10::DispatchKeySet(K::Meta), &stack);
-    uint64_t bytes = 0;
-    for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) bytes += add(stack[i]);
-    return bytes;
+    for (size_t i = stack.size() - std::min(info->returns, stack.size()); i < stack.size(); ++i) add(stack[i], &made);
+    return made;
   } catch (...) {  // it is for the text of another error
-    return 0;
+    return {};
   }
 }
 
+thread_local FailedOp tl_failed;
+
 }  // namespace
+
+FailedOp failed_op() { return std::exchange(tl_failed, {}); }
+void begin_failure(uint64_t bytes) { tl_failed = {"", 0, 0, bytes}; }
 
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack) {
   const size_t n = info->arguments;
+  tl_failed.name = op.operator_name().name;
   // A list op runs in slices, and what is not torch's may do anything.
   if (!info->torchs || info->list_op || stack.size() < n) return;
   const c10::IValue* args = stack.data() + stack.size() - n;
   std::vector<StoragePtr> read;
   std::unordered_set<const c10::StorageImpl*> seen;
-  uint64_t unmanaged = 0, gaps = 0;
+  uint64_t all = 0, unmanaged = 0, gaps = 0, largest = 0;
   for (size_t i = 0; i < n; ++i) {
     if (!info->may_hold_tensors[i]) continue;
     each_tensor(
@@ -93,6 +104,8 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
           if (!t || !t->has_storage()) return;
           c10::StorageImpl* s = t->unsafe_storage().unsafeGetStorageImpl();
           if (!s || !seen.insert(s).second) return;
+          all += rounded(s->nbytes());
+          largest = std::max(largest, rounded(s->nbytes()));
           const Cell* c = cell_of(s);
           if (c && !c->small) gaps += rounded(c->nbytes) - c->nbytes;
           if (c && !c->small) read.push_back(StoragePtr::reclaim_copy(s));
@@ -100,10 +113,13 @@ void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::j
         },
         [](c10::StorageImpl*) {});
   }
+  const Made made = info->seeded ? Made{} : bytes_made(op, info, args, n);
+  tl_failed.read_bytes = all;
+  tl_failed.result_bytes = std::max(tl_failed.result_bytes, made.bytes ? made.largest : largest);
   if (read.empty() && !unmanaged) return;  // what it makes is what it has asked for
-  const uint64_t made = info->seeded ? 0 : bytes_made(op, info, args, n);
   const uint64_t beside = bytes_beside_what_stays(read.size(), [&](size_t i) { return cell_of(read[i].get()); });
-  note_floor(bytes_that_stay() + beside + gaps + unmanaged + made);
+  tl_failed.need_bytes = bytes_that_stay() + beside + gaps + unmanaged + made.bytes;
+  note_floor(tl_failed.need_bytes);
 }
 
 }  // namespace memmgr::pager

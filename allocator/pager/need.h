@@ -3,6 +3,8 @@
 
 #include <ATen/core/stack.h>
 
+#include <string>
+
 #include "ops.h"
 
 namespace memmgr::pager {
@@ -11,5 +13,15 @@ namespace memmgr::pager {
 // Known limitations: an op whose results depend on values (a mask as index) counts with its arguments alone, and so
 // does one that draws.
 void note_need(const c10::OperatorHandle& op, const OpInfo* info, const torch::jit::Stack& stack);
+
+// The op of this thread that found no room.
+struct FailedOp {
+  std::string name;           // empty: the request came from no op
+  uint64_t need_bytes = 0;    // all that it reads and makes, and what stays; 0: not known
+  uint64_t read_bytes = 0;    // its arguments
+  uint64_t result_bytes = 0;  // its largest result, or request; the largest tensor that it reads, where none is known
+};
+FailedOp failed_op();                // once
+void begin_failure(uint64_t bytes);  // a request of so many bytes fails, inside of an op or not
 
 }  // namespace memmgr::pager

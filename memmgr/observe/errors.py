@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -13,16 +14,21 @@ from memmgr._errors import (
     SPENT,
     Ahead,
     BudgetError,
+    Exports,
+    FailedOp,
     Holdings,
     budget_error,
     failed_tier,
     is_full,
+    of_torchs,
     torchs_own_words,
 )
-from memmgr._stock import Inventory, holders, missing_states, states_below, step_bytes, update_bytes
+from memmgr._stock import Census, Inventory, holders, missing_states, states_below, step_bytes, update_bytes
+from memmgr.native.pager import Escape
+from memmgr.readers.patches import Patches
 
 from .passes import Passes
-from .rehearsal import module_call, rehearse
+from .rehearsal import Rehearsal, in_step, module_call, transformed
 
 LOSS = 1.78
 """What an op of backward takes over the largest of the forward: it holds three tensors where that held two, and a convolution
@@ -38,11 +44,12 @@ AGAIN = 1.2
 """Without a tier: what is made again beside an op, and gradients that wait for others, over the rest."""
 
 
-def _copy(error: BudgetError) -> BudgetError:
-    """Another object, which no traceback has: it would keep tensors alive."""
-    copy = BudgetError(*error.args)
-    vars(copy).update(vars(error))
-    return copy
+HAS_ADDRESSES = {
+    Escape.POINTER: "A caller of data_ptr()",
+    Escape.NUMPY: "NumPy",
+    Escape.DLPACK: "DLPack",
+    Escape.SHARED: "Shared memory",
+}
 
 
 class Asked(Protocol):
@@ -61,6 +68,7 @@ class Native(Inventory, Protocol):
 
     def stats(self) -> dict[str, int]: ...
     def note_refused(self) -> None: ...
+    def failed_op(self) -> tuple[str, int, int, int]: ...
     def tier_stats(self) -> dict[str, int]: ...
     def resident_cells(self) -> list[tuple[int, int]]: ...
     def resident(self) -> int: ...
@@ -70,7 +78,7 @@ class Explainer:
     """Makes the errors of one budget, where memory ran out: nothing of the pager is locked there.
 
     Args:
-        happened: told of each (`Telemetry.happened`).
+        happened: told of each, while `detail` says that somebody looks (`Telemetry.happened`).
         compiled: the compiled model that the calling thread is in, by its name; empty: none.
     """
 
@@ -80,37 +88,51 @@ class Explainer:
         native: Native,
         passes: Passes,
         happened: Callable[..., None],
+        detail: Callable[[], bool],
         compiled: Callable[[], str] = lambda: "",
     ) -> None:
         self._asked = asked
         self._native = native
         self._passes = passes
         self._happened = happened
+        self._detail = detail
         self._compiled = compiled
-        self._spent: deque[BudgetError] = deque(maxlen=16)  # of all threads
+        self._patches = Patches()
+        # What the allocator said, and the error: of all threads.
+        self._spent: deque[tuple[str, BudgetError]] = deque(maxlen=16)
+
+    def begin(self) -> None:
+        """From here on torch's out-of-memory errors that quote the allocator are ours."""
+        self._patches.wrap(torch.OutOfMemoryError, "__new__", lambda _: of_torchs(self.spent))
+
+    def end(self) -> None:
+        """Undoes it."""
+        self._patches.undo()
 
     def spent(self, text: str) -> BudgetError:
         """This thread found no room; `text` is what the allocator said."""
         self._native.note_refused()
         held = self._holdings()
-        error = self._error(torchs_own_words(text), held, failed=failed_tier(text))
-        self._happened(
-            "budget_error",
-            floor_bytes=error.floor_bytes,
-            enough_bytes=error.enough_bytes,
-            held=held.kinds,
-            modules=dict(held.modules),
-            text=text.splitlines()[0],
-        )
-        self._spent.append(_copy(error))
+        op = FailedOp(*self._native.failed_op())
+        error = self._error(torchs_own_words(text), held, failed=failed_tier(text), op=op)
+        if self._detail():
+            self._happened(
+                "budget_error",
+                floor_bytes=error.floor_bytes,
+                enough_bytes=error.enough_bytes,
+                held=held.kinds,
+                modules=dict(held.modules),
+                text=text.splitlines()[0],
+            )
+        self._spent.append((text.splitlines()[0], error.copy()))
         return error
 
     def meant_by(self, error: RuntimeError) -> BudgetError | None:
         """What torch's error should have been: that of `spent` which it quotes, or one for what C++ found no room for."""
         text = str(error)
-        for told in reversed(tuple(self._spent)):
-            if str(told).splitlines()[0] in text:
-                return _copy(told)
+        for said, told in reversed(tuple(self._spent)):
+            if said in text or told.headline in text:
+                return told.copy()
         return self.spent(text) if isinstance(error, torch.OutOfMemoryError) and SPENT in text else None
 
     def too_big(self, there_bytes: int) -> BudgetError:
@@ -118,7 +140,12 @@ class Explainer:
         return self._error(out_of_memory_words(self._asked.device), self._holdings(), there_bytes=there_bytes)
 
     def _error(
-        self, first: str, held: Holdings, failed: tuple[str, str] | None = None, there_bytes: int = 0
+        self,
+        first: str,
+        held: Holdings,
+        failed: tuple[str, str] | None = None,
+        there_bytes: int = 0,
+        op: FailedOp | None = None,
     ) -> BudgetError:
         tier, now = self._native.tier_stats(), self._native.stats()
         ahead, floor_bytes = self._ahead(held, now, below=bool(tier)), now["floor_bytes"]
@@ -139,7 +166,17 @@ class Explainer:
             hidden_bytes=self._hidden_bytes(held),
             failed=failed,
             there_bytes=there_bytes,
+            op=op or FailedOp(),
+            exports=self._exports(now),
+            trains=self._trains(),
         )
+
+    def _trains(self) -> bool:
+        return (self._passes.in_backward or in_step()) and not transformed()
+
+    def _exports(self, now: dict[str, int]) -> Exports:
+        by = HAS_ADDRESSES.get(Escape(now["exported_why"])) if now["exported_cells"] else None
+        return Exports(now["exported_cells"], now["exported_bytes"], by) if by else Exports()
 
     def _hidden_bytes(self, held: Holdings) -> int:
         """What a device's allocator has given to others than tensors: cuBLAS takes 32 MiB and more for each stream."""
@@ -148,30 +185,44 @@ class Explainer:
         hidden = self._native.resident() - sum(held.kinds.values())
         return hidden if hidden > HIDDEN_BYTES else 0
 
-    def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Ahead:
+    def _ahead(self, held: Holdings, now: dict[str, int], *, below: bool) -> Callable[[], Ahead]:
         """By where this thread is: a forward is rehearsed, of a backward the forward is known, an update comes last.
 
         Args:
             below: there is a tier below, so that model states are no part of the floors so far.
+
+        Returns:
+            What says it: a rehearsal takes its time.
         """
         passes, states = self._passes, held.states_bytes + held.missing_bytes
         moved = held.states_bytes if below else 0
-        if passes.in_backward and not passes.count:  # gradients are being made
+        if passes.in_backward and not passes.count and not transformed():  # gradients are being made
             forward = passes.forward_floor_bytes
             work = forward - (0 if below else held.states_bytes - held.kinds.get("gradients", 0))
             most = max(LOSS * forward, GROWS * now["floor_bytes"])
-            return Ahead(int(most), int(states + AGAIN * LOSS * max(0, work)))
-        call = None if passes.in_backward else module_call()
-        found = rehearse(*call) if call is not None else None
-        if found is not None:
-            stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
-            if (
-                self._compiled()
-            ):  # nothing leaves in its graph, and its backward is given all that its forward has saved
+            return functools.partial(Ahead, int(most), int(states + AGAIN * LOSS * max(0, work)))
+        otherwise = self._without_rehearsal(held, now, moved)
+        call = None if passes.in_backward or transformed() else module_call()
+        if call is None:
+            return lambda: otherwise
+        rehearsal, compiled, name = Rehearsal(*call), self._compiled(), "" if in_step() else type(call[0]).__name__
+        stays = now["resident_bytes.current"] - now["resident_cell_bytes"] + now["escaped_bytes"]
+
+        def ahead() -> Ahead:
+            found = rehearsal.found()
+            if found is None:
+                return otherwise
+            if compiled:  # nothing leaves in its graph, and its backward is given all that its forward has saved
                 whole = states + found.inputs_bytes + found.made_bytes + found.op_bytes
-                return Ahead(whole, whole)
-            return Ahead(stays + found.op_bytes, states + int(AGAIN * (found.inputs_bytes + found.activations_bytes)))
-        if not passes.count:
+                return Ahead(whole, whole, name)
+            made = int(AGAIN * (found.inputs_bytes + found.activations_bytes))
+            return Ahead(stays + found.op_bytes, states + made, name)
+
+        return ahead
+
+    def _without_rehearsal(self, held: Holdings, now: dict[str, int], moved: int) -> Ahead:
+        passes = self._passes
+        if not passes.count or not held.step_bytes:  # without an optimizer no two passes need be alike
             return Ahead(int(LOSS * now["floor_bytes"]))
         coming = missing_states(self._native, self._asked.device, gradients=False)
         if passes.count == 1 or not passes.steps_before:
@@ -184,8 +235,8 @@ class Explainer:
         return Ahead(0, now["floor_bytes"] + moved + coming)
 
     def _holdings(self) -> Holdings:
-        native, device = self._native, self._asked.device
-        kinds, modules = holders(native, device, rest=native.resident_cells())
+        native, device = Census(self._native), self._asked.device
+        kinds, modules = holders(native, device, rest=self._native.resident_cells())
         return Holdings(
             kinds,
             modules,

@@ -1,14 +1,16 @@
 """Estimates the memory of the rest of a forward and its backward: the module runs again on tensors without bytes.
 
-For the text of an error only, when memory ran out inside a forward: the ops to come have not been seen yet. A copy of
-the module, without its hooks, runs on fake tensors (`torch._subclasses`) in a thread of its own. A real tensor in one
-of its ops ends it: the program's tensors, gradients and graphs are not touched.
+For the text of an error only, when memory ran out inside a forward: the ops to come have not been seen yet. It runs when
+the text is asked for, and until then holds no tensor and no module. A copy of the module, without its hooks, runs on fake
+tensors (`torch._subclasses`) in a thread of its own. A real tensor in one of its ops ends it: the program's tensors,
+gradients and graphs are not touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 import threading
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 _CALL = torch.nn.Module._call_impl.__code__
 # C from torch 2.14.1 on
@@ -29,6 +31,7 @@ _APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), 
 # A recurrent layer keeps a workspace of all gates for its backward.
 _TAKES = {"convolution": 1.75, "rnn_layer": 5.0}
 _PATIENCE_SECONDS = 20.0  # a forward may wait for a lock that the thread with the error has
+_TRANSFORMS = ("torch._functorch.vmap", "torch._functorch.eager_transforms")
 _busy = threading.Lock()
 _MAKES = (torch.ops.aten.lift_fresh.default,)  # ops that torch.tensor() makes of numbers
 _too_long: weakref.WeakSet[type] = weakref.WeakSet()  # modules whose rehearsal has not ended in time
@@ -55,11 +58,9 @@ class Rehearsed:
 def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None:
     """The outermost module that the calling thread is in, and its arguments."""
     found: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code is _CALL:
             found = frame
-        frame = frame.f_back
     if found is None:
         return None
     here = found.f_locals
@@ -70,50 +71,143 @@ def module_call() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | N
     return getattr(module, "_orig_mod", module), here["args"], here["kwargs"]  # of a compiled module, the original one
 
 
-def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed | None:
-    """The largest op of a forward, its loss and its backward.
+class Rehearsal:
+    """The largest op of a forward, its loss and its backward, once somebody asks for it.
 
     The loss is taken to be a log softmax, which needs as much as any.
 
-    Returns:
-        None if the module cannot be rehearsed: it cannot be copied, depends on values, reads tensors that are no part
-            of the module and its arguments, is compiled, has C++ of its own, takes long, or may communicate with other
-            ranks.
+    Args:
+        module, args, kwargs: the call. No tensor of it is kept, nor the module.
 
     Known limitations: side effects of the module (prints, counters outside of it) happen once more, and so do the hooks
     of all modules (`register_module_forward_hook`). Autocast and workspaces of kernels are not counted.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None  # a collective would wait for ranks that have no error
-    if type(module) in _too_long or not _busy.acquire(blocking=False):
-        return None  # of an error inside a rehearsal
-    found: list[Rehearsed] = []
-    grad, late = torch.is_grad_enabled() or _in_function(), threading.Event()
 
-    def run() -> None:
-        with contextlib.suppress(Exception):  # it is for the text of another error
-            found.append(_run(module, args, kwargs, grad, late))
+    def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._module = weakref.ref(module)
+        self._grad = in_step()
+        self._found: Rehearsed | None = None
+        shapes: dict[int, _Like] = {}
+        self._given = tree_map(functools.partial(_shape_of, shapes), (args, kwargs))
+        leaves = [leaf for leaf in tree_leaves(self._given) if not isinstance(leaf, _Like)]
+        self._over = not all(isinstance(leaf, _HOLDS_NOTHING) for leaf in leaves)
+        if self._over:  # it may hold tensors, and is as it is now only now
+            self._found = self._rehearse(module)
+            self._given = None
 
-    drawn = _numbers_of_others()
-    try:
-        thread = threading.Thread(target=run, name="memmgr-rehearsal", daemon=True)
-        thread.start()
-        thread.join(_PATIENCE_SECONDS)
-        if thread.is_alive():
-            late.set()
-            _too_long.add(type(module))
-    finally:
-        drawn()
-        _busy.release()
-    return found[0] if found else None
+    def found(self) -> Rehearsed | None:
+        """None: it cannot be said. What cannot be copied, looks at values, reads tensors that are no part of the module and its
+        arguments, is compiled, has C++ of its own, takes long, or may talk to other ranks cannot be rehearsed."""
+        module = self._module()
+        if not self._over and module is not None:
+            self._over, self._found = True, self._rehearse(module)
+        return self._found
+
+    def _rehearse(self, module: torch.nn.Module) -> Rehearsed | None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None  # a collective would wait for ranks that have no error
+        if type(module) in _too_long or not _busy.acquire(blocking=False):
+            return None  # of an error inside a rehearsal
+        found: list[Rehearsed] = []
+        late = threading.Event()
+
+        def run() -> None:
+            with contextlib.suppress(Exception):  # it is for the text of another error
+                found.append(_run(module, self._given, self._grad, late))
+
+        drawn = _numbers_of_others()
+        try:
+            thread = threading.Thread(target=run, name="memmgr-rehearsal", daemon=True)
+            thread.start()
+            thread.join(_PATIENCE_SECONDS)
+            if thread.is_alive():
+                late.set()
+                _too_long.add(type(module))
+        finally:
+            drawn()
+            _busy.release()
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class _Like:
+    """All that a rehearsal wants of a tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    parameter: bool
+    requires_grad: bool
+
+    def make(self, mode: Any) -> Any:
+        with mode:
+            made: Any = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if self.parameter:
+            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
+
+
+_HOLDS_NOTHING = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+)
+
+
+def _like(tensor: torch.Tensor) -> _Like:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+        raise TypeError(type(tensor))
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    return _Like(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, parameter, tensor.requires_grad)
+
+
+def _shape_of(shapes: dict[int, _Like], leaf: Any) -> Any:
+    """One object for each tensor; what has no such shape stays what it is, and ends the rehearsal."""
+    if isinstance(leaf, torch.Tensor):
+        with contextlib.suppress(TypeError):
+            leaf = shapes.setdefault(id(leaf), _like(leaf))
+    return leaf
+
+
+def _frames() -> Iterator[FrameType]:
+    """Of the calling thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def transformed() -> bool:
+    """Is the calling thread in a transform of torch.func? What a module is called with there are parts of larger tensors.
+
+    The frames tell: a transform is off torch's stack of them while an op of it runs.
+    """
+    return any(frame.f_globals.get("__name__") in _TRANSFORMS for frame in _frames())
+
+
+def in_step() -> bool:
+    """Are there gradients, or do they update something? An optimizer steps without recording any."""
+    return torch.is_grad_enabled() or _in_function() or any(map(_updates, _frames()))
+
+
+def _updates(frame: FrameType) -> bool:
+    """Is it a method of an optimizer?"""
+    code = frame.f_code
+    return code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 def _in_function() -> bool:
     """A Function's forward (a reentrant checkpoint's, AOTAutograd's) runs without gradients in a step that has them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY and not _has_context(frame):
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _APPLY or _has_context(frame) for frame in _frames())
 
 
 def _has_context(frame: FrameType) -> bool:
@@ -136,9 +230,7 @@ def _numbers_of_others() -> Callable[[], None]:
     return put_back
 
 
-def _run(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, late: threading.Event
-) -> Rehearsed:
+def _run(module: torch.nn.Module, given: Any, grad: bool, late: threading.Event) -> Rehearsed:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     class Fakes(FakeTensorMode):
@@ -146,23 +238,12 @@ def _run(
         avoid_device_init = False
 
     mode = Fakes(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-
-    def fake(tensor: torch.Tensor) -> Any:
-        """Made anew: torch's own conversion keeps weak references to the tensor, and such a tensor cannot be swapped."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
-            raise TypeError(type(tensor))
-        if id(tensor) not in memo:
-            size, stride = tensor.size(), tensor.stride()
-            with mode:
-                made: Any = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-            if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
-
+    memo: dict[
+        int, Any
+    ] = {}  # made anew: torch's own conversion keeps weak references to a tensor, and who has some cannot be swapped
     for tensor in _tensors_of(module):
-        fake(tensor)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _like(tensor).make(mode)
     alike = copy.deepcopy(module, memo)
     if not set(alike.modules()).isdisjoint(module.modules()):
         raise TypeError("a part that does not let itself be copied")
@@ -170,7 +251,11 @@ def _run(
         for name in list(child.__dict__):
             if name.endswith("_hooks"):
                 child.__dict__[name].clear()
-    inputs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+    made_of: dict[int, Any] = {}
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, _Like) and id(leaf) not in made_of:
+            made_of[id(leaf)] = leaf.make(mode)
+    inputs = tree_map(lambda leaf: made_of.get(id(leaf), leaf), given)
     watch = _Watch({_key(t) for t in (*alike.parameters(), *alike.buffers())}, FakeTensor, late)
     with torch.set_grad_enabled(grad), mode, watch:
         outputs = [t for t in tree_leaves(alike(*inputs[0], **inputs[1])) if isinstance(t, torch.Tensor)]

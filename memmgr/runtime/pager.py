@@ -88,7 +88,14 @@ class PagerRuntime:
         )
         self._periods = Periods(self.native, self.plans, self._file, self._sizing)
         self._graphs = CompiledGraphs(lambda text: self._explain.spent(text), self.native.refusal)
-        self._explain = Explainer(config, self.native, self.passes, self.telemetry.happened, self._graphs.running)
+        self._explain = Explainer(
+            config,
+            self.native,
+            self.passes,
+            self.telemetry.happened,
+            lambda: self.telemetry.detail,
+            self._graphs.running,
+        )
         self.job = Job(
             self.stats, self.native, silent_seconds=config.silent_seconds, quiet=config.quiet, binary=config.binary
         )
@@ -143,6 +150,7 @@ class PagerRuntime:
             skip_ours()
             self._readers.install(functions)
             self._graphs.install()
+            self._explain.begin()
             self._steps.install()
             beyond = pager.settle()
             if beyond:  # by garbage that is old, it may be
@@ -235,6 +243,7 @@ class PagerRuntime:
             then.callback(self.job.close, failed=crashed)
             then.callback(self._readers.remove)  # other threads may have read absent tensors in the meantime
             then.callback(self.native.close)
+            then.callback(self._explain.end)
             then.callback(self._graphs.remove)
             then.callback(self._steps.remove)
             if failed:  # a slice that fails now leaves a step half done

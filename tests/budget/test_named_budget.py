@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import resource
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memmgr
+from memmgr._sizes import round_up, show_size
 from memmgr.observe import rehearsal
 
 from . import models
@@ -313,7 +316,10 @@ def _no_room(forward: Callable[[Any], torch.Tensor], given: Any) -> None:
             return self.large(forward(batch))
 
     model = Last()
-    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True), pytest.raises(memmgr.BudgetError):
+    with (
+        memmgr.budget(bytes_already_there() + 12 * MB, quiet=True),
+        pytest.raises(memmgr.BudgetError, match="budget of"),
+    ):
         model(given)
 
 
@@ -332,7 +338,10 @@ def test_a_rehearsal_does_not_touch_what_is_no_part_of_the_module() -> None:
     _no_room(lambda batch: nn.functional.linear(batch.x, weight), _Batch(torch.randn(256, 64)))
     _no_room(lambda batch: batch.x, batch)
     _no_room(counts, _Batch(torch.randn(256, 64)))
-    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True), pytest.raises(memmgr.BudgetError):
+    with (
+        memmgr.budget(bytes_already_there() + 12 * MB, quiet=True),
+        pytest.raises(memmgr.BudgetError, match="budget of"),
+    ):
         nn.Sequential(shared, nn.Linear(64, 40_000))(torch.randn(256, 64))
     assert weight.grad is None and not hooked
     assert below.weight.grad is None
@@ -354,7 +363,7 @@ def test_a_rehearsal_sets_no_guard_in_place_of_a_gpus(monkeypatch: pytest.Monkey
     """In torch 2.11's CUDA build, without a GPU, it dies with the thread, and the next look at it is a crash."""
     asked: list[bool] = []
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(True))
-    assert rehearsal.rehearse(nn.Linear(8, 8), (torch.ones(2, 8),), {}) is not None
+    assert rehearsal.Rehearsal(nn.Linear(8, 8), (torch.ones(2, 8),), {}).found() is not None
     assert not asked
 
 
@@ -370,7 +379,11 @@ def test_a_rehearsal_that_waits_for_its_own_caller_is_given_up(monkeypatch: pyte
 
         def forward(self, x: torch.Tensor) -> Any:
             with lock:
-                made = self.large(x)
+                try:
+                    made = self.large(x)
+                except memmgr.BudgetError as error:
+                    assert "budget of" in str(error)  # it is written now
+                    raise
             rehearsed.append(threading.current_thread() is not real)
             return made
 
@@ -410,12 +423,181 @@ OPS: dict[str, tuple[float, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_op_without_room_names_what_it_needs(name: str) -> None:
-    """All of its arguments, which come back one by one, and its results: the first budget that is named works for it."""
+    """All of its arguments, which come back one by one, and its results: the floor, and the first budget that is named, work."""
     room, run = OPS[name]
     with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(bytes_already_there() + int(room * MB), quiet=True):
         run()
-    named = caught.value.enough_bytes
-    with memmgr.budget(named, quiet=True):
+    floor, named = caught.value.floor_bytes, caught.value.enough_bytes
+    assert f"needs {show_size(round_up(floor))}. A budget of {show_size(named)} " in str(caught.value)
+    for limit in (floor, named):
+        with memmgr.budget(limit, quiet=True):
+            run()
+    with pytest.raises(memmgr.BudgetError), memmgr.budget(int(floor * 0.97) - MB // 10, quiet=True):
         run()
-    with pytest.raises(memmgr.BudgetError), memmgr.budget(int(named * 0.97) - MB // 10, quiet=True):
+
+
+# ---- outside of training steps ---------------------------------------------------------------------------------------
+
+
+def _small(outputs: int = 128) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, outputs))
+
+
+def _export(export: Callable[[torch.Tensor], Any]) -> list[Any]:
+    model = nn.Linear(64, 128)
+    with torch.no_grad():
+        return [export(model(torch.randn(2048, 64))) for _ in range(24)]
+
+
+def _evaluate() -> Any:
+    model = _small()
+    with torch.no_grad():
+        return torch.cat([model(torch.randn(2048, 64)) for _ in range(24)]).softmax(1).argmax(1)
+
+
+def _index(by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    x = torch.randn(1_000_000)
+    return x[by(x)]
+
+
+def _stacked() -> Any:
+    parts = [torch.randn(512, 256) for _ in range(12)]
+    return torch.einsum("bij,bkj->bik", torch.stack(parts), torch.stack(parts)).sum()
+
+
+def _per_sample() -> None:
+    model = _small(64)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+
+    x, y = torch.randn(32, 64), torch.randint(64, (32,))
+    for _ in range(2):
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+        for name, g in gradients.items():
+            parameters[name] = parameters[name] - (g / norms.view(-1, *[1] * (g.dim() - 1))).mean(0)
+
+
+def _forward_over_reverse() -> Any:
+    model, x = _small(), torch.randn(1024, 64)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    tangents = {name: torch.randn_like(p) for name, p in parameters.items()}
+
+    def loss(parameters: Any) -> Any:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    return torch.func.jvp(torch.func.grad(loss), (parameters,), (tangents,))
+
+
+def _second_order() -> None:
+    a = torch.randn(4, 200, 200)
+    a = (a @ a.mT + torch.eye(200) * 200).requires_grad_()
+    factor = torch.linalg.cholesky(a)
+    y = torch.linalg.solve_triangular(factor, torch.randn(4, 200, 64), upper=False)
+    (gradient,) = torch.autograd.grad(y.square().sum() + factor.sum(), a, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def _lbfgs() -> None:
+    model, x = _small(), torch.randn(256, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, history_size=10)
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(loss)
+
+
+# What it is run with first, in MB, and what runs; where it needs a name of its own, what the text says besides.
+PROGRAMS: dict[str, tuple[float, Callable[[], Any], str]] = {
+    "stack and einsum": (5, _stacked, "This op (aten::stack) needs 12.6 MB"),
+    "index": (7, lambda: _index(lambda x: torch.randint(len(x), (len(x),))), "This op (aten::randint"),
+    "mask": (7, lambda: _index(lambda x: x > 0), "This op (aten::index) needs"),
+    "the next request is rounded up": (5.04, lambda: torch.randn(1000, 1500).topk(700, 1), "needs"),
+    "evaluation": (12, _evaluate, "This op (aten::cat) needs"),
+    "exports to NumPy": (12, lambda: _export(torch.Tensor.numpy), "NumPy has the addresses of"),
+    "exports by DLPack": (12, lambda: _export(torch.utils.dlpack.to_dlpack), "DLPack has the addresses of"),
+    "per-sample gradients": (3, _per_sample, "needs"),
+    "forward over reverse": (4, _forward_over_reverse, "needs"),
+    "second order": (1.4, _second_order, "budget of"),
+    "LBFGS without a tier": (3, _lbfgs, "Still to come"),
+    "a list": (
+        13,
+        lambda: (torch.ones(2_000_000).numpy(), torch.tensor([0.5] * 2_000_000)),
+        "What was asked for needs 16 MB",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_without_training_steps_works_with_the_first_budget_that_is_named(name: str) -> None:
+    limit, run, words = PROGRAMS[name]
+    gc.collect()
+    options = {"disk": False} if "without a tier" in name else {}
+    with (
+        pytest.raises(memmgr.BudgetError) as caught,
+        memmgr.budget(bytes_already_there() + int(limit * MB), quiet=True, **options),
+    ):
         run()
+    text = str(caught.value)
+    assert words in text and ("whole step" in text) == ("LBFGS" in name), text
+    with memmgr.budget(caught.value.enough_bytes, quiet=True, **options) as mm:
+        run()
+    assert caught.value.enough_bytes <= 3 * mm.stats()["resident_bytes.peak"], "the named budget is no estimate"
+
+
+def test_call_of_a_module_without_gradients_is_named_as_such() -> None:
+    """Not a whole step, and not its one op: a later op of the call needs four times as much."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 2048))
+    with torch.no_grad():
+        with pytest.raises(memmgr.BudgetError) as caught, memmgr.budget(bytes_already_there() + 3 * MB, quiet=True):
+            model(torch.randn(2048, 64))
+        assert "should do for this call of Sequential; what comes after it is not known." in str(caught.value)
+        with memmgr.budget(caught.value.enough_bytes, quiet=True):
+            model(torch.randn(2048, 64))
+
+
+def test_program_that_tries_smaller_batches_pays_for_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no text: the walk over the objects of the process is all that an error takes, and there is one."""
+    walks: list[int] = []
+    census = memmgr.observe.errors.Census
+    monkeypatch.setattr("memmgr.observe.errors.Census", lambda native: (walks.append(1), census(native))[1])
+    monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a rehearsal"))
+    model = nn.Linear(64, 40_000)
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True):
+        with pytest.raises(memmgr.BudgetError) as caught:
+            model(torch.randn(256, 64))
+        assert caught.value.floor_bytes > caught.value.budget_bytes and walks == [1]
+        with pytest.raises(memmgr.BudgetError):
+            torch.ones(40 * MB)
+        assert walks == [1, 1]
+
+
+def test_error_that_is_read_late_says_the_same() -> None:
+    """After its budget, after its tensors, from a pickle; and torch's class is as it was."""
+    with memmgr.budget(bytes_already_there() + 12 * MB, quiet=True) as mm:
+        model, x = nn.Linear(64, 40_000), torch.randn(256, 64)
+        with pytest.raises(memmgr.BudgetError) as now:
+            model(x)
+        text = str(now.value)
+        with pytest.raises(memmgr.BudgetError) as late:
+            model(x)
+        there = weakref.ref(x)
+        late.value.__traceback__ = now.value.__traceback__ = None
+        error = late.value
+        del x, now, late
+        gc.collect()
+        assert there() is None, "it holds what the module was called with"
+    assert mm is not None
+    for each in (pickle.loads(pickle.dumps(error)), error):
+        assert str(each) == text == each.args[0] and "whole step" in text
+        assert each.enough_bytes == error.enough_bytes and repr(each).startswith("BudgetError(")
+    assert "__new__" not in vars(torch.OutOfMemoryError) and str(torch.OutOfMemoryError("words")) == "words"

@@ -133,6 +133,29 @@ def test_it_runs_as_a_module() -> None:
     assert done.stdout.startswith("memmgr ")
 
 
+INTERRUPTED = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == interrupted:
+            raise KeyboardInterrupt
+
+interrupted = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupts())
+from memmgr.tools.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["memmgr.tools.common.usage_error", "memmgr._variables"])
+def test_an_interrupt_while_the_command_is_imported_is_a_line(module: str) -> None:
+    """The first 0.3 s of a verb, most of which are imports."""
+    words = [sys.executable, "-P", "-c", INTERRUPTED, module, "simulate", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "memmgr simulate: interrupted\n")
+
+
 def test_an_interrupt_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from memmgr.tools.verbs import simulate
 
